@@ -1,0 +1,1 @@
+"""Ranks, transports and symmetric memory."""

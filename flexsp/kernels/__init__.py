@@ -1,0 +1,1 @@
+"""The engines: fused chunk kernels and their PyTorch references."""

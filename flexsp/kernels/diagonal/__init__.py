@@ -1,0 +1,1 @@
+"""Engine for states that decay by a scalar: S_t = e^{g_t} S_{t-1} + k_t v_t^T (MATH 1.D)."""

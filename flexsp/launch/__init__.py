@@ -1,0 +1,1 @@
+"""Start-up under torchrun and the `flexsp` command."""

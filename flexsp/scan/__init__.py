@@ -1,0 +1,1 @@
+"""The associative scan of (A, F) over segments and ranks."""

@@ -1,0 +1,76 @@
+# make demo      trains a small language model, one sequence cut over 4 CPU processes
+# make test      the whole CPU suite                make lint       ruff and mypy
+# make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA and pytest installed)
+#
+# Needs Python >= 3.10 with its venv module; demo, test and lint install the rest into .venv and keep it for the next
+# time. pip picks the build of torch. The targets need no CUDA, and a CPU wheel is the smallest and quickest to install:
+# let pip see PyTorch's CPU wheels (the selector on pytorch.org gives the option). `make demo TORCH=torch` takes the
+# newest release instead of the tested one; constraints.txt says what `make test CONSTRAINTS=` is for.
+
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
+
+RANKS   ?= 4
+MINUTES ?= 3.5
+RUN     ?= demo
+DATA    ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint test-gpu test-gpu-one test-gpu-ranks clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	    examples/train_lm.py --run $(RUN) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --durations=10 $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or sys.exit(f"Python >= 3.10 is needed, this is {v}")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "installing flexsp, $(TORCH) and what the demo needs into $(VENV)"
+	$(PIP) "$(TORCH)" -e ".[demo]"
+	@touch $@
+
+# Triton is named here, not in pyproject.toml: a CPU wheel of torch brings none, and the tests interpret the kernels.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing flexsp and what the checks need into $(VENV)"
+	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]" triton
+	@touch $@ $(VENV)/.demo
+
+# The GPU machine's interpreter and torch are used as they are. NVLink multicast stays off (NVLS), NVSHMEM stays on one
+# host; each script is stopped if it hangs, and one failure does not keep the others from running.
+GPU_PYTHON ?= python3
+GPU_ENV := PYTHONPATH=. NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 \
+    NVSHMEM_REMOTE_TRANSPORT=none
+
+test-gpu:
+	@status=0; $(MAKE) test-gpu-one || status=1; $(MAKE) test-gpu-ranks || status=1; exit $$status
+
+test-gpu-one:
+	$(GPU_ENV) timeout -k 10 1200 $(GPU_PYTHON) -m pytest -q tests/gpu $(ARGS)
+
+test-gpu-ranks:
+	@gpus=$$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
+	for n in 2 4; do \
+	    if [ $$gpus -lt $$n ]; then echo "torchrun with $$n GPUs left out: $$gpus found"; continue; fi; \
+	    for script in tests/gpu/ranks_*.py; do \
+	        echo "== $$n GPUs: $$script"; \
+	        $(GPU_ENV) timeout -k 10 300 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
+	            $$script || { echo "FAILED with $$n GPUs: $$script"; status=1; }; \
+	    done; \
+	done; exit $$status
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,277 @@
+"""Diagonal engine in plain PyTorch: chunked, differentiable by autograd, any float dtype, CPU or GPU.
+
+Defines what the Triton kernels must compute (MATH 1.D) and is what runs where they cannot. All chunks are computed
+at once with batched matrix products; the states between chunks come from a scan that is itself a matrix product
+over groups of chunks, so the number of operations does not grow with the sequence length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.kernels.table import chunk_table
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["diagonal_reference"]
+
+MIN_LOG_DECAY = -104.0  # e^-104 is 0 in float32; a finite floor keeps sums of gates finite
+_CHUNK = 64
+_SCAN_GROUP = 16
+_SCAN_DIRECT = 32
+
+
+def diagonal_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    sp: SequenceParallel | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t.
+
+    Args:
+        q, k: [B, T, H, K], any strides; T may be 0.
+        v: [B, T, H, V].
+        g: [B, T, H] natural-log gates <= 0, clamped at -104.
+        g_gamma: [H] natural-log decay of every token, added to ``g``.
+        scale: factor on q.
+        initial_state: [N, H, K, V] in the accumulation dtype (float64 for float64 inputs, else float32).
+        output_final_state: whether the state after the last token is returned.
+        cu_seqlens: [N+1] global document boundaries; B must be 1.
+        sp: the ranks that share the sequence; T is then this rank's part of it.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] or None. With ``sp`` and without
+        ``cu_seqlens`` only the last rank has a final state; with ``cu_seqlens`` every rank fills the rows of the
+        documents that end in its shard.
+    """
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    layout = _layout(cu_seqlens, B, T, sp)
+    qc = layout.chunks(q, dtype) * scale
+    kc, vc = layout.chunks(k, dtype), layout.chunks(v, dtype)
+    gates = _gates(g, g_gamma, (B, T, H), dtype)
+    if gates is None:
+        causal = _causal(layout.C, q.device)
+        scores = (qc @ kc.transpose(-1, -2)).masked_fill(~causal, 0.0)
+        writes, reads, log_a = kc, qc, qc.new_zeros(1, 1, qc.shape[2])
+    else:
+        gc = layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
+        whole, part = _split_cumsum(gc)
+        decay = _decay_between(whole, part, whole, part, _causal(layout.C, q.device))
+        scores = (qc @ kc.transpose(-1, -2)) * decay
+        writes = kc * decay[..., -1, :, None]
+        since_start = whole + part
+        reads = qc * since_start.exp().unsqueeze(-1)
+        log_a = since_start[..., -1].clamp(min=MIN_LOG_DECAY)
+    summaries = writes.transpose(-1, -2) @ vc
+    entering, final = _states(summaries, log_a, layout, initial_state, output_final_state, gates is not None, sp)
+    o = scores @ vc + reads @ entering
+    return layout.tokens(o).to(v.dtype), final
+
+
+def _gates(
+    g: torch.Tensor | None, g_gamma: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Clamped log decay of every token [B, T, H], or None where nothing decays."""
+    if g is None and g_gamma is None:
+        return None
+    gates = None if g is None else g.to(dtype)
+    if g_gamma is not None:
+        constant = g_gamma.to(dtype).expand(shape)
+        gates = constant if gates is None else gates + constant
+    assert gates is not None
+    return gates.clamp(min=MIN_LOG_DECAY)
+
+
+def _causal(C: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(C, C, dtype=torch.bool, device=device).tril()
+
+
+def _split_cumsum(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inclusive sum over the last axis as (sum of integers, sum of remainders).
+
+    The integers add up exactly, so differences of two sums keep their precision after a gate of -104.
+    """
+    whole = g.detach().round()
+    return whole.cumsum(-1), (g - whole).cumsum(-1)
+
+
+def _decay_between(
+    whole_to: torch.Tensor,
+    part_to: torch.Tensor,
+    whole_from: torch.Tensor,
+    part_from: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """e^{b_to - b_from} where ``mask`` holds and 0 elsewhere; the exponent is masked, never the exponential."""
+    exponent = whole_to.unsqueeze(-1) - whole_from.unsqueeze(-2)
+    exponent = exponent + (part_to.unsqueeze(-1) - part_from.unsqueeze(-2))
+    return exponent.masked_fill(~mask, float("-inf")).exp()
+
+
+# ------------------------------------------------------------------------------------------ tokens <-> chunks
+
+
+class _Layout(NamedTuple):
+    """How the tokens [B, T, H, D] of this shard lie in chunks [B, H, NC, C, D]."""
+
+    T: int
+    C: int
+    table: torch.Tensor | None  # [NC, 5] from chunk_table, packed documents only
+    token_of: torch.Tensor | None  # [NC * C] token at each place, T where there is none
+    place_of: torch.Tensor | None  # [T] place of each token
+    n_docs: int
+
+    def chunks(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        x = x.to(dtype)
+        B, _, H, D = x.shape
+        if self.token_of is None:
+            n_chunks = max(1, -(-self.T // self.C))
+            x = F.pad(x.transpose(1, 2), (0, 0, 0, n_chunks * self.C - self.T))
+        else:
+            x = F.pad(x[0], (0, 0, 0, 0, 0, 1)).index_select(0, self.token_of)
+            x = x.transpose(0, 1).unsqueeze(0)
+        return x.contiguous().view(B, H, -1, self.C, D)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(2, 3).transpose(1, 2)
+        return x[:, : self.T] if self.place_of is None else x.index_select(1, self.place_of)
+
+
+def _layout(cu_seqlens: torch.Tensor | None, B: int, T: int, sp: SequenceParallel | None) -> _Layout:
+    if cu_seqlens is None:
+        return _Layout(T, _chunk_length(T), None, None, None, B)
+    start, stop = (0, T) if sp is None else sp.shard_range(T)[:2]
+    n_docs = cu_seqlens.numel() - 1
+    C = max(16, _chunk_length(-(-T // n_docs)))
+    table = chunk_table(cu_seqlens, start, stop, C, last_rank=sp is None or sp.rank == sp.world_size - 1)
+    t0, length = table[:, 0, None].to(torch.int64), table[:, 1, None]
+    inside = torch.arange(C, device=table.device)
+    token_of = torch.where(inside < length, t0 + inside, T).flatten()
+    place_of = torch.zeros(T + 1, dtype=torch.int64, device=table.device)
+    place_of = place_of.scatter(0, token_of, torch.arange(token_of.numel(), device=table.device))[:T]
+    return _Layout(T, C, table, token_of, place_of, n_docs)
+
+
+def _chunk_length(T: int) -> int:
+    """64, or the smallest power of two that holds a shorter sequence."""
+    C = 1
+    while C < min(T, _CHUNK):
+        C *= 2
+    return C
+
+
+# ----------------------------------------------------------------------------------------------- chunk states
+
+
+def _states(
+    summaries: torch.Tensor,
+    log_a: torch.Tensor,
+    layout: _Layout,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    decays: bool,
+    sp: SequenceParallel | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States entering every chunk [B, H, NC, K, V], and the final states [N, H, K, V] or None."""
+    K, V = summaries.shape[-2:]
+    table = layout.table
+    first = started = None
+    if table is not None:
+        first = table[:, 3].bool()
+        if initial_state is not None:
+            started = initial_state.index_select(0, table[:, 2]).transpose(0, 1).unsqueeze(0)
+            started = started.masked_fill(~first[:, None, None], 0.0)
+            summaries = summaries + log_a.exp()[..., None, None] * started
+    boundary = _scan(summaries.flatten(-2), log_a, first).unflatten(-1, (K, V))
+    carried = initial_state if table is None else None
+    through = _decay_from_start(log_a, first)
+    if sp is not None:
+        leaving = boundary[:, :, -1]
+        if carried is not None:
+            leaving = leaving + through[:, :, -1, None, None] * carried
+        received = _exchange(leaving, log_a.sum(-1) if decays else None, first, sp)
+        carried = received if carried is None else carried + received
+    if carried is not None:
+        boundary = boundary + through[..., None, None] * carried.unsqueeze(2)
+    entering = boundary[:, :, :-1]
+    if first is not None:
+        entering = entering.masked_fill(first[:, None, None], 0.0)
+        if started is not None:
+            entering = entering + started
+    if not output_final_state:
+        return entering, None
+    return entering, _final_states(boundary, layout, sp)
+
+
+def _exchange(
+    leaving: torch.Tensor, log_a: torch.Tensor | None, first: torch.Tensor | None, sp: SequenceParallel
+) -> torch.Tensor:
+    from flexsp.scan.exchange import exchange
+
+    if log_a is not None:
+        log_a = log_a.expand(leaving.shape[:2])
+    return exchange(leaving, log_a, None if first is None else first.any().view(1), sp)
+
+
+def _final_states(boundary: torch.Tensor, layout: _Layout, sp: SequenceParallel | None) -> torch.Tensor | None:
+    table = layout.table
+    if table is None:
+        return boundary[:, :, -1] if sp is None or sp.rank == sp.world_size - 1 else None
+    n_slots, n_docs = table.shape[0], layout.n_docs
+    slot = torch.arange(1, n_slots + 1, device=table.device)
+    ends_in = torch.where(table[:, 4] > 0, table[:, 2].to(torch.int64), n_docs)
+    after = torch.zeros(n_docs + 1, dtype=torch.int64, device=table.device).scatter(0, ends_in, slot)[:n_docs]
+    states = boundary[0].index_select(1, after).transpose(0, 1)
+    return states.masked_fill((after == 0)[:, None, None, None], 0.0)
+
+
+def _decay_from_start(log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
+    """Decay from the start of the shard to each of the NC + 1 boundaries; 0 after a cut."""
+    through = F.pad(log_a.cumsum(-1), (1, 0))
+    if cut is not None:
+        through = through.masked_fill(F.pad(cut.cumsum(0) > 0, (1, 0)), float("-inf"))
+    return through.exp()
+
+
+def _scan(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
+    """Boundary states [.., NC + 1, D] of S_{c+1} = e^{a_c} S_c + F_c (S_c dropped where cut_c), starting from zero."""
+    n = summaries.shape[-2]
+    if n <= _SCAN_DIRECT:
+        return _scan_direct(summaries, log_a, cut)
+    pad = -n % _SCAN_GROUP
+    grouped = F.pad(summaries, (0, 0, 0, pad)).unflatten(-2, (-1, _SCAN_GROUP))
+    grouped_a = F.pad(log_a, (0, pad)).unflatten(-1, (-1, _SCAN_GROUP))
+    grouped_cut = None if cut is None else F.pad(cut, (0, pad)).unflatten(0, (-1, _SCAN_GROUP))
+    inside = _scan_direct(grouped, grouped_a, grouped_cut)
+    total_a = grouped_a.sum(-1).clamp(min=MIN_LOG_DECAY)
+    outer = _scan(inside[..., -1, :], total_a, None if grouped_cut is None else grouped_cut.any(-1))
+    through = F.pad(grouped_a[..., :-1].cumsum(-1), (1, 0))
+    if grouped_cut is not None:
+        through = through.masked_fill(F.pad(grouped_cut[:, :-1].cumsum(1) > 0, (1, 0)), float("-inf"))
+    entering = inside[..., :-1, :] + through.exp().unsqueeze(-1) * outer[..., :-1, :].unsqueeze(-2)
+    return torch.cat([entering.flatten(-3, -2)[..., :n, :], outer[..., -1:, :]], dim=-2)
+
+
+def _scan_direct(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
+    n = summaries.shape[-2]
+    whole, part = _split_cumsum(log_a)
+    boundary = torch.arange(n + 1, device=summaries.device)
+    mask = boundary[1:] <= boundary[:, None]
+    if cut is not None:
+        cuts = cut.cumsum(-1)
+        mask = mask & (F.pad(cuts, (1, 0)).unsqueeze(-1) == cuts.unsqueeze(-2))
+    return _decay_between(F.pad(whole, (1, 0)), F.pad(part, (1, 0)), whole, part, mask) @ summaries

@@ -1,0 +1,394 @@
+"""Trains a byte-level language model on one long sequence that is cut over the ranks.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py            (or `make demo`, which also installs)
+
+Every rank holds the whole model and a contiguous part of every sequence; flexsp carries the recurrent state from rank to
+rank, so that the gradient is the one a single rank would compute on the whole sequence. The run folder receives
+metrics.jsonl, loss.png, sample.txt and checkpoint.pt; started again, on any number of ranks, the run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import flexsp
+from flexsp.nn import SequenceParallelLA, SimpleGLA
+
+SEED = 20
+
+
+class UserError(Exception):
+    """Something the person who started the run has to put right."""
+
+
+# ---------------------------------------------------------------- text
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on and bytes held out, both uint8 [n]."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    source: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.train.numpy().tobytes() + self.held_out.numpy().tobytes()).hexdigest()[:16]
+
+
+def standard_library() -> list[Path]:
+    """The .py files Python itself came with, tests left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts))
+
+
+def read_text(data: str | None, tokens: int) -> Text:
+    """Reads ``data`` (a file, a folder, None for the standard library); every 20th file, or a file's end, is held out."""
+    if data is None:
+        paths, source = standard_library(), "Python's standard library"
+    else:
+        path, source = Path(data), data
+        if not path.exists():
+            raise UserError(f"--data: expected a text file or a folder, got {data!r}, which does not exist")
+        paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    files = [content for content in (p.read_bytes() for p in paths) if content and b"\0" not in content]
+    if len(files) >= 20:
+        held = b"\n".join(files[10::20])
+        train = b"\n".join(content for i, content in enumerate(files) if i % 20 != 10)
+    else:
+        joined = b"\n".join(files)
+        cut = len(joined) - max(tokens + 1, len(joined) // 20)
+        train, held = (joined[:cut], joined[cut:]) if cut > 0 else (joined, b"")
+    if min(len(train), len(held)) < tokens + 1:
+        raise UserError(
+            f"--data: a sequence takes {tokens + 1} bytes to train on and as many held out, got {len(train)} and "
+            f"{len(held)} from {source}; give more text or fewer --tokens"
+        )
+    as_tensor = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held)]
+    return Text(as_tensor[0], as_tensor[1], source)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(epoch: int, length: int, tokens: int) -> tuple[list[int], int]:
+    """The order of an epoch's windows and where the first of them starts: functions of the epoch alone."""
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
+    windows = max(1, (length - 1) // tokens - 1)
+    slack = length - 1 - windows * tokens
+    phase = int(torch.randint(min(slack, tokens - 1) + 1, (), generator=generator))
+    return torch.randperm(windows, generator=generator).tolist(), phase
+
+
+def training_window(text: Text, step: int, tokens: int) -> torch.Tensor:
+    """The step's bytes, int64 [1, tokens + 1]. It depends on ``step`` only, so that a resumed run goes on in the stream."""
+    windows = max(1, (len(text.train) - 1) // tokens - 1)
+    order, phase = epoch_order(step // windows, len(text.train), tokens)
+    start = phase + order[step % windows] * tokens
+    return text.train[start : start + tokens + 1].long()[None]
+
+
+def held_out_windows(text: Text, count: int, tokens: int) -> Iterator[torch.Tensor]:
+    """Up to ``count`` windows spread evenly over the held-out bytes, int64 [1, tokens + 1] each."""
+    available = (len(text.held_out) - 1) // tokens
+    for i in range(min(count, available)):
+        start = (i * available // min(count, available)) * tokens
+        yield text.held_out[start : start + tokens + 1].long()[None]
+
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    dim: int = 160
+    layers: int = 4
+    heads: int = 4
+
+
+class Block(nn.Module):
+    """x + GLA(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = 32 * round(config.dim * 8 / 3 / 32)
+        self.norm_mix = nn.RMSNorm(config.dim)
+        self.mix = SimpleGLA(config.dim, num_heads=config.heads)
+        self.norm_mlp = nn.RMSNorm(config.dim)
+        self.up = nn.Linear(config.dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, config.dim, bias=False)
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(self.norm_mlp(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(self.norm_mix(x))
+        return x + self.mlp(x)
+
+
+class LanguageModel(nn.Module):
+    """Bytes [B, T] -> logits of the next byte [B, T, 256]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, 256, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        for block in self.blocks:
+            nn.init.normal_(block.down.weight, std=0.5 / math.sqrt(block.down.in_features * config.layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def shard_loss(model: nn.Module, window: torch.Tensor, sp: flexsp.SequenceParallel) -> torch.Tensor:
+    """The rank's loss on its part of ``window`` [1, tokens + 1]; its mean over the ranks is the sequence's mean loss."""
+    inputs, targets = (sp.shard(part, dim=1).to(sp.device) for part in (window[:, :-1], window[:, 1:]))
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+    return sp.token_mean(loss)
+
+
+def mean_over_ranks(values: list[float], sp: flexsp.SequenceParallel) -> list[float]:
+    summed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(summed, group=sp.cpu_group)
+    return (summed / sp.world_size).tolist()
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Text, options: argparse.Namespace, sp: flexsp.SequenceParallel) -> float:
+    """Mean loss (nats a byte) over --eval-windows held-out sequences."""
+    model.eval()
+    losses = [shard_loss(model, w, sp).item() for w in held_out_windows(text, options.eval_windows, options.tokens)]
+    model.train()
+    return sum(mean_over_ranks(losses, sp)) / len(losses)
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Writes beside ``path`` and renames, so that a run stopped while saving keeps its previous checkpoint."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(options: argparse.Namespace, config: ModelConfig, text: Text,
+                    sp: flexsp.SequenceParallel) -> dict[str, Any] | None:
+    """The run's checkpoint, read by rank 0 and sent to the others; None where the run starts anew."""
+    path = options.folder / "checkpoint.pt"
+    found: list[Any] = [None, None]
+    if sp.rank == 0 and options.resume is not False:
+        if path.exists():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            found = [state, checkpoint_problem(path, state, config, text)]
+        elif options.resume:
+            found[1] = f"--resume: expected a checkpoint, got none at {path}"
+    dist.broadcast_object_list(found, src=0, group=sp.cpu_group)
+    if found[1]:
+        raise UserError(found[1])
+    return found[0]
+
+
+def checkpoint_problem(path: Path, state: dict[str, Any], config: ModelConfig, text: Text) -> str | None:
+    if state["config"] != asdict(config):
+        return f"{path} holds a model with {state['config']}, asked for is {asdict(config)}: use another --run or --no-resume"
+    if state["text"] != text.digest:
+        return f"{path} was trained on other text than {text.source}: use another --run or --no-resume"
+    return None
+
+
+class Metrics:
+    """metrics.jsonl of rank 0: one object a line, the lines after ``step`` of an earlier run dropped."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        if step and path.exists():
+            rows = (json.loads(line) for line in path.read_text().splitlines())
+            self.rows = [row for row in rows if row["step"] <= step]
+        self.file = path.open("w")
+        for row in self.rows:
+            self.file.write(json.dumps(row) + "\n")
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def plot(self, path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4))
+        for key, style in (("loss", "-"), ("held_out_loss", "o")):
+            points = [(row["step"], row[key] / math.log(2)) for row in self.rows if key in row]
+            axes.plot([x for x, _ in points], [y for _, y in points], style, label=key.replace("_", " "))
+        axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+
+# ---------------------------------------------------------------- training
+
+
+class Screen:
+    """Progress on rank 0: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, enabled: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.console = Console(quiet=not enabled)
+        columns = (BarColumn(bar_width=30), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=self.console, disable=not (enabled and self.console.is_terminal))
+        self.task = self.bar.add_task("first step ...", total=1.0)
+        self.enabled, self.next_line = enabled, 0.0
+
+    def update(self, done: float, step: int, loss: float, speed: float, left: float) -> None:
+        clock = f"{int(left) // 60}:{int(left) % 60:02d}"
+        line = f"step {step}  loss {loss:.3f}  {speed:,.0f} tokens/s  {clock} left"
+        self.bar.update(self.task, completed=done, description=line)
+        if self.enabled and not self.console.is_terminal and time.monotonic() >= self.next_line:
+            print(line, flush=True)
+            self.next_line = time.monotonic() + 15
+
+    def table(self, title: str, header: list[str], rows: Iterable[list[str]]) -> None:
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left")
+        for i, name in enumerate(header):
+            table.add_column(name, justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+
+class Budget:
+    """How far this invocation is, 0 to 1: by steps, by minutes, whichever is further. Starts with the first step."""
+
+    def __init__(self, first_step: int, options: argparse.Namespace) -> None:
+        self.first, self.steps, self.seconds = first_step, options.steps, options.minutes * 60
+        self.start = time.monotonic()
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def fraction(self, step: int) -> float:
+        by_steps = (step - self.first) / max(1, self.steps - self.first) if self.steps else 0.0
+        return min(1.0, max(by_steps, self.elapsed() / self.seconds))
+
+    def left(self, step: int) -> float:
+        """Estimated seconds."""
+        fraction = self.fraction(step)
+        return self.elapsed() * (1 - fraction) / fraction if fraction else 0.0
+
+
+def learning_rate(options: argparse.Namespace, step: int, fraction: float) -> float:
+    """Warm-up over the first steps of a run, then constant, then linearly to 5 % over the last --cooldown of the budget."""
+    warm = min(1.0, (step + 1) / options.warmup)
+    cool = min(1.0, (1 - fraction) / options.cooldown) if options.cooldown else 1.0
+    return options.lr * warm * max(0.05, cool)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, options: argparse.Namespace,
+          step: int, sp: flexsp.SequenceParallel, save: Any, metrics: Metrics | None, screen: Screen) -> int:
+    """Trains from ``step`` until the budget is used; returns the number of the last step."""
+    wrapped: nn.Module = SequenceParallelLA(model, sp)
+    if sp.world_size > 1:
+        wrapped = DistributedDataParallel(wrapped)
+    budget, saved = Budget(step, options), time.monotonic()
+    fraction = budget.fraction(step) if not options.steps or step < options.steps else 1.0
+    while fraction < 1.0:
+        started = time.monotonic()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, step, fraction)
+        loss = shard_loss(wrapped, training_window(text, step, options.tokens), sp)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        # Rank 0's clock decides for all: the others contribute nothing to the second number.
+        mine = budget.fraction(step) * sp.world_size if sp.rank == 0 else 0.0
+        mean_loss, fraction = mean_over_ranks([loss.item(), mine], sp)
+        speed = options.tokens / (time.monotonic() - started)
+        screen.update(fraction, step, mean_loss, speed, budget.left(step))
+        if metrics:
+            metrics.add(step=step, loss=mean_loss, lr=optimizer.param_groups[0]["lr"], grad_norm=norm.item(),
+                        tokens_per_s=round(speed), seconds=round(budget.elapsed(), 2), ranks=sp.world_size)
+        if not math.isfinite(mean_loss):
+            raise UserError(f"the loss is {mean_loss} at step {step}: try a lower --lr than {options.lr}")
+        if time.monotonic() - saved > 60:
+            save(step)
+            saved = time.monotonic()
+    return step
+
+
+# ---------------------------------------------------------------- what the run shows at its end
+
+
+def compare_with_one_rank(model: nn.Module, config: ModelConfig, window: torch.Tensor, dtype: torch.dtype,
+                          sp: flexsp.SequenceParallel) -> list[list[str]]:
+    """Loss and gradient of one sequence, cut over the ranks and whole on rank 0: rows of the closing table."""
+    cut, whole = (LanguageModel(config).to(sp.device, dtype) for _ in range(2))
+    for copy in (cut, whole):
+        copy.load_state_dict(model.state_dict())
+    loss = shard_loss(SequenceParallelLA(cut, sp), window, sp)
+    loss.backward()
+    for parameter in cut.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= sp.world_size
+    (loss_cut,) = mean_over_ranks([loss.item()], sp)
+    rows = []
+    if sp.rank == 0:
+        window = window.to(sp.device)
+        loss = F.cross_entropy(whole(window[:, :-1]).flatten(0, 1), window[0, 1:])
+        loss.backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(whole.parameters(), cut.parameters(), strict=True)]
+        norm_whole, norm_cut = (torch.stack([pair[i].norm() for pair in pairs]).norm().item() for i in range(2))
+        error = torch.stack([(a - b).norm() for a, b in pairs]).norm().item()
+        name = str(dtype).removeprefix("torch.")
+        rows = [
+            [f"loss, {name}", f"{loss.item():.9f}", f"{loss_cut:.9f}", f"{abs(loss.item() - loss_cut):.1e}"],
+            [f"gradient norm, {name}", f"{norm_whole:.9f}", f"{norm_cut:.9f}", f"{abs(norm_whole - norm_cut):.1e}"],
+            [f"gradient difference / norm, {name}", "", "", f"{error / norm_whole:.1e}"],
+        ]
+    dist.barrier(group=sp.cpu_group)
+    return rows

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Two hosts that meet at a rendezvous. Start the same line on both, from the same checkout of the repository:
+#   RENDEZVOUS=first-host:29500 torchrun_configs/two_hosts.sh [processes per host] [arguments of the training script]
+# Ranks are contiguous per host, so the sequence crosses the network once. The NVSHMEM transport between hosts needs
+# GPUDirect RDMA adapters; without them set FLEXSP_TRANSPORT=process_group, which uses NCCL (or gloo without GPUs).
+set -euo pipefail
+: "${RENDEZVOUS:?set RENDEZVOUS=host:port, the same on both hosts; the host must be reachable from the other one}"
+per_host=${1:-8}
+shift || true
+
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+# NCCL_SOCKET_IFNAME / GLOO_SOCKET_IFNAME name the network interface where the default choice is wrong.
+exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes "${HOSTS:-2}" --nproc-per-node "$per_host" \
+    --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_ID:-flexsp}" \
+    "${SCRIPT:-examples/train_lm.py}" "$@"

@@ -1,0 +1,63 @@
+"""Step 3 forward: walk each segment again from its incoming state and write the outputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_rows, store_state
+
+
+@triton.jit
+def output_kernel(
+    q, k, v, gate, o, states, initial, final, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, g_sb, g_st, g_sh, o_sb, o_st, o_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):
+    """o = scale (tril(q k^T . E) v + e^b q S); state tile [BK >= K, BV] in registers (MATH 1.D, merge)."""
+    v0 = tl.program_id(0) * BV
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    seg = tl.program_id(2)
+    q += b.to(tl.int64) * q_sb + h * q_sh
+    k += b.to(tl.int64) * k_sb + h * k_sh
+    v += b.to(tl.int64) * v_sb + h * v_sh
+    o += b.to(tl.int64) * o_sb + h * o_sh
+    gate += b.to(tl.int64) * g_sb + h * g_sh
+
+    rows = tl.arange(0, C)
+    causal = rows[:, None] >= rows[None, :]
+    c0 = seg * per_seg
+    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    slot = (b * (n_seg + 1) + seg).to(tl.int64) * H + h
+    S = load_state(states + slot * K * V, 0, v0, True, K, V, BK, BV)
+    for c in range(c0, c1):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
+        if PACKED:
+            fresh = tl.zeros([BK, BV], tl.float32)
+            if INITIAL:
+                fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV)
+            S = tl.where(first, fresh, S)
+        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
+        p = mm(qc, tl.trans(kc), DOT, PREC) * scale
+        oc = mm(qc, S, DOT, PREC)
+        if GATED:
+            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            p = p * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
+            oc = oc * (tl.exp2(bc) * scale)[:, None]
+            S = S * tl.exp2(b_end)
+            S += mm(tl.trans(kc), vc * tl.exp2(b_end - bc)[:, None], DOT, PREC)
+        else:
+            p = tl.where(causal, p, 0.0)
+            oc = oc * scale
+            S += mm(tl.trans(kc), vc, DOT, PREC)
+        oc += mm(p, vc, DOT, PREC)
+        store_rows(o + start * o_st, oc, o_st, length, v0, C, V, BV)
+        if PACKED and FINAL:
+            store_state(final + at_doc, S, 0, v0, last, K, V, BK, BV)

@@ -1,0 +1,74 @@
+"""Step 1 of both directions: what each segment adds to the state, walked with the state in registers.
+
+Forward (left to right) F = sum_j e^{b_end - b_j} k_j v_j^T; backward (right to left) G = sum_i e^{b_i} scale q_i do_i^T;
+both are `X^T (w * Y)` per chunk. Only the segment's result and its log decay go to memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, store_state
+
+
+@triton.jit
+def summarize_kernel(
+    x, y, gate, states, log_a, cut, boundary, table,
+    x_sb, x_st, x_sh, y_sb, y_st, y_sh, g_sb, g_st, g_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, BOUNDARY: tl.constexpr,
+    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):
+    """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
+
+    boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents.
+    """
+    tile = tl.program_id(0)
+    n_v: tl.constexpr = (V + BV - 1) // BV
+    k0 = (tile // n_v) * BK
+    v0 = (tile % n_v) * BV
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    seg = tl.program_id(2)
+    x += b.to(tl.int64) * x_sb + h * x_sh
+    y += b.to(tl.int64) * y_sb + h * y_sh
+    gate += b.to(tl.int64) * g_sb + h * g_sh
+
+    c0 = seg * per_seg
+    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    S = tl.zeros([BK, BV], tl.float32)
+    total = 0.0
+    cuts = 0
+    for n in range(c0, c1):
+        c = c1 - 1 - (n - c0) if REVERSE else n
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        if PACKED:
+            reset = last if REVERSE else first
+            fresh = tl.zeros([BK, BV], tl.float32)
+            if BOUNDARY:
+                fresh = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, reset, K, V, BK, BV)
+            S = tl.where(reset, fresh, S)
+            cuts = cuts | first.to(tl.int32)
+        xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
+        yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
+        if GATED:
+            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            w = tl.exp2(bc) * scale if REVERSE else tl.exp2(b_end - bc)
+            S = S * tl.exp2(b_end)
+            total += b_end
+            S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)
+        elif REVERSE:
+            S += mm(tl.trans(xc), yc, DOT, PREC) * scale
+        else:
+            S += mm(tl.trans(xc), yc, DOT, PREC)
+
+    slot = (b * (n_seg + 1) + seg + (0 if REVERSE else 1)).to(tl.int64) * H + h
+    store_state(states + slot * K * V, S, k0, v0, True, K, V, BK, BV)
+    if not REVERSE:
+        at = b * n_seg + seg
+        if GATED:
+            tl.store(log_a + at * H + h, total * LN2, mask=tile == 0)
+        if PACKED:
+            tl.store(cut + at, cuts, mask=(tile == 0) & (h == 0))

@@ -1,0 +1,235 @@
+"""Host side of the Triton kernels: summarize -> propagate -> output, and the same backward."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexsp.kernels.diagonal.plan import Plan, make_plan
+from flexsp.kernels.diagonal.tiles import Tile
+from flexsp.kernels.table import chunk_table
+from flexsp.scan.propagate import propagate
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+Optional = torch.Tensor | None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Kernels step through the last axis one element at a time; other strides are free."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+class _Gate:
+    """The gate's device function with its tensor and strides."""
+
+    def __init__(self, g: Optional, g_gamma: Optional, filler: torch.Tensor) -> None:
+        from flexsp.kernels import primitives
+
+        self.gated = g is not None or g_gamma is not None
+        if g is not None:
+            self.load, self.tensor, self.strides = primitives.gate_scalar, g, _strides(g)
+        elif g_gamma is not None:
+            self.load, self.tensor, self.strides = primitives.gate_gamma, g_gamma, (0, 0, g_gamma.stride(0))
+        else:
+            self.load, self.tensor, self.strides = primitives.gate_none, filler, (0, 0, 0)
+
+
+def _dots(dtype: torch.dtype) -> dict[str, Any]:
+    """Operand type and precision of the kernels' matrix products.
+
+    fp16 goes through tf32, which has its 10-bit mantissa but not its range: states and scores cannot overflow.
+    """
+    import triton.language as tl
+
+    if dtype == torch.bfloat16:
+        return {"DOT": tl.bfloat16, "PREC": "tf32"}
+    return {"DOT": tl.float32, "PREC": "tf32" if dtype == torch.float16 else os.environ.get("FLEXSP_FP32_DOT", "tf32x3")}
+
+
+def _launch(tile: Tile) -> dict[str, int]:
+    return {"BK": tile.bk, "BV": tile.bv, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _count(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, scale, reverse) -> None:
+    from flexsp.kernels.diagonal.summarize import summarize_kernel
+
+    tile = p.tiles.summarize
+    grid = (_count(p.K, tile.bk) * _count(p.V, tile.bv), p.B * p.H, p.n_seg)
+    summarize_kernel[grid](
+        x, y, gate.tensor, states, log_a, cut, x if boundary is None else boundary, table,
+        *_strides(x), *_strides(y), *gate.strides,
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
+        K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, REVERSE=reverse, PACKED=p.packed,
+        BOUNDARY=boundary is not None, GATED=gate.gated, **_dots(x.dtype), **_launch(tile),
+    )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: Optional,
+    g_gamma: Optional,
+    initial: Optional,
+    cu_seqlens: Optional,
+    sp: SequenceParallel | None,
+    scale: float,
+    want_final: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(o, final, states, log_a, cut, table); what does not apply comes back empty."""
+    from flexsp.kernels.diagonal.output import output_kernel
+
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    p = make_plan(q, v, docs)
+    f32 = {"device": q.device, "dtype": torch.float32}
+    gate = _Gate(g, g_gamma, q)
+    states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
+    log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
+    cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
+    table = _table(cu_seqlens, p, sp, q.device)
+    o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
+    final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
+
+    if p.packed or initial is None:
+        states[:, 0].zero_()
+    else:
+        states[:, 0].copy_(initial)
+    in_walk = initial if p.packed else None
+    if p.n_chunks:
+        _launch_summarize(p, k, v, gate, states, log_a, cut, in_walk, table, scale, False)
+    else:
+        states[:, 1].zero_()
+        log_a.zero_()
+    propagate(states, log_a if gate.gated else None, cut if p.packed else None, sp)
+    if p.n_chunks:
+        tile = p.tiles.output
+        output_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
+            q, k, v, gate.tensor, o, states, q if in_walk is None else in_walk, final, table,
+            *_strides(q), *_strides(k), *_strides(v), *gate.strides, *_strides(o),
+            p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
+            K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, PACKED=p.packed, INITIAL=in_walk is not None,
+            FINAL=p.packed and want_final, GATED=gate.gated, **_dots(q.dtype), **_launch(tile),
+        )  # fmt: skip
+    if want_final and not p.packed:
+        final = states[:, p.n_seg].clone()
+    return o, final, states, log_a, cut, table
+
+
+def _table(cu_seqlens: Optional, p: Plan, sp: SequenceParallel | None, device: torch.device) -> torch.Tensor:
+    if cu_seqlens is None:
+        return torch.empty(0, device=device, dtype=torch.int32)
+    start, stop, last_rank = 0, p.T, True
+    if sp is not None:
+        start, stop, _ = sp.shard_range(p.T)
+        last_rank = sp.rank == sp.world_size - 1
+    return chunk_table(cu_seqlens, start, stop, p.tiles.chunk, last_rank)
+
+
+@dataclass
+class Saved:
+    """What the backward reads: the inputs and the boundary results of the forward (empty tensors where not kept)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: Optional
+    g_gamma: Optional
+    initial: Optional
+    final: torch.Tensor
+    states: torch.Tensor
+    log_a: torch.Tensor
+    cut: torch.Tensor
+    table: torch.Tensor
+    docs: int
+    scale: float
+
+
+def backward(
+    s: Saved, do: torch.Tensor, dfinal: Optional, sp: SequenceParallel | None, want_dg: bool, want_dinitial: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dg [B, T, H] fp32, dinitial); the last two empty unless wanted."""
+    s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
+    p = make_plan(s.q, s.v, s.docs)
+    f32 = {"device": s.q.device, "dtype": torch.float32}
+    gate = _Gate(s.g, s.g_gamma, s.q)
+    dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
+    if p.packed or dfinal is None:
+        dstates[:, p.n_seg].zero_()
+    else:
+        dstates[:, p.n_seg].copy_(dfinal)
+    in_walk = dfinal if p.packed else None
+    if p.n_chunks:
+        _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True)
+    else:
+        dstates[:, 0].zero_()
+    propagate(dstates, s.log_a if gate.gated else None, s.cut if p.packed else None, sp, reverse=True)
+
+    dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)
+    dk, dv = torch.empty_like(dq), torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype)
+    dg = torch.empty(0, **f32)
+    dinitial = torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32)
+    if p.n_chunks:
+        reads = _launch_dq(p, s, do, gate, dq, want_dg)
+        dg = _launch_dkdv(p, s, do, gate, dk, dv, reads, dstates, in_walk, dinitial, want_dg)
+    elif want_dg:
+        dg = torch.zeros(p.B, p.T, p.H, **f32)
+    if want_dinitial and not p.packed:
+        dinitial = dstates[:, 0].clone()
+    return dq, dk, dv, dg, dinitial
+
+
+def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.Tensor:
+    from flexsp.kernels.diagonal.grads import dq_kernel
+
+    tile = p.tiles.dq
+    n_k = _count(p.K, tile.bk)
+    reads = torch.empty((n_k, p.B, p.T, p.H) if want_dg else 0, device=dq.device, dtype=torch.float32)
+    in_walk = s.initial if p.packed else None
+    dq_kernel[(n_k, p.B * p.H, p.n_seg)](
+        s.q, s.k, s.v, do, gate.tensor, dq, reads, s.states, s.q if in_walk is None else in_walk, s.table,
+        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dq),
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
+        K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, PACKED=p.packed, INITIAL=in_walk is not None, READS=want_dg,
+        GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+    return reads
+
+
+def _launch_dkdv(p: Plan, s: Saved, do, gate: _Gate, dk, dv, reads, dstates, dfinal, dinitial, want_dg) -> torch.Tensor:
+    from flexsp.kernels.diagonal.grads import dkdv_kernel
+
+    dg = torch.empty(0, device=dk.device, dtype=torch.float32)
+    tiles = p.tiles
+    walks = [(tiles.joint, True, True)] if tiles.joint else [(tiles.dv, False, True), (tiles.dk, True, False)]
+    for tile, with_dk, with_dv in walks:
+        assert tile is not None
+        programs = _count(p.K, tile.bk) * _count(p.V, tile.bv)
+        with_dg = want_dg and with_dv
+        if with_dg:
+            dg = torch.empty(programs, p.B, p.T, p.H, device=dk.device, dtype=torch.float32)
+        held = s.final if p.packed and dfinal is not None else None
+        dkdv_kernel[(programs, p.B * p.H, p.n_seg)](
+            s.q, s.k, s.v, do, gate.tensor, dk, dv, dg, reads, s.states, dstates,
+            s.q if held is None else held, s.q if dfinal is None else dfinal, dinitial, s.table,
+            *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dk), *_strides(dv),
+            p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale, reads.shape[0],
+            K=p.K, V=p.V, C=tiles.chunk, DK=with_dk, DV=with_dv, DG=with_dg,
+            DROP=-14.0 if s.q.dtype == torch.bfloat16 else -30.0,
+            GATE=gate.load, PACKED=p.packed, FINAL=dfinal is not None, INITIAL=with_dv and dinitial.numel() > 0,
+            GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+        )  # fmt: skip
+    return dg[0] if dg.shape[0] == 1 else dg.sum(0) if want_dg else dg

@@ -1,0 +1,107 @@
+"""Tile helpers shared by the Triton engines.
+
+Log decays inside the kernels are in base 2 (natural gates times log2 e), so that one `exp2` applies them. Gates are
+clamped at -104 (natural) before the cumulative sum: e^-104 underflows in fp32, and larger magnitudes would only cost
+the sum its precision (MATH 9).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+GATE_MIN = tl.constexpr(-104.0)
+
+
+@triton.jit
+def gate_none(gate, stride_t, length, C: tl.constexpr):
+    """No decay: b = 0."""
+    return tl.zeros([C], tl.float32), 0.0
+
+
+@triton.jit
+def gate_scalar(gate, stride_t, length, C: tl.constexpr):
+    """One gate a token: inclusive cumulative log2 decay b [C] of the chunk and its last value."""
+    i = tl.arange(0, C)
+    g = tl.load(gate + i * stride_t, mask=i < length, other=0.0).to(tl.float32)
+    b = tl.cumsum(tl.maximum(g, GATE_MIN) * LOG2E, axis=0)
+    return b, tl.sum(tl.where(i == C - 1, b, 0.0), axis=0)
+
+
+@triton.jit
+def gate_gamma(gate, stride_t, length, C: tl.constexpr):
+    """One fixed gate a head."""
+    gamma = tl.maximum(tl.load(gate).to(tl.float32), GATE_MIN) * LOG2E
+    i = tl.arange(0, C)
+    return gamma * tl.minimum(i + 1, length).to(tl.float32), gamma * length
+
+
+@triton.jit
+def load_rows(base, stride_t, length, col0, C: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Tile [C, BLOCK] of rows 0..length-1 and columns col0.., zero outside."""
+    rows = tl.arange(0, C)
+    cols = col0 + tl.arange(0, BLOCK)
+    at = base + rows[:, None] * stride_t + cols[None, :]
+    mask = rows[:, None] < length
+    if DIM % BLOCK != 0:
+        mask = mask & (cols[None, :] < DIM)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the tile that `load_rows` would read."""
+    rows = tl.arange(0, C)
+    cols = col0 + tl.arange(0, BLOCK)
+    mask = rows[:, None] < length
+    if DIM % BLOCK != 0:
+        mask = mask & (cols[None, :] < DIM)
+    tl.store(base + rows[:, None] * stride_t + cols[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    rows = k0 + tl.arange(0, BK)
+    cols = v0 + tl.arange(0, BV)
+    return rows[:, None] * V + cols[None, :], (rows[:, None] < K) & (cols[None, :] < V)
+
+
+@triton.jit
+def load_state(base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """fp32 tile [BK, BV] of one K x V state; zero outside, and everywhere unless `when`."""
+    at, mask = _state_tile(k0, v0, K, V, BK, BV)
+    return tl.load(base + at, mask=mask & when, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(base, x, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Stores a tile [BK, BV] of one K x V state if `when`."""
+    at, mask = _state_tile(k0, v0, K, V, BK, BV)
+    tl.store(base + at, x, mask=mask & when)
+
+
+@triton.jit
+def chunk_info(table, c, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """(first token, length, document, starts here, ends here) of chunk c, from the chunk table when packed."""
+    if PACKED:
+        row = table + c * 5
+        start = tl.load(row)
+        length = tl.load(row + 1)
+        document = tl.load(row + 2)
+        first = tl.load(row + 3) != 0
+        last = tl.load(row + 4) != 0
+    else:
+        start = c * C
+        length = tl.minimum(T - start, C)
+        document = 0
+        first = False
+        last = False
+    return start.to(tl.int64), length, document, first, last
+
+
+@triton.jit
+def mm(a, b, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Matrix product with operands in DOT (bf16, or fp32 at precision PREC) and fp32 accumulation."""
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PREC)

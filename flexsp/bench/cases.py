@@ -1,0 +1,130 @@
+"""The operators that `flexsp bench op` runs, their inputs, their baseline and the bytes they cannot avoid moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs"]
+
+Inputs = dict[str, torch.Tensor]
+Op = Callable[[Inputs], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one run: q, k [B, T, H, K], v [B, T, H, V]."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+    def tensors(self, itemsize: int) -> tuple[int, int]:
+        """Bytes of one q or k, and of one v or o."""
+        rows = self.B * self.T * self.H
+        return rows * self.K * itemsize, rows * self.V * itemsize
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: ours, the baseline's name for it, and whether it takes gates."""
+
+    name: str
+    ours: Op
+    baseline: Op | None
+    gated: bool
+    positive: bool = False
+    baseline_backward: bool = True
+
+    def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
+        """Bytes of every input read once and every output written once; with backward, of both passes.
+
+        Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates [B, T, H] fp32: read, read, gradient written.
+        """
+        qk, v = shape.tensors(itemsize)
+        gate = shape.B * shape.T * shape.H * 4 if self.gated else 0
+        total = 2 * qk + 2 * v + gate
+        if backward:
+            total += 4 * qk + 3 * v + 2 * gate
+        return total
+
+
+def make_inputs(case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
+    """Fresh random leaves q, k, v (and log gates g <= 0), and the output gradient do."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(width: int) -> torch.Tensor:
+        size = (shape.B, shape.T, shape.H, width)
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    q, k = normal(shape.K), normal(shape.K)
+    if case.positive:
+        q, k = q.abs_(), k.abs_()
+    inputs = {"q": q, "k": k, "v": normal(shape.V)}
+    if case.gated:
+        raw = torch.randn(shape.B, shape.T, shape.H, device=device, generator=generator)
+        inputs["g"] = torch.nn.functional.logsigmoid(raw + 3.0)
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    inputs["do"] = normal(shape.V)
+    return inputs
+
+
+def forward_backward(op: Op, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Output gradients of every leaf, without accumulating into .grad."""
+    leaves = [tensor for name, tensor in inputs.items() if name != "do"]
+    return torch.autograd.grad(op(inputs), leaves, inputs["do"])
+
+
+def baseline_available() -> str | None:
+    """None where flash-linear-attention can be imported, else the reason."""
+    try:
+        import fla.ops.simple_gla  # type: ignore[import-not-found]  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _simple_gla(x: Inputs) -> torch.Tensor:
+    from flexsp.ops import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"], sp=False)[0]
+
+
+def _fla_simple_gla(x: Inputs) -> torch.Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"])[0]
+
+
+def _linear_attn(normalize: bool) -> Op:
+    def run(x: Inputs) -> torch.Tensor:
+        from flexsp.ops import chunk_linear_attn
+
+        return chunk_linear_attn(x["q"], x["k"], x["v"], normalize=normalize, sp=False)[0]
+
+    return run
+
+
+def _fla_linear_attn(normalize: bool) -> Op:
+    def run(x: Inputs) -> torch.Tensor:
+        from fla.ops.linear_attn import chunk_linear_attn
+
+        return chunk_linear_attn(x["q"], x["k"], x["v"], normalize=normalize)[0]
+
+    return run
+
+
+# flash-linear-attention's gated backward refuses Triton 3.4 to 3.7.0 on Hopper (its issue 640).
+CASES = {
+    case.name: case
+    for case in (
+        Case("simple_gla", _simple_gla, _fla_simple_gla, gated=True, baseline_backward=False),
+        Case("linear_attn", _linear_attn(False), _fla_linear_attn(False), gated=False),
+        Case("linear_attn_normalized", _linear_attn(True), _fla_linear_attn(True), gated=False, positive=True),
+    )
+}

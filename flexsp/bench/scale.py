@@ -1,0 +1,270 @@
+"""`flexsp bench scale`: weak scaling of chunk_simple_gla over ranks, and the states' travel alone.
+
+Run by every rank under torchrun; `--nproc N` starts torchrun itself. T1 is the same operator with sp=False, on every
+rank at once, interleaved with the sequence-parallel runs; T4 - T1 is then what communication and waiting add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
+from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
+from flexsp.bench.record import environment, file_stem, save
+from flexsp.bench.timing import synchronize
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["run"]
+
+Row = dict[str, Any]
+TARGETS_US = {"fwd": 25.0, "fwd_bwd": 50.0}
+
+
+def _operator(sp: SequenceParallel | bool, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
+    from flexsp.ops import chunk_simple_gla
+
+    def op(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"], sp=sp)[0]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return op(inputs)
+
+    return forward if mode == "fwd" else lambda: forward_backward(op, inputs)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def _disagreement(
+    aligned: Aligned, sps: dict[str, SequenceParallel], inputs: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Largest relative difference over ranks between each schedule's output and the last schedule's."""
+    outputs = {name: _operator(sp, "fwd", inputs)() for name, sp in sps.items()}
+    reference = list(outputs.values())[-1]
+    return {name: max(aligned.gather(_relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
+
+
+def _scale_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace, T: int) -> list[Row]:
+    first = next(iter(sps.values()))
+    world, device = first.world_size, first.device
+    inputs = make_inputs(
+        CASES["simple_gla"],
+        Shape(args.B, T, args.H, args.K, args.V),
+        getattr(torch, args.dtype),
+        device,
+        seed=first.rank,
+    )
+    for sp in sps.values():
+        sp.set_lengths([T] * world)
+    apart = _disagreement(aligned, sps, inputs)
+    rows = []
+    for mode in ("fwd", "fwd_bwd"):
+        functions = {"local": _operator(False, mode, inputs)}
+        functions.update({name: _operator(sp, mode, inputs) for name, sp in sps.items()})
+        timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations)
+        throughput = {name: aligned.back_to_back(call, args.iterations) for name, call in functions.items()}
+        alone = timed["local"]["slowest_rank_ms"]
+        for name, timing in timed.items():
+            slowest = timing["ms"]["median"]
+            rows.append(
+                {
+                    "T_local": T,
+                    "mode": mode,
+                    "schedule": name,
+                    "world_size": world,
+                    **timing,
+                    "added_us": (slowest - alone) * 1e3 if name != "local" else None,
+                    "efficiency": alone / slowest if name != "local" else None,
+                    "back_to_back_ms": throughput[name],
+                    "back_to_back_efficiency": throughput["local"] / throughput[name],
+                    "tokens_per_s": args.B * T * world / throughput[name] * 1e3,
+                    "disagreement": apart.get(name),
+                }
+            )
+    return rows
+
+
+def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace) -> list[Row]:
+    """Time of `propagate` alone: B states [H, K, V] in fp32 a rank through the whole group, segments 1 and 8."""
+    from flexsp.scan.propagate import propagate
+
+    first = next(iter(sps.values()))
+    rows = []
+    for batch in args.state_batches:
+        for segments in args.state_segments:
+            generator = torch.Generator(device=first.device).manual_seed(first.rank)
+            master = torch.randn(batch, segments + 1, args.H, args.K, args.V, device=first.device, generator=generator)
+            master[:, 0] = 0
+            states = torch.empty_like(master)
+            log_a = torch.full((batch, segments, args.H), -0.1, device=first.device)
+
+            def call(sp: SequenceParallel, states: torch.Tensor = states, log_a: torch.Tensor = log_a) -> torch.Tensor:
+                propagate(states, log_a, None, sp)
+                return states
+
+            def refill(states: torch.Tensor = states, master: torch.Tensor = master) -> None:
+                states.copy_(master)
+
+            outputs = {}
+            for name, sp in sps.items():
+                refill()
+                outputs[name] = call(sp).clone()
+            reference = list(outputs.values())[-1]
+            functions: dict[str, Callable[[], object]] = {name: partial(call, sp) for name, sp in sps.items()}
+            timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations, before=refill)
+            size = batch * args.H * args.K * args.V * 4
+            for name, timing in timed.items():
+                rows.append(
+                    {
+                        "batch": batch,
+                        "segments": segments,
+                        "schedule": name,
+                        "world_size": first.world_size,
+                        "bytes_per_rank": size,
+                        "bytes_total": size * first.world_size,
+                        **timing,
+                        "disagreement": max(aligned.gather(_relative(outputs[name], reference))),
+                    }
+                )
+    return rows
+
+
+def _judge(rows: list[Row], device: torch.device) -> list[Row]:
+    """T4 - T1 of the chain against the plan's bounds; measured on 4 GPUs only."""
+    verdicts: list[Row] = []
+    if device.type != "cuda":
+        return verdicts
+    for row in rows:
+        if row["world_size"] == 4 and row["schedule"] == "chain":
+            limit, value = TARGETS_US[row["mode"]], row["added_us"]
+            verdicts.append(
+                {
+                    "target": f"chain, 4 GPUs, T_local={row['T_local']}, {row['mode']}: T4 - T1 in us",
+                    "limit": limit,
+                    "value": value,
+                    "verdict": "pass" if value <= limit else "MISS",
+                }
+            )
+    return verdicts
+
+
+def _print_scale(rows: list[Row]) -> None:
+    for row in rows:
+        ms = row["ms"]
+        text = (
+            f"  T_local {row['T_local']:6d} {row['mode']:8s}{row['schedule']:14s}{ms['median']:9.3f} ms "
+            f"[{ms['p20']:.3f}, {ms['p80']:.3f}]  back to back {row['back_to_back_ms']:.3f}"
+        )
+        if row["added_us"] is not None:
+            text += f"  +{row['added_us']:.1f} us  efficiency {row['efficiency']:.3f}"
+        print(text, flush=True)
+
+
+def _print_states(rows: list[Row]) -> None:
+    for row in rows:
+        print(
+            f"  states {row['bytes_total'] / 1e6:7.2f} MB over {row['world_size']} ranks, {row['segments']} segments "
+            f"{row['schedule']:14s}{row['ms']['median'] * 1e3:9.1f} us",
+            flush=True,
+        )
+
+
+def _check_agreement(rows: list[Row], dtype: torch.dtype) -> list[str]:
+    limit = 4 * math.sqrt(torch.finfo(dtype).eps) if dtype != torch.bfloat16 else 2e-2
+    return [
+        f"{row['schedule']}: output differs by {row['disagreement']:.1e} (allowed {limit:.1e})"
+        for row in rows
+        if row.get("disagreement") is not None and not row["disagreement"] <= limit
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """All lengths and schedules on this job's ranks; rank 0 prints and writes. Non-zero where schedules disagree."""
+    if args.nproc and "WORLD_SIZE" not in os.environ:
+        return _under_torchrun(args.nproc, args.argv)
+    for name in args.schedules:
+        split_schedule(name, args.transport)
+    sps = open_schedules(args.schedules, args.transport, args.timeout)
+    first = next(iter(sps.values()))
+    chief, device = first.rank == 0, first.device
+    aligned = Aligned(first)
+    result: dict[str, Any] = {
+        "kind": "scale",
+        "environment": {**environment(device, args.argv), "world_size": first.world_size},
+        "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
+        "method": "every run starts after an all-reduce of one number on the stream, host running ahead; ms is the "
+        "slowest rank's of each run; T1 is the slowest rank's median with sp=False in the same loop",
+        "transports": {name: sp.transport for name, sp in sps.items()},
+        "rows": [],
+        "states": [],
+    }
+    out = Path(args.out) / f"{file_stem('scale', result['environment'])}.json"
+    if chief:
+        print(
+            f"flexsp bench scale: {first.world_size} x {result['environment']['device']}, "
+            + ", ".join(f"{name} over {sp.transport}" for name, sp in sps.items()),
+            flush=True,
+        )
+    if not args.no_states and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+        result["states"] = _state_rows(aligned, sps, args)
+        if chief:
+            _print_states(result["states"])
+            save(out, result)
+    for T in args.T_local:
+        rows = _scale_rows(aligned, sps, args, T)
+        result["rows"] += rows
+        if chief:
+            _print_scale(rows)
+            save(out, result)
+    result["targets"] = _judge(result["rows"], device)
+    problems = _check_agreement(result["rows"], getattr(torch, args.dtype))
+    problems += _check_agreement(result["states"], torch.float32)
+    missed = any(verdict["verdict"] == "MISS" for verdict in result["targets"])
+    if chief:
+        save(out, result)
+        for verdict in result["targets"]:
+            print(f"  {verdict['verdict']:5s}{verdict['value']:7.1f} <= {verdict['limit']:<5g} {verdict['target']}")
+        print("\n".join(problems + [f"wrote {out}"]), flush=True)
+    synchronize(device)
+    for sp in sps.values():
+        sp.check()
+    _close(sps)
+    return int(bool(problems) or (args.strict and missed))
+
+
+def _close(sps: dict[str, SequenceParallel]) -> None:
+    for sp in sps.values():
+        sp.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _under_torchrun(processes: int, argv: list[str]) -> int:
+    """The same command on this many local ranks."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "-m",
+        "flexsp",
+        *argv,
+    ]
+    return subprocess.run(command, check=False).returncode

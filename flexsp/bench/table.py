@@ -1,0 +1,119 @@
+"""`flexsp bench table`: Markdown tables from result files, so that a document's numbers are the files' numbers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexsp.bench.record import load
+
+__all__ = ["markdown", "op_table", "run", "scale_table", "states_table"]
+
+Result = dict[str, Any]
+
+
+def _grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _footer(result: Result) -> str:
+    env, shape = result["environment"], result["shape"]
+    count = f"{env['world_size']} x " if env["world_size"] > 1 else ""
+    sizes = ", ".join(f"{name}={shape[name]}" for name in "BHKV")
+    parts = [f"{count}{env['device']}", sizes, shape["dtype"], f"torch {env['torch']}"]
+    parts += [f"{name} {env[key]}" for name, key in (("Triton", "triton"), ("driver", "driver")) if env.get(key)]
+    if result["kind"] == "op" and env.get("flash_linear_attention"):
+        parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
+    source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
+    return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{env['command']}`"
+
+
+def _ms(row: Result | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms']['median']:.3f}" if "ms" in row else "refused"
+
+
+def op_table(result: Result) -> str:
+    """Ours and the baseline in ms, their ratio, the memory floor, peak memory: one line per op, T and pass."""
+    keyed = {(r["case"], r["T"], r.get("mode"), r["provider"]): r for r in result["rows"]}
+    lines = []
+    for case, T, mode, provider in keyed:
+        if provider != "flexsp":
+            continue
+        ours, theirs = keyed[case, T, mode, "flexsp"], keyed.get((case, T, mode, "fla"))
+        ratio = f"{ours['ms']['median'] / theirs['ms']['median']:.2f}" if theirs and "ms" in theirs else ""
+        peaks = [f"{r['peak_gib']:.1f}" for r in (ours, theirs) if r and r.get("peak_gib") is not None]
+        lines.append(
+            [
+                case,
+                str(T),
+                mode.replace("fwd_bwd", "fwd+bwd"),
+                _ms(ours),
+                _ms(theirs),
+                ratio,
+                f"{ours['floor_ms']:.3f}",
+                " / ".join(peaks),
+            ]
+        )
+    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio", "memory floor ms", "peak GiB"]
+    text = _grid(header, lines)
+    for row in result["cold"]:
+        if row.get("fwd_bwd_s") is not None:
+            text += f"\n\nFirst call, cold cache, {row['provider']} {row['case']}: {row['fwd_bwd_s']:.1f} s."
+    return text
+
+
+def scale_table(result: Result) -> str:
+    """Per length and pass: one rank alone, then each schedule's time, what it adds and its efficiency T1/TN."""
+    lines = []
+    for row in result["rows"]:
+        local = row["schedule"] == "local"
+        lines.append(
+            [
+                str(row["T_local"]),
+                row["mode"].replace("fwd_bwd", "fwd+bwd"),
+                "1 rank" if local else row["schedule"],
+                f"{row['slowest_rank_ms' if local else 'ms']:.3f}" if local else _ms(row),
+                "" if local else f"{row['added_us']:+.0f}",
+                "" if local else f"{row['efficiency']:.3f}",
+                f"{row['back_to_back_ms']:.3f}",
+                f"{row['tokens_per_s'] / 1e6:.1f}",
+            ]
+        )
+    header = ["T per rank", "pass", "schedule", "ms", "added us", "efficiency", "back to back ms", "M tokens/s"]
+    return _grid(header, lines)
+
+
+def states_table(result: Result) -> str:
+    """The states' travel alone: microseconds by size, segments and schedule."""
+    names = list(dict.fromkeys(row["schedule"] for row in result["states"]))
+    keyed: dict[tuple[float, int], dict[str, float]] = {}
+    for row in result["states"]:
+        keyed.setdefault((row["bytes_total"] / 1e6, row["segments"]), {})[row["schedule"]] = row["ms"]["median"] * 1e3
+    lines = [
+        [f"{size:.1f}", str(segments), *(f"{times[name]:.0f}" for name in names)]
+        for (size, segments), times in keyed.items()
+    ]
+    return _grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
+
+
+def markdown(paths: Sequence[Path]) -> str:
+    """Tables of several result files, each with the line that says where it was measured."""
+    parts = []
+    for path in paths:
+        result = load(path)
+        tables = [op_table(result)] if result["kind"] == "op" else [scale_table(result)]
+        if result.get("states"):
+            tables.append(states_table(result))
+        parts += [*tables, _footer(result)]
+    return "\n\n".join(parts)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables of the given files."""
+    print(markdown([Path(path) for path in args.results]))
+    return 0

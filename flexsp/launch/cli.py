@@ -1,0 +1,154 @@
+"""The `flexsp` command: `doctor`, `bench op`, `bench scale`, `bench table`, `bench plot`.
+
+The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+__all__ = ["main", "parser"]
+
+OPS = ("simple_gla", "linear_attn", "linear_attn_normalized")
+SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
+
+
+def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
+    """A comma-separated list, each item converted and, with `allowed`, checked."""
+
+    def convert(text: str) -> list[object]:
+        items = [item for item in text.split(",") if item]
+        unknown = [item for item in items if allowed and item.partition(":")[0] not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(allowed or ())}, got {','.join(unknown)}")
+        return [kind(item) for item in items]
+
+    convert.__name__ = "comma-separated list"
+    return convert
+
+
+def _shape_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--B", type=int, default=1, help="batch (default 1)")
+    parser.add_argument("--H", type=int, default=32, help="heads (default 32)")
+    parser.add_argument("--K", type=int, default=128, help="key width of a head (default 128)")
+    parser.add_argument("--V", type=int, default=128, help="value width of a head (default 128)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--warmup", type=int, default=5, help="runs before timing (default 5)")
+    parser.add_argument("--iterations", type=int, default=50, help="timed runs, of which the median (default 50)")
+    parser.add_argument("--out", default="benchmarks/results", help="folder of the JSON (default benchmarks/results)")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when a target is missed")
+
+
+def _op_arguments(parser: argparse.ArgumentParser) -> None:
+    _shape_arguments(parser)
+    ops, lengths = _listed(str, OPS), _listed(int)
+    parser.add_argument("--ops", type=ops, default=list(OPS), metavar="A,B", help=f"of {','.join(OPS)} (default all)")
+    parser.add_argument("--T", type=lengths, default=[4096, 16384, 65536], metavar="N,N", help="4096,16384,65536")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--no-baseline", action="store_true", help="leave flash-linear-attention out")
+    parser.add_argument("--baseline-ops", type=ops, metavar="A,B", help="its ops (tuning one takes minutes)")
+    parser.add_argument("--baseline-T", type=lengths, metavar="N,N", help="its lengths (default all)")
+    parser.add_argument(
+        "--cold",
+        type=ops,
+        default=["simple_gla"],
+        metavar="A,B",
+        help="ops whose first call is timed in a fresh process with an empty cache ('' for none)",
+    )
+    parser.add_argument("--cold-baseline", type=ops, default=[], metavar="A,B", help="the same for the baseline")
+    parser.add_argument("--cold-timeout", type=float, default=300.0, metavar="S", help="seconds (default 300)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="start no further op after this many seconds")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=4300.0,
+        metavar="GB/S",
+        help="memory bandwidth of the floor (default 4300, an H200's copy)",
+    )
+
+
+def _scale_arguments(parser: argparse.ArgumentParser) -> None:
+    _shape_arguments(parser)
+    parser.add_argument(
+        "--T-local",
+        type=_listed(int),
+        default=[8192, 32768, 65536],
+        metavar="N,N",
+        help="tokens a rank (default 8192,32768,65536)",
+    )
+    parser.add_argument(
+        "--schedules",
+        type=_listed(str, SCHEDULES),
+        default=list(SCHEDULES),
+        metavar="A,B",
+        help=f"of {','.join(SCHEDULES)}; chain:put names the transport too (default all)",
+    )
+    parser.add_argument(
+        "--transport",
+        default="auto",
+        choices=("auto", "peer", "put", "posix", "process_group"),
+        help="of chain; the other schedules are torch send/recv (default auto)",
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N local ranks (default: the ranks of torchrun)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="wait for a rank (default 120)")
+    parser.add_argument("--no-states", action="store_true", help="leave out the states' travel alone")
+    parser.add_argument(
+        "--state-batches",
+        type=_listed(int),
+        default=[1, 4],
+        metavar="N,N",
+        help="batches whose states travel alone (default 1,4)",
+    )
+    parser.add_argument(
+        "--state-segments",
+        type=_listed(int),
+        default=[1, 8],
+        metavar="N,N",
+        help="segments a rank folds there (default 1,8)",
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    root = argparse.ArgumentParser(prog="flexsp", description=sys.modules["flexsp"].__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what works on this machine, and a self-test of under a minute")
+    doctor.add_argument("--no-test", action="store_true", help="report only")
+    doctor.add_argument("--ranks", type=int, metavar="N", help="GPU ranks of the self-test (default: up to 4)")
+    bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
+    _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
+    _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --nproc"))
+    table = bench.add_parser("table", help="Markdown tables of result files")
+    table.add_argument("results", nargs="+")
+    plot = bench.add_parser("plot", help="weak-scaling picture of `bench scale` result files")
+    plot.add_argument("results", nargs="+")
+    plot.add_argument("--out", default="benchmarks/results/weak_scaling.png")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    args.argv = words
+    if args.command == "doctor":
+        from flexsp.launch.doctor import run
+    elif args.bench == "op":
+        from flexsp.bench.op import run
+    elif args.bench == "scale":
+        from flexsp.bench.scale import run
+    elif args.bench == "table":
+        from flexsp.bench.table import run
+    else:
+        from flexsp.bench.plot import run
+    try:
+        return run(args)
+    except (OSError, ValueError) as error:
+        print(f"flexsp: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""SequenceParallel: one group of ranks that share a sequence, and everything an op needs to talk inside it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexsp.exceptions import FlexspError
+
+__all__ = ["SequenceParallel", "current_sp", "get_sp", "resolve_sp", "sequence_parallel"]
+
+_GROUPS: dict[int, SequenceParallel] = {}
+_next_id = itertools.count()
+_ambient: ContextVar[SequenceParallel | None] = ContextVar("flexsp_sequence_parallel", default=None)
+
+
+class SequenceParallel:
+    """The ranks one sequence is cut over, in order: rank r holds the r-th contiguous shard.
+
+    Made by :func:`flexsp.init_sequence_parallel`. Methods that talk to the other ranks (marked "collective") must be
+    called by all of them in the same order.
+
+    Attributes:
+        id: key of this object in this process; compiled graphs and autograd nodes keep it instead of the object.
+        rank, world_size: place in the group and its size.
+        global_ranks: rank of every member in the default process group.
+        group: torch ProcessGroup that carries data (None for a single process); ``cpu_group``: the same ranks on gloo.
+        device: where this rank computes.
+        transport: "process_group", "peer", "put" or "posix"; ``schedule``: "chain", "serial", "pipelined" or
+            "all_gather".
+        heap: symmetric memory of the transports other than process_group.
+        timeout_s: seconds until a silent peer ends in :class:`flexsp.exceptions.PeerTimeout`.
+        order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
+            reorders one.
+        anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
+        check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
+        channels: scratch of the transports; ``records``: error record of the watchdog.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        global_ranks: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        cpu_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        transport: str = "process_group",
+        schedule: str = "chain",
+        heap: Any = None,
+        timeout_s: float = 120.0,
+        check_calls: bool = False,
+    ) -> None:
+        self.id = next(_next_id)
+        self.rank, self.world_size = rank, world_size
+        self.global_ranks = list(range(world_size)) if global_ranks is None else list(global_ranks)
+        self.group, self.cpu_group = group, cpu_group
+        self.device = torch.device(device)
+        self.transport, self.schedule, self.heap = transport, schedule, heap
+        self.timeout_s, self.check_calls = float(timeout_s), check_calls
+        self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.channels: dict[Any, Any] = {}
+        self.records: Any = None
+        self.failure: FlexspError | None = None
+        self.calls = 0
+        self._lengths: list[int] | None = None
+        _GROUPS[self.id] = self
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceParallel(rank {self.rank} of {self.world_size}, global_ranks={self.global_ranks}, "
+            f"device={self.device}, transport={self.transport!r}, schedule={self.schedule!r})"
+        )
+
+    # Lengths ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.world_size - 1
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Shard lengths given by :meth:`set_lengths`, else None."""
+        return self._lengths
+
+    def set_lengths(self, lengths: Sequence[int] | None) -> None:
+        """Fix the shard lengths of all ranks (zeros allowed), so that calls need not exchange them; None forgets them.
+
+        Example: ``sp.set_lengths(sp.partition(total_tokens))``.
+        """
+        if lengths is None:
+            self._lengths = None
+            return
+        values = [int(n) for n in lengths]
+        if len(values) != self.world_size or min(values) < 0:
+            raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {list(lengths)}")
+        self._lengths = values
+
+    def partition(self, total: int) -> list[int]:
+        """Balanced shard lengths of ``total`` tokens; the first ranks take the remainder. Sets nothing."""
+        if total < 0:
+            raise ValueError(f"total: expected an integer >= 0, got {total}")
+        base, extra = divmod(int(total), self.world_size)
+        return [base + (r < extra) for r in range(self.world_size)]
+
+    def lengths_for(self, T_local: int) -> list[int]:
+        """Shard lengths of all ranks. Collective on the CPU group unless :meth:`set_lengths` gave them."""
+        if self._lengths is not None:
+            if self._lengths[self.rank] != T_local:
+                raise ValueError(
+                    f"rank {self.rank}: expected a shard of {self._lengths[self.rank]} tokens (set_lengths), "
+                    f"got {T_local}"
+                )
+            return self._lengths
+        if self.world_size == 1:
+            return [T_local]
+        from flexsp.comm.process_group import exchange_ints
+
+        return exchange_ints(self, T_local)
+
+    def shard_range(self, T_local: int) -> tuple[int, int, int]:
+        """(start, stop, total) of this rank's tokens in the global sequence; see :meth:`lengths_for`."""
+        lengths = self.lengths_for(T_local)
+        start = sum(lengths[: self.rank])
+        return start, start + lengths[self.rank], sum(lengths)
+
+    # Tensors ---------------------------------------------------------------------------------------------------
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's slice (a view) of the full ``x`` along ``dim``: by :meth:`set_lengths`, else balanced."""
+        total = x.size(dim)
+        lengths = self._lengths if self._lengths is not None else self.partition(total)
+        if sum(lengths) != total:
+            raise ValueError(f"x: expected {sum(lengths)} tokens along dim {dim} (set_lengths), got {total}")
+        return x.narrow(dim, sum(lengths[: self.rank]), lengths[self.rank])
+
+    def gather(self, y: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Shards joined along ``dim``, on every rank. Collective; shards may differ in length or be empty.
+
+        The backward is the exact adjoint: a rank's gradient is the sum over all ranks of their gradients of its slice.
+        """
+        if self.world_size == 1:
+            return y.clone()
+        from flexsp.comm.collectives import gather
+
+        return gather(y, dim, self)
+
+    def token_mean(self, loss: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Mean of per-token losses over the tokens of all ranks, scaled for gradient averaging. Collective.
+
+        Args:
+            loss: losses of this rank's tokens, any shape, unreduced; may be empty.
+            mask: same shape, True (or nonzero) where a token counts.
+
+        Returns:
+            (sum of local losses / number of tokens on all ranks) * world_size, a scalar. Its average over the ranks
+            is the mean over the whole sequence, so DDP or FSDP, which average gradients, give what one rank gives.
+        """
+        if mask is not None and mask.shape != loss.shape:
+            raise ValueError(f"mask: expected the shape of loss {tuple(loss.shape)}, got {tuple(mask.shape)}")
+        if mask is None:
+            count = torch.full((), loss.numel(), dtype=torch.float64, device=loss.device)
+        else:
+            keep = mask != 0
+            loss = torch.where(keep, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+            count = keep.sum().to(torch.float64)
+        if self.world_size > 1:
+            from flexsp.comm.collectives import sum_over_ranks
+
+            count = sum_over_ranks(count, self)
+        return loss.sum() * (self.world_size / count.clamp(min=1)).to(loss.dtype)
+
+    # Health ----------------------------------------------------------------------------------------------------
+
+    def check_signature(self, sig: tuple[Any, ...]) -> None:
+        """With FLEXSP_CHECK=1: compare ``sig`` between the ranks, PeerMismatch where they differ. Else nothing.
+
+        Ops call it before they launch. Collective on the CPU group.
+        """
+        if self.check_calls and self.world_size > 1:
+            from flexsp.comm.process_group import compare_text
+
+            compare_text(self, " ".join(str(part) for part in sig))
+
+    def check(self) -> None:
+        """Raise the PeerTimeout or PeerMismatch that an earlier call left behind, if any."""
+        if self.failure is not None:
+            raise self.failure
+        if self.records is not None:
+            from flexsp.comm import watchdog
+
+            watchdog.raise_pending(self)
+
+    def close(self) -> None:
+        """Give back the groups and the heap. Collective; the object cannot be used afterwards."""
+        if _GROUPS.pop(self.id, None) is None:
+            return
+        self.channels.clear()
+        if self.heap is not None:
+            self.heap.close()
+            self.heap = None
+        if dist.is_initialized():
+            for group in (self.group, self.cpu_group):
+                if group is not None:
+                    dist.destroy_process_group(group)
+        self.group = self.cpu_group = None
+
+
+def get_sp(sp_id: int) -> SequenceParallel:
+    """The live SequenceParallel with this id."""
+    return _GROUPS[sp_id]
+
+
+@contextmanager
+def sequence_parallel(sp: SequenceParallel | None) -> Iterator[SequenceParallel | None]:
+    """Ops inside that are called with ``sp=None`` run over ``sp`` (of the same thread only)."""
+    token = _ambient.set(sp)
+    try:
+        yield sp
+    finally:
+        _ambient.reset(token)
+
+
+def current_sp() -> SequenceParallel | None:
+    """The SequenceParallel of the innermost ``with sequence_parallel(sp)``, else None."""
+    return _ambient.get()
+
+
+def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
+    """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself."""
+    if sp is None:
+        return current_sp()
+    if sp is False:
+        return None
+    if not isinstance(sp, SequenceParallel):
+        raise ValueError(f"sp: expected a SequenceParallel, None or False, got {type(sp).__name__}")
+    return sp

@@ -1,0 +1,150 @@
+"""Transport over torch.distributed: point-to-point messages, CPU-side checks, and errors that name the peer.
+
+CPU tensors go over gloo with a short text in front of every message, so that ranks which disagree raise PeerMismatch
+instead of hanging or mixing up data. CUDA tensors go over NCCL in stream order without any host synchronisation; there
+a silent peer is NCCL's own watchdog to report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import PeerMismatch, PeerTimeout
+
+__all__ = [
+    "Pending",
+    "compare_text",
+    "define_op",
+    "exchange_ints",
+    "group_for",
+    "peer_errors",
+    "receive",
+    "send",
+    "stamp",
+    "wait_all",
+]
+
+_TEXT_BYTES = 192
+_library = torch.library.Library("flexsp", "FRAGMENT")
+
+
+def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register ``flexsp::<schema>``; a schema with ``Tensor(o!) order`` survives dead-code elimination, in order."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsp::{name}", fake, lib=_library)
+    return getattr(torch.ops.flexsp, name).default
+
+
+def group_for(sp: SequenceParallel, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """The group that can carry ``tensor``."""
+    return sp.group if tensor.is_cuda else sp.cpu_group if sp.device.type == "cuda" else sp.group
+
+
+@contextmanager
+def peer_errors(sp: SequenceParallel, peer: int | None, doing: str) -> Iterator[None]:
+    """torch.distributed reports timeouts and lost connections as RuntimeError: say who and keep it for sp.check()."""
+    try:
+        yield
+    except (PeerTimeout, PeerMismatch):
+        raise
+    except RuntimeError as error:
+        sp.failure = PeerTimeout(sp.rank, peer, direction=doing, detail=str(error).splitlines()[0])
+        raise sp.failure from error
+
+
+def stamp(sp: SequenceParallel, what: str, *tensors: torch.Tensor | None) -> str:
+    """Text that must be the same on all ranks for the call about to start: its number, name, shapes and dtypes."""
+    sp.check()
+    sp.calls += 1
+    parts = ["-" if t is None else f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors]
+    text = f"call {sp.calls} {what} {', '.join(parts)}"
+    sp.check_signature((text,))
+    return text
+
+
+def _encode(text: str) -> torch.Tensor:
+    raw = text.encode()
+    if len(raw) > _TEXT_BYTES:
+        raw = raw[: _TEXT_BYTES - 17] + b"#" + hashlib.sha256(raw).hexdigest()[:16].encode()
+    return torch.frombuffer(bytearray(raw.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _decode(buffer: torch.Tensor) -> str:
+    return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def compare_text(sp: SequenceParallel, text: str) -> None:
+    """PeerMismatch unless every rank calls this with the same text. Collective on the CPU group."""
+    ours = _encode(text)
+    rows = [torch.empty_like(ours) for _ in range(sp.world_size)]
+    with peer_errors(sp, None, "comparing calls"):
+        dist.all_gather(rows, ours, group=sp.cpu_group)
+    for peer, row in enumerate(rows):
+        if not torch.equal(row, ours):
+            raise PeerMismatch(sp.rank, peer, _decode(ours), _decode(row))
+
+
+@torch.compiler.disable
+def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
+    """One integer of every rank. Collective on the CPU group; never touches the GPU."""
+    sp.check()
+    mine = torch.tensor([value], dtype=torch.int64, device="cpu")
+    rows = [torch.empty_like(mine) for _ in range(sp.world_size)]
+    with peer_errors(sp, None, "exchanging shard lengths"):
+        dist.all_gather(rows, mine, group=sp.cpu_group)
+    return [int(row) for row in rows]
+
+
+class Pending(NamedTuple):
+    """A message under way; holds its buffer alive until waited for."""
+
+    work: dist.Work
+    buffer: torch.Tensor
+    peer: int
+    doing: str
+
+
+def _post(sp: SequenceParallel, op: Callable[..., Any], buffer: torch.Tensor, peer: int) -> Pending:
+    doing = "send" if op is dist.isend else "recv"
+    group, target = group_for(sp, buffer), sp.global_ranks[peer]
+    with peer_errors(sp, peer, doing):
+        if buffer.is_cuda:
+            # Batched, NCCL uses the group's communicator; single isend/irecv would build one for each pair.
+            work = dist.batch_isend_irecv([dist.P2POp(op, buffer, target, group)])[0]
+        else:
+            work = op(buffer, target, group=group)
+    return Pending(work, buffer, peer, doing)
+
+
+def wait_all(sp: SequenceParallel, pending: list[Pending]) -> None:
+    """Wait for messages: on CPU until they are through, on CUDA by ordering the current stream behind them."""
+    for item in pending:
+        with peer_errors(sp, item.peer, item.doing):
+            item.work.wait()
+
+
+def send(sp: SequenceParallel, pieces: list[torch.Tensor], peer: int, text: str | None) -> list[Pending]:
+    """Start sending contiguous ``pieces`` to group rank ``peer``; ``text`` (see stamp) goes first, None for none."""
+    head = [] if text is None or pieces[0].is_cuda else [_encode(text)]
+    return [_post(sp, dist.isend, piece, peer) for piece in (*head, *pieces)]
+
+
+def receive(sp: SequenceParallel, pieces: list[torch.Tensor], peer: int, text: str | None) -> list[Pending]:
+    """Start receiving into contiguous ``pieces`` from ``peer``, after its text has been compared with ``text``."""
+    if text is not None and not pieces[0].is_cuda:
+        head = torch.empty(_TEXT_BYTES, dtype=torch.uint8)
+        wait_all(sp, [_post(sp, dist.irecv, head, peer)])
+        ours = _encode(text)
+        if not torch.equal(head, ours):
+            sp.failure = PeerMismatch(sp.rank, peer, _decode(ours), _decode(head))
+            raise sp.failure
+    return [_post(sp, dist.irecv, piece, peer) for piece in pieces]

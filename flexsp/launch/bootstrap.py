@@ -1,0 +1,207 @@
+"""From torchrun to a SequenceParallel.
+
+Environment variables:
+
+==================  =========  ======================================================================================
+variable            default    meaning
+==================  =========  ======================================================================================
+FLEXSP_TIMEOUT_S    120        seconds until a silent peer ends in PeerTimeout (ranks that compile are late ranks)
+FLEXSP_HEAP_MIB     256        size of the symmetric heap of the transports peer, put and posix, on every rank
+FLEXSP_CHECK        0          1: compare every call's shapes between the ranks before it is launched, and check the
+                               values of CUDA arguments; the only mode that synchronises with the GPU
+==================  =========  ======================================================================================
+
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are torchrun's; LOCAL_RANK chooses the CUDA device.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.scan.schedules import SCHEDULES
+
+__all__ = ["TRANSPORTS", "init_sequence_parallel"]
+
+TRANSPORTS = ("auto", "process_group", "peer", "put", "posix")
+
+
+def init_sequence_parallel(
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    transport: str = "auto",
+    heap_mib: int | None = None,
+    schedule: str | None = None,
+    timeout_s: float | None = None,
+    device: torch.device | str | None = None,
+) -> SequenceParallel:
+    """Make the group that a sequence is cut over. Collective over the default process group.
+
+    Every rank of the world calls it, each with the group it belongs to (on a (dp, sp) mesh: ``mesh["sp"]``). Starts
+    torch.distributed from torchrun's environment if the caller has not; without torchrun there is one rank.
+
+    Args:
+        group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.
+        transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
+            (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), or "auto": on CUDA "peer"
+            where symmetric memory is to be had, else "process_group".
+        heap_mib: symmetric memory a rank, default FLEXSP_HEAP_MIB or 256.
+        schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
+        timeout_s: default FLEXSP_TIMEOUT_S or 120.
+        device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
+
+    Raises:
+        ValueError: an unknown transport or schedule, a mesh with several dimensions, a group without this rank.
+        NotAvailable: the transport asked for does not work here.
+        PeerMismatch: the ranks called it with different settings, or their groups overlap.
+    """
+    schedule = "chain" if schedule is None else schedule
+    _choice("transport", transport, TRANSPORTS)
+    _choice("schedule", schedule, SCHEDULES)
+    timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
+    heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
+    where = _device(device)
+    check_calls = os.environ.get("FLEXSP_CHECK", "0") == "1"
+    try:
+        _start_distributed(where, timeout_s)
+        if not dist.is_initialized():
+            return SequenceParallel(device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls)
+        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls)
+        everyone = _agree(_members(group), settings)
+        data_group, cpu_group = _make_groups(everyone, where, timeout_s)
+    except (ValueError, PeerMismatch):
+        raise
+    except RuntimeError as error:
+        me = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        detail = str(error).splitlines()[0]
+        raise PeerTimeout(me, None, direction="init_sequence_parallel", detail=detail) from error
+    ranks = everyone[dist.get_rank()]
+    sp = SequenceParallel(
+        rank=ranks.index(dist.get_rank()),
+        world_size=len(ranks),
+        global_ranks=ranks,
+        group=data_group,
+        cpu_group=cpu_group,
+        device=where,
+        schedule=schedule,
+        timeout_s=timeout_s,
+        check_calls=check_calls,
+    )
+    if max(len(members) for members in everyone) > 1:
+        _attach_heap(sp, transport, heap_mib)
+    if where.type == "cuda" and data_group is not None:
+        # NCCL builds its communicator now, with everybody present: a first point-to-point batch would need them all.
+        dist.all_reduce(torch.zeros(1, device=where), group=data_group)
+    return sp
+
+
+def _choice(name: str, got: str, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {got!r}")
+
+
+def _positive(name: str, given: float | None, variable: str, default: float) -> float:
+    raw = given if given is not None else os.environ.get(variable, default)
+    try:
+        value = float(raw)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not value > 0:
+        raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
+    return value
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type == "cuda":
+        if where.index is None:
+            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        torch.cuda.set_device(where)
+    return where
+
+
+def _start_distributed(where: torch.device, timeout_s: float) -> None:
+    if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
+    """Global ranks of the group in the order of the sequence."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            raise ValueError(
+                f"group: expected a one-dimensional DeviceMesh such as mesh['sp'], got dimensions "
+                f"{names or group.ndim}"
+            )
+        group = group.get_group()
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"group: expected a group that contains this rank {dist.get_rank()}, got ranks {ranks}")
+    return ranks
+
+
+def _agree(ranks: list[int], settings: tuple[Any, ...]) -> list[list[int]]:
+    """The member list of every rank of the world, once all ranks are seen to want the same thing."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (ranks, settings))
+    me = dist.get_rank()
+    for peer, (theirs, their_settings) in enumerate(rows):
+        if their_settings != settings or (peer in ranks and theirs != ranks):
+            ours = f"init_sequence_parallel on ranks {ranks} with {settings}"
+            raise PeerMismatch(me, peer, ours, f"it on ranks {theirs} with {their_settings}")
+    return [row[0] for row in rows]
+
+
+def _make_groups(
+    everyone: list[list[int]], where: torch.device, timeout_s: float
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Own data and gloo groups; torch wants every rank of the world to take part in making every group."""
+    timeout = timedelta(seconds=timeout_s)
+    mine: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+    for ranks in sorted({tuple(members) for members in everyone if len(members) > 1}):
+        data = dist.new_group(list(ranks), timeout=timeout, backend="nccl" if where.type == "cuda" else "gloo")
+        cpu = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        if dist.get_rank() in ranks:
+            mine = (data, cpu)
+    return mine
+
+
+def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
+    """Allocate the symmetric heap the transport needs, on all ranks or on none."""
+    if transport == "process_group" or (transport == "auto" and sp.device.type != "cuda"):
+        return
+    kind = "posix" if transport == "posix" else "nvshmem" if transport == "put" else "auto"
+    heap, problem = None, ""
+    try:
+        from flexsp.comm.heap import create_heap
+
+        heap = create_heap(kind, heap_mib << 20, group_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device)
+    except (NotAvailable, ImportError) as error:
+        problem = str(error) or type(error).__name__
+    near = heap is not None and all(heap.reaches(r) for r in range(sp.world_size))
+    if transport == "peer" and heap is not None and not near:
+        problem = "not every rank's memory can be mapped here: use transport='put'"
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (problem, near))
+    if not any(problem for problem, _ in reports):
+        sp.heap = heap
+        everywhere_near = all(near for _, near in reports)
+        sp.transport = transport if transport != "auto" else "peer" if everywhere_near else "put"
+        return
+    if heap is not None:
+        heap.close()
+    report = "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(reports) if text)
+    if transport != "auto":
+        raise NotAvailable(f"transport {transport!r} does not work here ({report})")
+    if dist.get_rank() == 0:
+        warnings.warn(f"flexsp: no symmetric heap, states go over torch.distributed ({report})", stacklevel=3)

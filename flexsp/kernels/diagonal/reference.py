@@ -56,8 +56,7 @@ def diagonal_reference(
         ``cu_seqlens`` only the last rank has a final state; with ``cu_seqlens`` every rank fills the rows of the
         documents that end in its shard.
     """
-    B, T, H, K = q.shape
-    V = v.shape[-1]
+    B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = _layout(cu_seqlens, B, T, sp)
     qc = layout.chunks(q, dtype) * scale
@@ -168,10 +167,7 @@ def _layout(cu_seqlens: torch.Tensor | None, B: int, T: int, sp: SequenceParalle
 
 def _chunk_length(T: int) -> int:
     """64, or the smallest power of two that holds a shorter sequence."""
-    C = 1
-    while C < min(T, _CHUNK):
-        C *= 2
-    return C
+    return min(_CHUNK, 1 << max(T - 1, 0).bit_length())
 
 
 # ----------------------------------------------------------------------------------------------- chunk states

@@ -1,0 +1,210 @@
+"""Checks of what users pass to the ops; every failure is a ValueError "name: expected ..., got ...".
+
+Shapes, dtypes and devices are always checked. Values (gates <= 0, document boundaries) are checked on CPU tensors,
+and on CUDA tensors only under FLEXSP_CHECK=1 because reading them synchronises; never while compiling.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from flexsp.comm.group import resolve_sp
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = [
+    "accumulation_dtype",
+    "check_cu_seqlens",
+    "check_decay_inputs",
+    "check_gate",
+    "check_non_negative",
+    "check_non_positive",
+    "check_qkv",
+    "check_scale",
+    "check_state",
+    "check_tensor",
+    "fail",
+    "number_of_states",
+    "resolve",
+    "same_call",
+]
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def fail(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype of states: float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Whether looking at the values of ``x`` is possible and allowed here."""
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("FLEXSP_CHECK") == "1")
+
+
+def resolve(sp: SequenceParallel | bool | None, x: torch.Tensor) -> SequenceParallel | None:
+    """The ranks this call runs on: ``sp`` itself, the ambient ones for None, none for False."""
+    found = resolve_sp(sp)
+    if found is not None and found.device.type != x.device.type:
+        fail("sp", f"a group on the inputs' device ({x.device.type})", f"one on {found.device}")
+    return found
+
+
+def same_call(sp: SequenceParallel | None, op: str, x: torch.Tensor, *signature: object) -> None:
+    """Under FLEXSP_CHECK=1: raise unless all ranks make this call, with shapes equal up to the shard length."""
+    if sp is not None and not torch.compiler.is_compiling():
+        sp.check_signature((op, x.dtype, f"B={x.shape[0]}", *signature))
+
+
+def check_tensor(
+    name: str,
+    x: object,
+    shape: tuple[int, ...] | None,
+    dims: str,
+    *,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """``shape`` None checks only the number of dimensions that ``dims`` ("[B, T, H, K]") names."""
+    if not isinstance(x, torch.Tensor):
+        fail(name, f"a tensor {dims}", type(x).__name__)
+    if shape is None:
+        if x.dim() != dims.count(",") + 1:
+            fail(name, f"a {dims.count(',') + 1}-D tensor {dims}", f"shape {list(x.shape)}")
+    elif tuple(x.shape) != shape:
+        fail(name, f"shape {dims} = {list(shape)}", list(x.shape))
+    if dtypes is not None and x.dtype not in dtypes:
+        fail(name, "dtype " + " or ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes)), x.dtype)
+    if device is not None and x.device != device:
+        fail(name, f"device {device}", x.device)
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "qkv") -> tuple[int, int, int, int, int]:
+    """Shapes, dtype and device of q, k [B, T, H, K] and v [B, T, H, V]; returns (B, T, H, K, V)."""
+    name_q, name_k, name_v = names
+    check_tensor(name_q, q, None, "[B, T, H, K]", dtypes=FLOAT_DTYPES)
+    B, T, H, K = q.shape
+    check_tensor(name_k, k, (B, T, H, K), "[B, T, H, K]", dtypes=(q.dtype,), device=q.device)
+    check_tensor(name_v, v, None, "[B, T, H, V]", dtypes=(q.dtype,), device=q.device)
+    V = v.shape[-1]
+    if tuple(v.shape[:3]) != (B, T, H):
+        fail(name_v, f"shape [B, T, H, V] = [{B}, {T}, {H}, V]", list(v.shape))
+    for name, size in ((name_q, K), (name_v, V)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            fail(name, f"a last dimension of 1..{MAX_HEAD_DIM}", size)
+    if B < 1 or H < 1:
+        fail(name_q, "at least one batch row and one head", list(q.shape))
+    return B, T, H, K, V
+
+
+def check_scale(scale: float | None, K: int) -> float:
+    if scale is None:
+        return K**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        fail("scale", "a number or None", type(scale).__name__)
+    return float(scale)
+
+
+def check_gate(name: str, g: torch.Tensor, shape: tuple[int, ...], dims: str, like: torch.Tensor) -> None:
+    """A natural-log gate: in the inputs' dtype or float32, and <= 0."""
+    check_tensor(name, g, shape, dims, dtypes=(like.dtype, torch.float32), device=like.device)
+    check_non_positive(name, g, "natural-log gates <= 0")
+
+
+def check_non_positive(name: str, x: torch.Tensor, meaning: str) -> None:
+    if readable(x) and x.numel() and bool((x > 0).any()):
+        fail(name, meaning, f"a largest value of {x.detach().max().item():g}")
+
+
+def check_non_negative(name: str, x: torch.Tensor, meaning: str) -> None:
+    if readable(x) and x.numel() and bool((x < 0).any()):
+        fail(name, meaning, f"a smallest value of {x.detach().min().item():g}")
+
+
+def check_cu_seqlens(
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    x: torch.Tensor,
+    name: str,
+    sp: SequenceParallel | None,
+) -> None:
+    """Global document boundaries [N+1] for inputs ``x`` [1, T, ...]."""
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            fail("cu_seqlens_cpu", "None without cu_seqlens", f"shape {list(cu_seqlens_cpu.shape)}")
+        return
+    integers = (torch.int32, torch.int64)
+    check_tensor("cu_seqlens", cu_seqlens, None, "[N + 1]", dtypes=integers, device=x.device)
+    if cu_seqlens.numel() < 2:
+        fail("cu_seqlens", "at least two entries (one document)", cu_seqlens.numel())
+    if x.shape[0] != 1:
+        fail(name, "batch size 1 with cu_seqlens (pack the documents along T)", x.shape[0])
+    values = cu_seqlens
+    if cu_seqlens_cpu is not None:
+        check_tensor(
+            "cu_seqlens_cpu",
+            cu_seqlens_cpu,
+            tuple(cu_seqlens.shape),
+            "[N + 1]",
+            dtypes=integers,
+            device=torch.device("cpu"),
+        )
+        values = cu_seqlens_cpu
+    if readable(values):
+        total = x.shape[1] if sp is None else sp.shard_range(x.shape[1])[2]
+        _check_boundaries("cu_seqlens" if values is cu_seqlens else "cu_seqlens_cpu", values.tolist(), total)
+
+
+def _check_boundaries(name: str, bounds: list[int], total: int) -> None:
+    if bounds[0] != 0:
+        fail(name, "a first entry of 0", bounds[0])
+    for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if b < a:
+            fail(name, "non-decreasing entries", f"{a} then {b} at position {n + 1}")
+    if bounds[-1] != total:
+        fail(name, f"a last entry of {total} (the total number of tokens)", bounds[-1])
+
+
+def number_of_states(B: int, cu_seqlens: torch.Tensor | None) -> int:
+    return B if cu_seqlens is None else cu_seqlens.numel() - 1
+
+
+def check_state(
+    name: str,
+    state: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dims: str,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sp: SequenceParallel | None,
+) -> None:
+    if state is None:
+        return
+    check_tensor(name, state, shape, dims, dtypes=(accumulation_dtype(x),), device=x.device)
+    if sp is not None and cu_seqlens is None and sp.rank != 0:
+        fail(name, "None on every rank but the first of the sequence-parallel group", f"a tensor on rank {sp.rank}")
+
+
+def check_decay_inputs(
+    q: torch.Tensor,
+    g: torch.Tensor | None,
+    g_gamma: torch.Tensor | None,
+) -> None:
+    B, T, H, _ = q.shape
+    if g is not None and g_gamma is not None:
+        fail("g_gamma", "None when g is given", f"both (g_gamma of shape {list(g_gamma.shape)})")
+    if g is not None:
+        check_gate("g", g, (B, T, H), "[B, T, H]", q)
+    if g_gamma is not None:
+        check_gate("g_gamma", g_gamma, (H,), "[H]", q)

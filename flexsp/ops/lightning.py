@@ -1,0 +1,68 @@
+"""Lightning attention: a fixed decay for each head and layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.ops import _validate as check
+from flexsp.ops.simple_gla import chunk_simple_gla
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["chunk_lightning_attn"]
+
+
+def chunk_lightning_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = e^{g_h} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t with g_h = -(8 / H) h (1 - layer_idx / num_layers).
+
+    Qin et al. 2024, Lightning Attention-2 (arXiv 2401.04658), section 3, with the slopes of TransNormerLLM
+    (arXiv 2307.14995): h = 0..H-1, and deeper layers forget more slowly.
+
+    Args:
+        q, k: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..256.
+        layer_idx: place of the layer, 0..num_layers - 1.
+        num_layers: number of layers of the model.
+        scale: factor on q; None means K**-0.5.
+        initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
+        output_final_state: also return the state after the last token.
+        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+
+    Returns:
+        o [B, T, H, V] in the inputs' dtype and the final state [N, H, K, V], or None, by the same rules as
+        :func:`flexsp.ops.chunk_simple_gla`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
+        >>> o, state = chunk_lightning_attn(q, k, v, layer_idx=3, num_layers=12, output_final_state=True)
+        >>> state.shape  # [2, 4, 64, 64]
+    """
+    check.check_qkv(q, k, v)
+    if num_layers < 1:
+        check.fail("num_layers", "at least 1", num_layers)
+    if not 0 <= layer_idx < num_layers:
+        check.fail("layer_idx", f"0..{num_layers - 1}", layer_idx)
+    H = q.shape[2]
+    slope = -8.0 / H * (1 - layer_idx / num_layers)
+    g_gamma = slope * torch.arange(H, dtype=check.accumulation_dtype(q), device=q.device)
+    return chunk_simple_gla(
+        q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, sp, cu_seqlens_cpu
+    )

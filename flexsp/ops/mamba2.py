@@ -1,0 +1,126 @@
+"""Mamba-2: the state-space dual with a scalar decay for each head and token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.kernels.diagonal.op import diagonal
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["mamba2_ssd"]
+
+
+def mamba2_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T, y_t = C_t S_t + D x_t.
+
+    Dao & Gu 2024, Transformers are SSMs (arXiv 2405.21060), eq. 2 with a scalar A, discretised as in section 7
+    (dt multiplies x; no scale on C).
+
+    Args:
+        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
+        dt: step sizes [B, T, H] >= 0 after ``dt_bias`` and ``dt_softplus``; x's dtype or float32.
+        A: [H] <= 0, usually -exp(A_log); x's dtype or float32. dt A is a natural-log gate: below -104 it acts as
+            -104 and has no gradient.
+        B, C: [B, T, G, N] in x's dtype, N of 1..256; G divides H and head h uses group h // (H / G).
+        D: [H] or [H, P] skip weights, or None; x's dtype or float32.
+        dt_bias: [H] added to dt first, or None; x's dtype or float32.
+        dt_softplus: dt becomes softplus(dt + dt_bias).
+        initial_state: [B, H, N, P] in float32 (float64 for float64 inputs); with ``cu_seqlens`` one a document.
+        output_final_state: also return the state after the last token.
+        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+
+    Returns:
+        y [B, T, H, P] in x's dtype and the final state [B, H, N, P], or None, by the same rules as
+        :func:`flexsp.ops.chunk_simple_gla`. Under ``sp`` the gradients of A, D and dt_bias are this rank's share;
+        their sum over ranks is the gradient.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 8), -torch.rand(8)
+        >>> B, C = torch.randn(2, 2, 100, 1, 128).unbind(0)
+        >>> y, state = mamba2_ssd(x, dt, A, B, C, D=torch.ones(8), dt_softplus=True, output_final_state=True)
+    """
+    batch, H, P, N = _check_shapes(x, dt, A, B, C, D, dt_bias)
+    sp = check.resolve(sp, x)
+    check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
+    n_states = check.number_of_states(batch, cu_seqlens)
+    check.check_state("initial_state", initial_state, (n_states, H, N, P), "[B, H, N, P]", x, cu_seqlens, sp)
+    check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
+
+    dtype = check.accumulation_dtype(x)
+    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    if dt_softplus:
+        step = F.softplus(step)
+    else:
+        check.check_non_negative("dt", step, "step sizes >= 0 (after dt_bias)")
+    y, final = diagonal(
+        _heads(C, H), _heads(B, H), (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(dtype), scale=1.0,
+        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+    )  # fmt: skip
+    if D is not None:
+        weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)
+        y = (y + x * weight).to(x.dtype)
+    return y, final
+
+
+def _heads(x: torch.Tensor, H: int) -> torch.Tensor:
+    """Groups [B, T, G, N] repeated to heads [B, T, H, N]; no copy for one group."""
+    return x.unsqueeze(3).expand(-1, -1, -1, H // x.shape[2], -1).flatten(2, 3)
+
+
+def _check_shapes(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[int, int, int, int]:
+    check.check_tensor("x", x, None, "[B, T, H, P]", dtypes=check.FLOAT_DTYPES)
+    batch, T, H, P = x.shape
+    if batch < 1 or H < 1:
+        check.fail("x", "at least one batch row and one head", list(x.shape))
+    check.check_tensor("B", B, None, "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
+    G, N = B.shape[2:]
+    if tuple(B.shape[:2]) != (batch, T):
+        check.fail("B", f"shape [B, T, G, N] = [{batch}, {T}, G, N]", list(B.shape))
+    check.check_tensor("C", C, (batch, T, G, N), "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
+    if G < 1 or H % G:
+        check.fail("B", f"a number of groups G that divides the {H} heads", G)
+    for name, size in (("x", P), ("B", N)):
+        if not 1 <= size <= check.MAX_HEAD_DIM:
+            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    params = (x.dtype, torch.float32)
+    check.check_tensor("dt", dt, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
+    check.check_tensor("A", A, (H,), "[H]", dtypes=params, device=x.device)
+    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
+    if dt_bias is not None:
+        check.check_tensor("dt_bias", dt_bias, (H,), "[H]", dtypes=params, device=x.device)
+    if D is not None:
+        wide = isinstance(D, torch.Tensor) and D.dim() == 2
+        shape, dims = ((H, P), "[H, P]") if wide else ((H,), "[H] or [H, P]")
+        check.check_tensor("D", D, shape, dims, dtypes=params, device=x.device)
+    return batch, H, P, N

@@ -1,0 +1,59 @@
+"""Retention: linear attention with a fixed decay for each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.ops import _validate as check
+from flexsp.ops.simple_gla import chunk_simple_gla
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["chunk_retention"]
+
+
+def chunk_retention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = gamma_h S_{t-1} + k_t v_t^T, o_t = scale q_t S_t with gamma_h = 1 - 2^{-5-h}, h = 0..H-1.
+
+    Sun et al. 2023, Retentive Network (arXiv 2307.08621), eq. 6 and 8. Rotary or xPos factors are the caller's and
+    use GLOBAL positions: under ``sp`` a shard starts at ``sp.shard_range(T)[0]``.
+
+    Args:
+        q, k: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..256.
+        scale: factor on q; None means K**-0.5.
+        initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
+        output_final_state: also return the state after the last token.
+        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+
+    Returns:
+        o [B, T, H, V] in the inputs' dtype and the final state [N, H, K, V], or None, by the same rules as
+        :func:`flexsp.ops.chunk_simple_gla`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
+        >>> o, state = chunk_retention(q, k, v, output_final_state=True)
+        >>> o2, state = chunk_retention(q, k, v, initial_state=state, output_final_state=True)
+    """
+    check.check_qkv(q, k, v)
+    head = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
+    g_gamma = torch.log1p(-torch.exp2(-5.0 - head)).to(check.accumulation_dtype(q))
+    return chunk_simple_gla(
+        q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, sp, cu_seqlens_cpu
+    )

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py            (or `make demo`, which also installs)
 
-Every rank holds the whole model and a contiguous part of every sequence; flexsp carries the recurrent state from rank to
-rank, so that the gradient is the one a single rank would compute on the whole sequence. The run folder receives
-metrics.jsonl, loss.png, sample.txt and checkpoint.pt; started again, on any number of ranks, the run goes on from there.
+Every rank holds the whole model and a contiguous part of every sequence; flexsp carries the recurrent state from rank
+to rank, so that the gradient is the one a single rank would compute on the whole sequence. The run folder receives
+metrics.jsonl, loss.png, sample.txt and checkpoint.pt; started again, on any number of ranks, the run goes on there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import flexsp
-from flexsp.nn import SequenceParallelLA, SimpleGLA
+from flexsp.nn import LayerCache, SequenceParallelLA, SimpleGLA
 
 SEED = 20
 
@@ -64,7 +63,7 @@ def standard_library() -> list[Path]:
 
 
 def read_text(data: str | None, tokens: int) -> Text:
-    """Reads ``data`` (a file, a folder, None for the standard library); every 20th file, or a file's end, is held out."""
+    """Reads ``data`` (None: the standard library) and holds out every 20th file, or the end of fewer than 20 files."""
     if data is None:
         paths, source = standard_library(), "Python's standard library"
     else:
@@ -100,7 +99,7 @@ def epoch_order(epoch: int, length: int, tokens: int) -> tuple[list[int], int]:
 
 
 def training_window(text: Text, step: int, tokens: int) -> torch.Tensor:
-    """The step's bytes, int64 [1, tokens + 1]. It depends on ``step`` only, so that a resumed run goes on in the stream."""
+    """The step's bytes, int64 [1, tokens + 1]: a function of ``step``, so that a resumed run goes on in the stream."""
     windows = max(1, (len(text.train) - 1) // tokens - 1)
     order, phase = epoch_order(step // windows, len(text.train), tokens)
     start = phase + order[step % windows] * tokens
@@ -165,15 +164,27 @@ class LanguageModel(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
+    def step(self, token: torch.Tensor, caches: list[LayerCache]) -> tuple[torch.Tensor, list[LayerCache]]:
+        """One byte [B] and what the layers remember -> logits [B, 256] and what they remember now."""
+        x, after = self.embed(token), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            mixed, cache = block.mix.step(block.norm_mix(x), cache)
+            x = x + mixed
+            x = x + block.mlp(x)
+            after.append(cache)
+        return self.head(self.norm(x)), after
+
 
 def shard_loss(model: nn.Module, window: torch.Tensor, sp: flexsp.SequenceParallel) -> torch.Tensor:
-    """The rank's loss on its part of ``window`` [1, tokens + 1]; its mean over the ranks is the sequence's mean loss."""
+    """The rank's loss on its part of ``window`` [1, tokens + 1]; the mean over ranks is the sequence's mean loss."""
     inputs, targets = (sp.shard(part, dim=1).to(sp.device) for part in (window[:, :-1], window[:, 1:]))
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
     return sp.token_mean(loss)
 
 
 def mean_over_ranks(values: list[float], sp: flexsp.SequenceParallel) -> list[float]:
+    if sp.world_size == 1:
+        return values
     summed = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(summed, group=sp.cpu_group)
     return (summed / sp.world_size).tolist()
@@ -209,7 +220,8 @@ def load_checkpoint(options: argparse.Namespace, config: ModelConfig, text: Text
             found = [state, checkpoint_problem(path, state, config, text)]
         elif options.resume:
             found[1] = f"--resume: expected a checkpoint, got none at {path}"
-    dist.broadcast_object_list(found, src=0, group=sp.cpu_group)
+    if sp.world_size > 1:
+        dist.broadcast_object_list(found, src=0, group=sp.cpu_group)
     if found[1]:
         raise UserError(found[1])
     return found[0]
@@ -217,7 +229,8 @@ def load_checkpoint(options: argparse.Namespace, config: ModelConfig, text: Text
 
 def checkpoint_problem(path: Path, state: dict[str, Any], config: ModelConfig, text: Text) -> str | None:
     if state["config"] != asdict(config):
-        return f"{path} holds a model with {state['config']}, asked for is {asdict(config)}: use another --run or --no-resume"
+        asked = asdict(config)
+        return f"{path} holds a model with {state['config']}, asked for is {asked}: use another --run or --no-resume"
     if state["text"] != text.digest:
         return f"{path} was trained on other text than {text.source}: use another --run or --no-resume"
     return None
@@ -314,7 +327,7 @@ class Budget:
 
 
 def learning_rate(options: argparse.Namespace, step: int, fraction: float) -> float:
-    """Warm-up over the first steps of a run, then constant, then linearly to 5 % over the last --cooldown of the budget."""
+    """Warm-up over a run's first steps, then constant, then down to 5 % over the last --cooldown of the budget."""
     warm = min(1.0, (step + 1) / options.warmup)
     cool = min(1.0, (1 - fraction) / options.cooldown) if options.cooldown else 1.0
     return options.lr * warm * max(0.05, cool)
@@ -392,3 +405,146 @@ def compare_with_one_rank(model: nn.Module, config: ModelConfig, window: torch.T
         ]
     dist.barrier(group=sp.cpu_group)
     return rows
+
+
+@torch.no_grad()
+def generate(model: LanguageModel, prompt: str, count: int) -> str:
+    """``count`` bytes after ``prompt``, one step of the recurrent state a byte."""
+    generator = torch.Generator().manual_seed(SEED)
+    device = model.head.weight.device
+    caches = [block.mix.init_cache(1) for block in model.blocks]
+    text = list(prompt.encode() or b"\n")
+    for i in range(len(text) + count - 1):
+        logits, caches = model.step(torch.tensor([text[i]], device=device), caches)
+        if i + 1 == len(text):
+            text.append(int(torch.multinomial((logits[0] / 0.8).softmax(-1).cpu(), 1, generator=generator)))
+    return bytes(text).decode(errors="replace")
+
+
+def report(model: LanguageModel, config: ModelConfig, text: Text, options: argparse.Namespace, step: int,
+           metrics: Metrics | None, screen: Screen, sp: flexsp.SequenceParallel) -> None:
+    """Evaluates, compares with one rank, generates; prints it all and draws the loss."""
+    before = held_out_loss(SequenceParallelLA(model, sp), text, options, sp)
+    rows = []
+    if sp.world_size > 1:
+        for dtype in (torch.float32, torch.float64):
+            rows += compare_with_one_rank(model, config, training_window(text, step, options.tokens), dtype, sp)
+    if metrics is None:
+        return
+    metrics.add(step=step, held_out_loss=before)
+    metrics.plot(options.folder / "loss.png")
+    losses = [row["loss"] for row in metrics.rows if "loss" in row][-20:]
+    train_loss = sum(losses) / len(losses)
+    screen.table(
+        f"after {step} steps of {options.tokens} bytes on {sp.world_size} ranks",
+        ["", "loss (nats)", "bits per byte"],
+        [[name, f"{loss:.3f}", f"{loss / math.log(2):.3f}"]
+         for name, loss in (("training, last 20 steps", train_loss), ("held out", before))],
+    )
+    if rows:
+        screen.table("the same step", ["", "1 rank", f"{sp.world_size} ranks", "difference"], rows)
+    sample = generate(model, options.prompt, options.sample)
+    (options.folder / "sample.txt").write_text(sample)
+    screen.console.rule("sample, generated byte by byte from the recurrent state", align="left")
+    screen.console.print(sample, markup=False, highlight=False)
+    screen.console.rule()
+    screen.console.print(f"{options.folder}: metrics.jsonl, loss.png, sample.txt, checkpoint.pt", highlight=False)
+
+
+def run(options: argparse.Namespace, text: Text, sp: flexsp.SequenceParallel) -> None:
+    """One invocation: resume or start, train, save, report."""
+    config = ModelConfig(options.dim, options.layers, options.heads)
+    torch.manual_seed(SEED)
+    model = LanguageModel(config).to(sp.device)
+    optimizer = make_optimizer(model, options.lr)
+    step = 0
+    if state := load_checkpoint(options, config, text, sp):
+        step = state["step"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    screen = Screen(enabled=sp.rank == 0)
+    metrics = None
+    if sp.rank == 0:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        metrics = Metrics(options.folder / "metrics.jsonl", step)
+
+    def save(step: int) -> None:
+        if sp.rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            save_checkpoint(options.folder / "checkpoint.pt", state | {"config": asdict(config), "text": text.digest})
+
+    parameters = sum(p.numel() for p in model.parameters())
+    screen.console.print(
+        f"{parameters / 1e6:.2f} M parameters, {len(text.train) / 1e6:.1f} MB of {text.source}, "
+        f"{sp.world_size} ranks on {sp.device.type} with {sp.lengths} bytes of each sequence" + (f", resumed at step {step}" if step else ""),
+        highlight=False,
+    )
+    with screen.bar:
+        step = train(model, optimizer, text, options, step, sp, save, metrics, screen)
+    save(step)
+    report(model, config, text, options, step, metrics, screen, sp)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the process with the message of a UserError, which rank 0 alone prints."""
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"train_lm: {error}" if int(os.environ.get("RANK", 0)) == 0 else 1) from None
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", help="text file, or folder of them (default: the .py files of Python's standard library)")
+    add("--run", default="demo", help="name of the run folder under --runs (default: demo)")
+    add("--runs", type=Path, default=Path("runs"), help="folder of the run folders (default: runs)")
+    add("--resume", action=argparse.BooleanOptionalAction, help="insist on a checkpoint, or ignore it")
+    add("--minutes", type=float, default=3.5, help="training time of this invocation (default: 3.5)")
+    add("--steps", type=int, help="stop after this step, earlier invocations of the run counted in")
+    add("--tokens", type=int, default=8192, help="bytes of a sequence, over all ranks (default: 8192)")
+    add("--dim", type=int, default=ModelConfig.dim, help=f"width (default: {ModelConfig.dim})")
+    add("--layers", type=int, default=ModelConfig.layers, help=f"blocks (default: {ModelConfig.layers})")
+    add("--heads", type=int, default=ModelConfig.heads, help=f"heads (default: {ModelConfig.heads})")
+    add("--lr", type=float, default=4e-3, help="learning rate (default: 4e-3)")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up (default: 20)")
+    add("--cooldown", type=float, default=0.4, help="last part of the budget in which lr falls (default: 0.4)")
+    add("--eval-windows", type=int, default=16, help="held-out sequences (default: 16)")
+    add("--sample", type=int, default=400, help="bytes to generate at the end (default: 400)")
+    add("--prompt", default="def ", help="what the sample starts from (default: 'def ')")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is some")
+    add("--transport", default="auto", help="how the states travel (default: auto, see init_sequence_parallel)")
+    options = parser.parse_args(argv)
+    for name in ("tokens", "warmup", "eval_windows", "minutes", "layers"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
+    options.folder = options.runs / options.run
+    return options
+
+
+def start_ranks(options: argparse.Namespace) -> flexsp.SequenceParallel:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: expected a CUDA device, torch finds none")
+    device = None if options.device == "auto" else options.device
+    sp = flexsp.init_sequence_parallel(transport=options.transport, device=device)
+    sp.set_lengths(sp.partition(options.tokens))
+    return sp
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse_options(argv)
+    with one_line_errors():
+        text = read_text(options.data, options.tokens)
+        sp = start_ranks(options)
+        try:
+            run(options, text, sp)
+        finally:
+            sp.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 # Two hosts that meet at a rendezvous. Start the same line on both, from the same checkout of the repository:
 #   RENDEZVOUS=first-host:29500 torchrun_configs/two_hosts.sh [processes per host] [arguments of the training script]
 # Ranks are contiguous per host, so the sequence crosses the network once. The NVSHMEM transport between hosts needs
-# GPUDirect RDMA adapters; without them set FLEXSP_TRANSPORT=process_group, which uses NCCL (or gloo without GPUs).
+# GPUDirect RDMA adapters; without them add --transport process_group, which uses NCCL (or gloo without GPUs).
 set -euo pipefail
 : "${RENDEZVOUS:?set RENDEZVOUS=host:port, the same on both hosts; the host must be reachable from the other one}"
 per_host=${1:-8}

@@ -1,0 +1,224 @@
+"""What holds for the package as a whole: imports, public names, documents that are true of the files."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PUBLIC = ("flexsp", "flexsp.ops", "flexsp.nn")
+
+# Who may import whom. `exceptions` is below everything; bench, testing and the command are above everything.
+BELOW = {
+    "exceptions": set(),
+    "comm": {"exceptions"},
+    "scan": {"exceptions", "comm"},
+    "kernels": {"exceptions", "comm", "scan"},
+    "ops": {"exceptions", "comm", "scan", "kernels"},
+    "nn": {"exceptions", "comm", "scan", "kernels", "ops"},
+    "launch": {"exceptions", "comm", "scan"},
+}
+ABOVE_ALL = {"flexsp", "bench", "testing", "launch.cli", "launch.doctor"}
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "nvshmem", "cuda"}:
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run_python(code: str, timeout: float = 120) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_works_without_triton_and_nvshmem() -> None:
+    code = BLOCKED + (
+        "import torch, flexsp, flexsp.ops, flexsp.nn\n"
+        "q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))\n"
+        "o, _ = flexsp.ops.chunk_simple_gla(q, k, v, g=-torch.rand(1, 40, 2))\n"
+        "o.sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+        "assert not {name.partition('.')[0] for name in sys.modules} & {'triton', 'nvshmem', 'cuda'}\n"
+        "print('done')\n"
+    )
+    assert run_python(code).strip() == "done"
+
+
+def test_the_block_blocks() -> None:
+    code = BLOCKED + "\ntry:\n    import triton\nexcept ImportError as error:\n    print(error)\n"
+    assert "blocked in this test" in run_python(code)
+
+
+def room_of(module: str) -> str:
+    """flexsp.comm.heap -> comm; the command's modules are rooms of their own."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "flexsp"
+    name = ".".join(parts[1:3])
+    return name if name in ABOVE_ALL else parts[1]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Modules of flexsp named by any import, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "flexsp")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the direction"
+            if node.module and node.module.partition(".")[0] == "flexsp":
+                for alias in node.names:
+                    deeper = f"{node.module}.{alias.name}"
+                    yield deeper if (ROOT / deeper.replace(".", "/")).exists() or is_file(deeper) else node.module
+
+
+def is_file(module: str) -> bool:
+    return (ROOT / (module.replace(".", "/") + ".py")).exists()
+
+
+def wrong_imports(module: str, source: str) -> list[str]:
+    room = room_of(module)
+    if room in ABOVE_ALL:
+        return []
+    allowed = BELOW[room] | {room}
+    return [name for name in imported_modules(ast.parse(source)) if room_of(name) not in allowed]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_imports_point_one_way(path: Path) -> None:
+    assert not wrong_imports(module_of(path), path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("flexsp.comm.heap", "from flexsp.scan import schedules"),
+        ("flexsp.kernels.diagonal.op", "def f():\n    import flexsp.ops"),
+        ("flexsp.ops.simple_gla", "from flexsp import nn"),
+        ("flexsp.scan.exchange", "import flexsp"),
+        ("flexsp.launch.bootstrap", "from flexsp.launch.cli import main"),
+        ("flexsp.nn.layers", "from flexsp.testing.oracles import simple_gla"),
+    ],
+)
+def test_an_upward_import_is_noticed(module: str, source: str) -> None:
+    assert wrong_imports(module, source)
+
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_exported_names_exist(path: Path) -> None:
+    """Read from the source, so that files whose import needs Triton are covered too."""
+    tree = ast.parse(path.read_text())
+    exported = next((ast.literal_eval(node.value) for node in tree.body if is_all(node)), None)
+    if module_of(path) in PUBLIC:
+        assert exported, "a public module lists its names in __all__"
+    if exported is None:
+        return
+    assert len(set(exported)) == len(exported)
+    assert set(exported) <= defined_names(tree), sorted(set(exported) - defined_names(tree))
+
+
+def is_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Names bound at module level, inside `if` and `try` too."""
+    names: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+    return names
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_resolve_and_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if callable(value):
+            assert (value.__doc__ or "").strip(), f"{name}.{public} has no docstring"
+
+
+def test_files_stay_short() -> None:
+    folders = ("flexsp", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert {str(p.relative_to(ROOT)): n for p in paths if (n := len(p.read_text().splitlines())) > 600} == {}
+
+
+def test_readme_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        run_python("import torch\ntorch.set_num_threads(1)\n" + block)
+
+
+def named_paths(text: str) -> set[str]:
+    """What a document names in backticks and looks like a file or folder of the repository."""
+    words = {word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()}
+    links = set(re.findall(r"\]\(([^)#:]+)\)", text))
+    path = re.compile(r"[\w.\-/]*/|[\w.\-/]+\.(py|md|txt|toml|sh|sbatch|yaml|json|png)|Makefile|LICENSE|\.ci/run")
+    return {word for word in words if path.fullmatch(word)} | links
+
+
+def made_by_use(path: str) -> bool:
+    return path.startswith((".venv", "runs/")) or path in {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_documents_name_only_files_that_exist(document: Path) -> None:
+    named = {path for path in named_paths(document.read_text()) if not made_by_use(path)}
+    assert named
+    missing = {path for path in named if not (ROOT / path).exists() and not (ROOT / "flexsp" / path).exists()}
+    assert not missing
+
+
+def test_environment_variables_stand_in_the_readme() -> None:
+    pattern = re.compile(r"\bFLEXSP_[A-Z0-9_]+")
+    used = {name for path in SOURCES for name in pattern.findall(path.read_text())}
+    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    assert used == listed
+
+
+def test_tool_releases_agree() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    constraints = (ROOT / "constraints.txt").read_text()
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    for tool, repository in (("ruff", "ruff-pre-commit"), ("mypy", "mirrors-mypy")):
+        (release,) = re.findall(rf'"{tool}==([\d.]+)"', project)
+        assert re.findall(rf"^{tool}==(.+)$", constraints, flags=re.MULTILINE) == [release]
+        assert re.findall(rf"{repository}\n\s+rev: v(.+)", hooks) == [release]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "torchrun_configs").iterdir()), ids=lambda p: p.name)
+def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "examples/train_lm.py" in script.read_text() or "two_hosts.sh" in script.read_text()

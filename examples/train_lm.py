@@ -473,10 +473,10 @@ def run(options: argparse.Namespace, text: Text, sp: flexsp.SequenceParallel) ->
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             save_checkpoint(options.folder / "checkpoint.pt", state | {"config": asdict(config), "text": text.digest})
 
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
     screen.console.print(
-        f"{parameters / 1e6:.2f} M parameters, {len(text.train) / 1e6:.1f} MB of {text.source}, "
-        f"{sp.world_size} ranks on {sp.device.type} with {sp.lengths} bytes of each sequence" + (f", resumed at step {step}" if step else ""),
+        f"{parameters:.2f} M parameters, {len(text.train) / 1e6:.1f} MB of {text.source}, {sp.world_size} ranks on "
+        f"{sp.device.type}, {options.tokens} bytes a sequence" + (f", resumed at step {step}" if step else ""),
         highlight=False,
     )
     with screen.bar:

@@ -1,1 +1,24 @@
 """flexsp: train linear-attention and state-space layers on sequences longer than one GPU holds."""
+
+from flexsp import nn, ops
+from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
+from flexsp.exceptions import FlexspError, HeapTooSmall, NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.launch.bootstrap import init_sequence_parallel
+from flexsp.nn import SequenceParallelLA
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FlexspError",
+    "HeapTooSmall",
+    "NotAvailable",
+    "PeerMismatch",
+    "PeerTimeout",
+    "SequenceParallel",
+    "SequenceParallelLA",
+    "current_sp",
+    "init_sequence_parallel",
+    "nn",
+    "ops",
+    "sequence_parallel",
+]

@@ -27,7 +27,7 @@ BELOW = {
     "nn": {"exceptions", "comm", "scan", "kernels", "ops"},
     "launch": {"exceptions", "comm", "scan"},
 }
-ABOVE_ALL = {"flexsp", "bench", "testing", "launch.cli", "launch.doctor"}
+ABOVE_ALL = {"flexsp", "__main__", "bench", "testing", "launch.cli", "launch.doctor"}
 
 BLOCKED = """
 import sys

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ __all__ = ["SequenceParallel", "current_sp", "get_sp", "resolve_sp", "sequence_p
 
 _GROUPS: dict[int, SequenceParallel] = {}
 _next_id = itertools.count()
-_ambient: ContextVar[SequenceParallel | None] = ContextVar("flexsp_sequence_parallel", default=None)
+
+
+class _Ambient(threading.local):
+    """Thread-local rather than a ContextVar: torch.compile can trace it."""
+
+    sp: SequenceParallel | None = None
+
+
+_ambient = _Ambient()
 
 
 class SequenceParallel:
@@ -226,16 +234,17 @@ def get_sp(sp_id: int) -> SequenceParallel:
 @contextmanager
 def sequence_parallel(sp: SequenceParallel | None) -> Iterator[SequenceParallel | None]:
     """Ops inside that are called with ``sp=None`` run over ``sp`` (of the same thread only)."""
-    token = _ambient.set(sp)
+    outer = _ambient.sp
+    _ambient.sp = sp
     try:
         yield sp
     finally:
-        _ambient.reset(token)
+        _ambient.sp = outer
 
 
 def current_sp() -> SequenceParallel | None:
     """The SequenceParallel of the innermost ``with sequence_parallel(sp)``, else None."""
-    return _ambient.get()
+    return _ambient.sp
 
 
 def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:

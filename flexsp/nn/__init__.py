@@ -1,0 +1,17 @@
+"""Layers built on `flexsp.ops`, and the wrapper that makes any such layer sequence parallel."""
+
+from flexsp.nn.conv import ShortConvolution
+from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
+from flexsp.nn.norm import GatedRMSNorm, RMSNorm
+from flexsp.nn.wrapper import SequenceParallelLA, unwrap
+
+__all__ = [
+    "GatedRMSNorm",
+    "LayerCache",
+    "Mamba2",
+    "RMSNorm",
+    "SequenceParallelLA",
+    "ShortConvolution",
+    "SimpleGLA",
+    "unwrap",
+]

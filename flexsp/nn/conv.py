@@ -1,0 +1,171 @@
+"""Short causal depthwise convolution whose window reaches across ranks and stops at documents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.comm.group import SequenceParallel, resolve_sp
+from flexsp.comm.halo import halo_exchange
+from flexsp.nn.norm import accumulation_dtype
+
+
+def tokens_since_start(
+    length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device
+) -> Tensor | None:
+    """int64 [T]: how many tokens of its own document precede each local token; None without documents.
+
+    Under `sp` this is collective where the shard lengths were not set (`sp.set_lengths`), so every rank must call it.
+    No device synchronisation.
+    """
+    if cu_seqlens is None:
+        return None
+    start = sp.shard_range(length)[0] if sp is not None else 0
+    position = torch.arange(length, device=device) + start
+    boundaries = cu_seqlens.to(device=device, dtype=torch.int64)
+    document = torch.searchsorted(boundaries, position, right=True) - 1
+    return position - boundaries[document]
+
+
+class _CausalTapsFunction(torch.autograd.Function):
+    """y_t = sum_j weight[:, W-1-j] x_{t-j}, where x_{t-j} counts as 0 if it belongs to another document."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:
+        ctx.save_for_backward(padded, weight, since)
+        width = weight.shape[1]
+        length = padded.shape[1] - (width - 1)
+        taps = weight.to(accumulation_dtype(padded.dtype, weight.dtype))
+        out = padded[:, width - 1 :] * taps[:, width - 1]
+        for back in range(1, width):
+            at = width - 1 - back
+            out = out + _own_document(padded[:, at : at + length], since, back) * taps[:, at]
+        return out.to(padded.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        padded, weight, since = ctx.saved_tensors
+        width = weight.shape[1]
+        length = padded.shape[1] - (width - 1)
+        taps = weight.to(accumulation_dtype(padded.dtype, weight.dtype))
+        grad = grad_out.to(taps.dtype)
+        grad_padded = torch.zeros(padded.shape, dtype=taps.dtype, device=padded.device)
+        grad_taps = []
+        for at in range(width):
+            reaching = _own_document(grad, since, width - 1 - at)
+            grad_padded[:, at : at + length] += reaching * taps[:, at]
+            # a masked tap may have read anything, so its value is masked as well as its gradient
+            read = _own_document(padded[:, at : at + length], since, width - 1 - at)
+            grad_taps.append((reaching * read).sum((0, 1)))
+        return grad_padded.to(padded.dtype), torch.stack(grad_taps, dim=1).to(weight.dtype), None
+
+
+def _own_document(x: Tensor, since: Tensor | None, back: int) -> Tensor:
+    if since is None or back == 0:
+        return x
+    return x.masked_fill((since < back)[None, :, None], 0.0)
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution over a few tokens, exact over ranks and packed documents.
+
+    ``y_t = activation(bias + sum_j weight[:, W-1-j] * x_{t-j})``, with zeros before the sequence and before each
+    document. Under sequence parallelism the W-1 tokens before the shard come from the ranks that hold them
+    (several, where shards are short or empty), and their gradients go back there.
+
+    Args:
+        dim: channels D.
+        width: taps W, at least 1.
+        bias: add a bias [D].
+        activation: ``"silu"`` or None.
+
+    The weight is [D, W]; a checkpoint's [D, 1, W] (``nn.Conv1d``) loads too. Sums are float32 (float64 stays).
+    """
+
+    def __init__(self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu") -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width: expected at least 1 tap, got {width}")
+        if activation not in ("silu", None):
+            raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
+        self.dim, self.width, self.activation = dim, width, activation
+        self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group."""
+        bound = 1 / math.sqrt(self.width)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, since: Tensor | None = None) -> Tensor:
+        """x [B, T, D] -> y [B, T, D].
+
+        Args:
+            cu_seqlens: int32/int64 [N+1], global document boundaries (B = 1); under sp over all ranks' tokens.
+            since: `tokens_since_start`, for callers that already have it (then `cu_seqlens` is not read).
+
+        Raises:
+            ValueError: wrong shapes, or documents with B > 1.
+        """
+        self._validate(x, cu_seqlens, since)
+        sp = resolve_sp(None)
+        if since is None:
+            since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
+        if self.width == 1:
+            return self._activate(_CausalTapsFunction.apply(x, self.weight, since))
+        if sp is None:
+            before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
+        else:
+            before = halo_exchange(x, self.width - 1, sp)
+        return self._activate(_CausalTapsFunction.apply(torch.cat([before, x], dim=1), self.weight, since))
+
+    def prefill(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Continue from a cache on this rank alone: x [B, T, D], cache [B, D, W] (the last W inputs, oldest first)
+        -> (y [B, T, D], new cache)."""
+        self._validate(x, None, None)
+        if cache.shape != (x.shape[0], self.dim, self.width):
+            raise ValueError(f"cache: expected {[x.shape[0], self.dim, self.width]}, got {list(cache.shape)}")
+        seen = torch.cat([cache.transpose(1, 2).to(x.dtype), x], dim=1)
+        y = self._activate(_CausalTapsFunction.apply(seen[:, 1:], self.weight, None))
+        return y, seen[:, -self.width :].transpose(1, 2).to(cache.dtype)
+
+    def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """One token on this rank alone: x [B, D], cache [B, D, W] -> (y [B, D], new cache)."""
+        cache = torch.cat([cache[:, :, 1:], x.unsqueeze(-1).to(cache.dtype)], dim=-1)
+        wide = accumulation_dtype(x.dtype, self.weight.dtype)
+        return self._activate((cache.to(wide) * self.weight.to(wide)).sum(-1).to(x.dtype)), cache
+
+    def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros [B, D, W]: nothing read yet."""
+        return torch.zeros(batch, self.dim, self.width, dtype=dtype or self.weight.dtype, device=self.weight.device)
+
+    def _activate(self, y: Tensor) -> Tensor:
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return F.silu(y) if self.activation == "silu" else y
+
+    def _validate(self, x: Tensor, cu_seqlens: Tensor | None, since: Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"x: expected [B, T, {self.dim}], got {list(x.shape)}")
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f"x: expected batch size 1 with cu_seqlens (documents are packed), got {x.shape[0]}")
+        if cu_seqlens is not None and cu_seqlens.dim() != 1:
+            raise ValueError(f"cu_seqlens: expected a 1-D tensor [N+1], got {list(cu_seqlens.shape)}")
+        if since is not None and since.shape != x.shape[1:2]:
+            raise ValueError(f"since: expected [{x.shape[1]}], got {list(since.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.dim() == 3 and weight.shape[1] == 1:
+            state_dict[prefix + "weight"] = weight.squeeze(1)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, width={self.width}, bias={self.bias is not None}, activation={self.activation!r}"

@@ -1,0 +1,299 @@
+"""Token mixers ready to use: `SimpleGLA` and `Mamba2`.
+
+Both work on packed documents, under sequence parallelism (`flexsp.nn.SequenceParallelLA`, or the ambient
+`flexsp.sequence_parallel`), and token by token for generation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.comm.group import resolve_sp
+from flexsp.nn.conv import ShortConvolution
+from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype
+from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
+
+
+class LayerCache(NamedTuple):
+    """What a layer remembers while generating: `state` [B, H, K, V] (float32; float64 layers float64) and `conv`
+    [B, D, W], the last inputs of the short convolution (None without one)."""
+
+    state: Tensor
+    conv: Tensor | None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def _refuse_cache_under_sp(cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("cache: expected None with cu_seqlens (generation is not packed), got a cache")
+    if resolve_sp(None) is not None:
+        raise ValueError(
+            "cache: expected None under sequence parallelism (generation is local to a rank), got a cache; use "
+            "layer.step(), or flexsp.nn.unwrap(copy.deepcopy(model)) for a plain copy of the model"
+        )
+
+
+class SimpleGLA(nn.Module):
+    """Gated linear attention with one scalar gate a head and token (simple GLA; Yang et al. 2024, RetNet with a
+    data-dependent decay).
+
+    ``S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = K**-0.5 q_t S_t``, with q, k, v from one projection followed by a short
+    causal convolution and SiLU, ``g = logsigmoid(W_g x) / gate_logit_normalizer`` (natural log), and
+    ``y = W_o (norm(o) * silu(W_z x))``.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H.
+        head_k_dim, head_v_dim: K and V of a head, 16 to 256; default ``hidden_size * expand_k (expand_v) / num_heads``.
+        expand_k, expand_v: see above.
+        use_short_conv, conv_size, conv_bias: the convolution over q, k and v (one, so that ranks exchange one halo).
+        use_output_gate: multiply by silu(W_z x).
+        gate_logit_normalizer: larger remembers longer.
+        norm_eps: of the output norm, which is over each head's V.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_k_dim: int | None = None,
+        head_v_dim: int | None = None,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
+        gate_logit_normalizer: float = 16.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.head_k_dim = head_k_dim or _head_dim("expand_k", hidden_size, expand_k, num_heads)
+        self.head_v_dim = head_v_dim or _head_dim("expand_v", hidden_size, expand_v, num_heads)
+        self.gate_logit_normalizer = gate_logit_normalizer
+        self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
+        channels = 2 * self.key_dim + self.value_dim
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.g_proj = nn.Linear(hidden_size, num_heads, bias=True)
+        self.z_proj = nn.Linear(hidden_size, self.value_dim, bias=False) if use_output_gate else None
+        self.conv = ShortConvolution(channels, conv_size, bias=conv_bias) if use_short_conv else None
+        self.norm = GatedRMSNorm(self.head_v_dim, norm_eps)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor | tuple[Tensor, LayerCache]:
+        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
+
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+
+        Raises:
+            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
+        """
+        qkv, conv_cache = self.qkv_proj(x), None
+        if cache is not None:
+            _refuse_cache_under_sp(cu_seqlens)
+            if self.conv is not None:
+                assert cache.conv is not None
+                qkv, conv_cache = self.conv.prefill(qkv, cache.conv)
+        elif self.conv is not None:
+            qkv = self.conv(qkv, cu_seqlens)
+        o, state = chunk_simple_gla(
+            *self._heads(qkv),
+            g=self._log_gate(x),
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self._output(o, x)
+        return y if cache is None else (y, LayerCache(state, conv_cache))
+
+    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
+        token = x if x.dim() == 3 else x.unsqueeze(1)
+        qkv, conv_cache = self.qkv_proj(token), None
+        if self.conv is not None:
+            assert cache.conv is not None
+            mixed, conv_cache = self.conv.step(qkv.squeeze(1), cache.conv)
+            qkv = mixed.unsqueeze(1)
+        o, state = recurrent_simple_gla(
+            *self._heads(qkv), g=self._log_gate(token), initial_state=cache.state, output_final_state=True
+        )
+        return self._output(o, token).reshape(x.shape), LayerCache(state, conv_cache)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text."""
+        weight = self.qkv_proj.weight
+        shape = (batch, self.num_heads, self.head_k_dim, self.head_v_dim)
+        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return LayerCache(state, None if self.conv is None else self.conv.init_cache(batch))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.conv is None:
+            qkv = F.silu(qkv)
+        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        heads = (self.num_heads, -1)
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
+
+    def _log_gate(self, x: Tensor) -> Tensor:
+        return F.logsigmoid(_wide(self.g_proj(x))) / self.gate_logit_normalizer
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = None if self.z_proj is None else self.z_proj(x).unflatten(-1, (self.num_heads, -1))
+        return self.o_proj(self.norm(o, gate).flatten(-2).to(x.dtype))
+
+
+class Mamba2(nn.Module):
+    """Mamba-2 (state space duality; Dao & Gu 2024), parameters named and laid out as in the authors' code.
+
+    ``[z, xBC, dt] = W_in u``; a short causal convolution and SiLU over x, B, C;
+    ``dt = softplus(dt + dt_bias)``, ``h_t = e^{dt A} h_{t-1} + dt B x^T``, ``y = C h + D x`` with ``A = -e^{A_log}``
+    (natural log); then ``out = W_out norm(y * silu(z))``.
+
+    Args:
+        hidden_size: model width.
+        head_dim: P, channels a head (the state's V), 16 to 256.
+        state_size: N, the state's K, 16 to 256.
+        n_groups: groups G of heads that share B and C.
+        expand: inner width = expand * hidden_size.
+        conv_size, conv_bias: of the convolution.
+        dt_min, dt_max, dt_init_floor: dt_bias is initialised so that softplus(dt_bias) is log-uniform in [dt_min, dt_max].
+        A_init_range: -A is initialised uniformly in it.
+        norm_eps: of the gated norm, over each group's channels.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int = 64,
+        state_size: int = 128,
+        n_groups: int = 1,
+        expand: float = 2,
+        conv_size: int = 4,
+        conv_bias: bool = True,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        dt_init_floor: float = 1e-4,
+        A_init_range: tuple[float, float] = (1.0, 16.0),
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.head_dim, self.state_size, self.n_groups = hidden_size, head_dim, state_size, n_groups
+        self.inner_size = int(expand * hidden_size)
+        if self.inner_size % head_dim:
+            raise ValueError(f"head_dim: expected a divisor of expand * hidden_size = {self.inner_size}, got {head_dim}")
+        self.num_heads = self.inner_size // head_dim
+        if self.num_heads % n_groups:
+            raise ValueError(f"n_groups: expected a divisor of the {self.num_heads} heads, got {n_groups}")
+        channels = self.inner_size + 2 * n_groups * state_size
+        self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=False)
+        self.conv1d = ShortConvolution(channels, conv_size, bias=conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.ones(self.num_heads))
+        self.norm = GatedRMSNorm(self.inner_size, norm_eps, self.inner_size // n_groups, gate_first=True)
+        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
+        self._dt_range, self._dt_init_floor, self._A_init_range = (dt_min, dt_max), dt_init_floor, A_init_range
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The authors' initialisation of dt_bias, A_log and D."""
+        low, high = (math.log(bound) for bound in self._dt_range)
+        with torch.no_grad():
+            dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+            self.A_log.uniform_(*self._A_init_range).log_()
+            self.D.fill_(1.0)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor | tuple[Tensor, LayerCache]:
+        """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
+
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+
+        Raises:
+            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
+        """
+        z, mixed, dt = self._project(x)
+        conv_cache = None
+        if cache is None:
+            mixed = self.conv1d(mixed, cu_seqlens)
+        else:
+            _refuse_cache_under_sp(cu_seqlens)
+            assert cache.conv is not None
+            mixed, conv_cache = self.conv1d.prefill(mixed, cache.conv)
+        values, B, C = self._split(mixed)
+        y, state = mamba2_ssd(
+            values,
+            dt,
+            -torch.exp(_wide(self.A_log)),
+            B,
+            C,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        out = self._output(y, z, x.dtype)
+        return out if cache is None else (out, LayerCache(state, conv_cache))
+
+    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
+        token = x if x.dim() == 3 else x.unsqueeze(1)
+        z, mixed, dt = self._project(token)
+        assert cache.conv is not None
+        mixed, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
+        values, B, C = self._split(mixed.unsqueeze(1))
+        dt = F.softplus(_wide(dt) + self.dt_bias)
+        repeats = self.num_heads // self.n_groups
+        y, state = recurrent_simple_gla(
+            C.repeat_interleave(repeats, dim=2),
+            B.repeat_interleave(repeats, dim=2),
+            (values * dt.unsqueeze(-1)).to(B.dtype),
+            g=-dt * torch.exp(_wide(self.A_log)),
+            scale=1.0,
+            initial_state=cache.state,
+            output_final_state=True,
+        )
+        y = (y + self.D[:, None] * values).to(values.dtype)
+        return self._output(y, z, x.dtype).reshape(x.shape), LayerCache(state, conv_cache)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text."""
+        weight = self.in_proj.weight
+        shape = (batch, self.num_heads, self.state_size, self.head_dim)
+        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return LayerCache(state, self.conv1d.init_cache(batch))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
+        z, mixed, dt = self.in_proj(x).split(sizes, dim=-1)
+        return z, mixed, dt
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared = self.n_groups * self.state_size
+        values, B, C = mixed.split([self.inner_size, shared, shared], dim=-1)
+        groups = (self.n_groups, self.state_size)
+        return values.unflatten(-1, (self.num_heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _output(self, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.out_proj(self.norm(y.flatten(-2), z).to(dtype))
+
+
+def _head_dim(name: str, hidden_size: int, expand: float, num_heads: int) -> int:
+    total = int(hidden_size * expand)
+    if total % num_heads:
+        raise ValueError(f"{name}: expected hidden_size * {name} = {total} divisible by num_heads={num_heads}")
+    return total // num_heads

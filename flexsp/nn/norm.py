@@ -1,0 +1,66 @@
+"""Root-mean-square norms. They look at one token at a time, so they need nothing from other ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """float64 where an input is float64, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last axis, or over equal groups of it; computed in float32 (float64 stays).
+
+    Args:
+        dim: size of the last axis of the input.
+        eps: added to the mean square.
+        group_size: channels that share one rms; ``None`` means all `dim`.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None) -> None:
+        super().__init__()
+        self.dim, self.eps, self.group_size = dim, eps, group_size or dim
+        if dim % self.group_size:
+            raise ValueError(f"group_size: expected a divisor of dim={dim}, got {group_size}")
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> [..., dim] in x's dtype."""
+        return self._normalise(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        grouped = x.unflatten(-1, (-1, self.group_size))
+        scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        return (grouped * scale).flatten(-2) * self.weight
+
+    def extra_repr(self) -> str:
+        groups = "" if self.group_size == self.dim else f", group_size={self.group_size}"
+        return f"{self.dim}, eps={self.eps}{groups}"
+
+
+class GatedRMSNorm(RMSNorm):
+    """Output norm of a recurrent layer: ``norm(x) * silu(gate)``, or ``norm(x * silu(gate))`` with ``gate_first``.
+
+    `SimpleGLA` gates after the norm (one norm a head, as in GLA, Yang et al. 2024); `Mamba2` gates first
+    (Dao & Gu 2024).
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None, gate_first: bool = False) -> None:
+        super().__init__(dim, eps, group_size)
+        self.gate_first = gate_first
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """x [..., dim], gate [..., dim] or None (no gate) -> [..., dim] in x's dtype."""
+        wide = x.to(accumulation_dtype(x.dtype))
+        if gate is None:
+            return self._normalise(wide).to(x.dtype)
+        silu = F.silu(gate.to(wide.dtype))
+        out = self._normalise(wide * silu) if self.gate_first else self._normalise(wide) * silu
+        return out.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", gate_first=True" if self.gate_first else "")

@@ -142,7 +142,7 @@ def _run_case(case: Case, shape: Shape, args: argparse.Namespace, device: torch.
         options = {"warmup": args.warmup, "iterations": args.iterations}
         eager = measure(chosen, device, **options)
         ahead = measure(chosen, device, **options, ahead_ms=AHEAD_MS) if device.type == "cuda" else eager
-        floor = case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (args.bandwidth * 1e9)
+        floor = case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (args.bandwidth * 1e6)
         for provider, timing in eager.items():
             rows.append(
                 {

@@ -172,7 +172,7 @@ def _print_scale(rows: list[Row]) -> None:
             f"[{ms['p20']:.3f}, {ms['p80']:.3f}]  back to back {row['back_to_back_ms']:.3f}"
         )
         if row["added_us"] is not None:
-            text += f"  +{row['added_us']:.1f} us  efficiency {row['efficiency']:.3f}"
+            text += f"  {row['added_us']:+.1f} us  efficiency {row['efficiency']:.3f}"
         print(text, flush=True)
 
 

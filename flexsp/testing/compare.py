@@ -1,0 +1,241 @@
+"""How close a kernel must come to the float64 oracle: DESIGN's rule instead of hand-tuned tolerances.
+
+The error of an op (relative, in the 2-norm, outputs, final states and every gradient alike) may be at most twice the
+error of a low-precision reference plus one rounding of the result. The reference is the same mathematics with the
+operands of matrix products rounded to the inputs' dtype and float32 accumulation, in the quadratic (attention) form,
+which shares nothing with the chunked kernels. NaN and inf never pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexsp.testing.oracles import token_loop
+
+__all__ = ["Report", "assert_close", "check_op", "low_precision", "relative_error"]
+
+FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
+MIN_LOG_DECAY = -104.0
+
+WIDE = ("g", "g_gamma", "initial_state", "dt", "A", "D", "dt_bias")
+"""Arguments that stay float32 when the op runs in float16 or bfloat16."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Errors of one tensor against the oracle."""
+
+    name: str
+    error: float
+    low_error: float
+    rounding: float
+
+    @property
+    def bound(self) -> float:
+        return 2 * self.low_error + self.rounding
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        parts = f"2 x {self.low_error:.2e} + {self.rounding:.2e}"
+        return f"{self.name}: error {self.error:.2e}, bound {self.bound:.2e} = {parts}"
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want|| (absolute where want is all zero); inf where a value is not finite."""
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {list(got.shape)} instead of {list(want.shape)}")
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    if not (bool(torch.isfinite(got).all()) and bool(torch.isfinite(want).all())):
+        return float("inf")
+    return ((got - want).norm() / (want.norm() or 1.0)).item()
+
+
+def assert_close(name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None = None) -> Report:
+    """Raise AssertionError unless ``got`` obeys the rule; ``low`` may be None for float64 results only."""
+    error = relative_error(got, oracle)
+    if low is None:
+        if got.dtype != torch.float64:
+            raise ValueError(f"low: expected the low-precision result for {got.dtype}, got None")
+        report = Report(name, error, 0.0, FLOAT64_BOUND)
+    else:
+        rounding = relative_error(oracle.to(got.dtype), oracle)
+        report = Report(name, error, relative_error(low, oracle), rounding)
+    if not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def check_op(
+    op: Callable[..., Any],
+    oracle: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    op_kwargs: Mapping[str, Any] | None = None,
+    wide: tuple[str, ...] = WIDE,
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+) -> list[Report]:
+    """Compare ``op`` with its token-loop ``oracle``: outputs, final states, all gradients for random cotangents.
+
+    Args:
+        op: called as ``op(**inputs, output_final_state=True, **op_kwargs)``; returns (o, final state or pair).
+        oracle: one of :mod:`flexsp.testing.oracles`, called as ``oracle(**inputs, engine=...)``.
+        inputs: the op's arguments. Floating tensors (or tuples of them) are rounded to ``dtype``, those named in
+            ``wide`` to at least float32; everything computed sees the rounded values. All get gradients.
+        arrange: changes the strides, not the values, of each input tensor before the op sees it.
+        gradients: False compares the forward pass only.
+
+    Returns:
+        One Report a tensor.
+
+    Raises:
+        AssertionError: listing every tensor outside its bound.
+    """
+    rounded = {name: _map(x, partial(_round, dtype=dtype, wide=name in wide)) for name, x in inputs.items()}
+    op_kwargs = {"output_final_state": True, **(op_kwargs or {})}
+
+    got = _run(lambda **kw: op(**kw, **op_kwargs), rounded, None, device, arrange, gradients, seed)
+    want = _run(lambda **kw: oracle(**kw, engine=token_loop), rounded, torch.float64, "cpu", None, gradients, seed)
+    low = None
+    if dtype != torch.float64:
+        low = _run(lambda **kw: oracle(**kw, engine=low_precision), rounded, None, "cpu", None, gradients, seed)
+    reports, failures = [], []
+    assert got.keys() == want.keys(), f"{sorted(got)} instead of {sorted(want)}"
+    for name in want:
+        try:
+            reports.append(assert_close(name, got[name], want[name], None if low is None else low[name]))
+        except AssertionError as error:
+            failures.append(str(error))
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return reports
+
+
+def _round(x: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
+    return x.to(torch.promote_types(dtype, torch.float32) if wide else dtype) if x.is_floating_point() else x
+
+
+def _map(x: Any, f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(x, torch.Tensor):
+        return f(x)
+    return tuple(_map(y, f) for y in x) if isinstance(x, tuple) else x
+
+
+def _leaves(prefix: str, x: Any) -> dict[str, torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return {prefix: x} if x.is_floating_point() else {}
+    if isinstance(x, (tuple, list)):
+        return {name: t for i, y in enumerate(x) for name, t in _leaves(f"{prefix}[{i}]", y).items()}
+    return {}
+
+
+def _run(
+    f: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None,
+    gradients: bool,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Named outputs and gradients of f; ``dtype`` None keeps the dtypes of the inputs."""
+
+    def prepare(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x.to(device)
+        x = x.to(device=device, dtype=dtype)
+        return (x.clone() if arrange is None else arrange(x)).detach().requires_grad_(gradients)
+
+    args = {name: _map(x, prepare) for name, x in inputs.items()}
+    results = _leaves("out", f(**args))
+    if gradients:
+        leaves = {n: t for name, x in args.items() for n, t in _leaves(f"d{name}", x).items()}
+        generator = torch.Generator().manual_seed(seed)
+        random = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in results.values()]
+        # Rounded to bfloat16, a cotangent is the same number in every dtype that is compared.
+        cotangents = [c.bfloat16().to(t) for c, t in zip(random, results.values(), strict=True)]
+        grads = torch.autograd.grad(list(results.values()), list(leaves.values()), cotangents)
+        results |= dict(zip(leaves, grads, strict=True))
+    return {name: t.detach() for name, t in results.items()}
+
+
+# ------------------------------------------------------------------------------------- the low-precision reference
+
+
+def low_precision(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flexsp.testing.oracles.token_loop` as matrix products with operands in q's dtype.
+
+    Quadratic form for each document, float32 accumulation and elementwise work, o in v's dtype, states float32; the
+    backward pass by the formulas of MATH 1.D with the same rounding.
+    """
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    if initial_state is None:
+        n = B if cu_seqlens is None else len(bounds) - 1
+        initial_state = torch.zeros(n, H, K, V, dtype=torch.float32, device=q.device)
+    if g is None:
+        g = torch.zeros(B, T, H, dtype=torch.float32, device=q.device)
+    o, finals = [], []
+    for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        here = [x[:, begin:end].transpose(1, 2) for x in (q, k, v, g)]
+        state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
+        out, final = _LowPrecisionFunction.apply(*here, state, scale)
+        o.append(out.transpose(1, 2))
+        finals.append(final)
+    return torch.cat(o, dim=1), torch.cat(finals)
+
+
+class _LowPrecisionFunction(torch.autograd.Function):
+    """q, k [B, H, T, K], v [B, H, T, V], g [B, H, T], state [B, H, K, V] of one document."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, state, scale):  # type: ignore[no-untyped-def]
+        def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a.to(q.dtype).float() @ b.to(q.dtype).float()
+
+        b = g.double().clamp(min=MIN_LOG_DECAY).cumsum(-1)
+        causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        decay = (b[..., :, None] - b[..., None, :]).masked_fill(~causal, float("-inf")).exp().float()
+        since_start = b.exp().float()[..., None]
+        to_end = (b[..., -1:] - b).exp().float()[..., None]
+        whole = b[..., -1:, None].exp().float() if b.shape[-1] else 1.0
+        scores = scale * dot(q, k.mT) * decay
+        o = dot(scores, v) + scale * since_start * dot(q, state)
+        final = whole * state + dot((k * to_end).mT, v)
+        ctx.save_for_backward(q, k, v, g, state, scores, decay, since_start, to_end, final)
+        ctx.dot, ctx.scale, ctx.whole = dot, scale, whole
+        return o.to(v.dtype), final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):  # type: ignore[no-untyped-def]
+        q, k, v, g, state, scores, decay, since_start, to_end, final = ctx.saved_tensors
+        dot, scale = ctx.dot, ctx.scale
+        dscores = scale * dot(do, v.mT) * decay
+        dq = dot(dscores, k) + scale * since_start * dot(do, state.mT)
+        dk = dot(dscores.mT, q) + to_end * dot(v, dfinal.mT)
+        dv = dot(scores.mT, do) + dot(k * to_end, dfinal)
+        dstate = ctx.whole * dfinal + dot((scale * q * since_start).mT, do)
+        dg = (q * dq - k * dk).sum(-1).flip(-1).cumsum(-1).flip(-1) + (dfinal * final).sum((-1, -2))[..., None]
+        dg = dg.masked_fill(g < MIN_LOG_DECAY, 0.0)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.to(g.dtype), dstate, None

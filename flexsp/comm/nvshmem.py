@@ -117,7 +117,7 @@ class NvshmemHeap(SymmetricHeap):
         pes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pes, int(nvshmem.core.my_pe()))
         self._pes = [pes[r] for r in global_ranks]
-        local = nvshmem.core.tensor((nbytes,), dtype=torch.uint8)
+        local = nvshmem.core.tensor((nbytes,), dtype=torch.uint8, except_on_del=False)
         self._allocation: torch.Tensor | None = local
         super().__init__(local, [_peer_or_none(local, pe) for pe in self._pes])
 
@@ -133,14 +133,9 @@ class NvshmemHeap(SymmetricHeap):
         import nvshmem.core
 
         allocation, self._allocation = self._allocation, None
-        peers = [p for p in self._peers if p is not None and allocation is not None]
         super().close()
-        if allocation is None:
-            return
-        for view in peers:
-            if view.data_ptr() != allocation.data_ptr():
-                nvshmem.core.free_tensor(view)
-        nvshmem.core.free_tensor(allocation)
+        if allocation is not None:
+            nvshmem.core.free_tensor(allocation)  # the peer views go with it
 
 
 def _init_nvshmem4py(device: torch.device) -> None:

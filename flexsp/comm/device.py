@@ -1,0 +1,163 @@
+"""Signals, waits and pushes for Triton kernels (import only where Triton is needed).
+
+Flags are int64, written by one rank and read by one other: ``epoch << 32 | low``, where ``low`` is a signature of 31
+bits, or has bit 31 set for a poison (``POISON | kind << 16 | rank``). A transport is a pair of functions with the
+signatures of ``push_store`` and ``signal_store``, handed to a kernel as tl.constexpr.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language import core
+from triton.language.extra.cuda import globaltimer
+
+__all__ = [
+    "clock_device",
+    "clock_host",
+    "first_failure",
+    "push_put",
+    "push_store",
+    "signal_put",
+    "signal_store",
+    "wait_epoch",
+]
+
+SIGNAL_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET
+
+
+@triton.jit
+def clock_device():
+    """Nanoseconds on the GPU."""
+    return globaltimer()
+
+
+@triton.jit
+def clock_host():
+    """Nanoseconds under the interpreter; yields the core, since the rank waited for may want it."""
+    time.sleep(0.0002)
+    return time.monotonic_ns()
+
+
+@triton.jit
+def wait_epoch(flag, epoch, timeout_ns, CLOCK: tl.constexpr):
+    """Polls until the flag's epoch reaches ``epoch`` or ``timeout_ns`` have passed; returns the flag as last seen.
+
+    Memory order: the atomic is an acquire at system scope by one thread, and its result reaches the others through
+    shared memory and a bar.sync; so loads after it see what the peer stored before its release.
+    """
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    if (seen >> 32) < epoch:
+        start = CLOCK()
+        waited = start - start
+        while ((seen >> 32) < epoch) & (waited < timeout_ns):
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            waited = CLOCK() - start
+    return seen
+
+
+@triton.jit
+def signal_store(flag, pad, value, pe):
+    """Release of a flag in a peer's arena by a plain store. ``pad`` and ``pe`` are for transports that need them.
+
+    Memory order: debug_barrier brings all threads' loads and stores before it, then one thread's release at system
+    scope publishes them. The atomic alone has no bar.sync.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def push_store(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
+    """Stores a tile to a peer's arena and raises its flag. Memory order: as in ``signal_store``."""
+    tl.store(there + offsets, tile, mask=mask)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@core.extern
+def _putmem_signal_block(dst, src, nbytes, flag, value, op, pe, _semantic=None):
+    i64, i32, u64 = core.dtype("int64"), core.dtype("int32"), core.dtype("uint64")
+    symbol = ("nvshmemx_putmem_signal_block", i32)
+    return core.extern_elementwise(
+        "", "", [dst, src, nbytes, flag, value, op, pe],
+        {(i64, i64, i64, i64, u64, i32, i32): symbol}, is_pure=False, _semantic=_semantic,
+    )  # fmt: skip
+
+
+@triton.jit
+def push_put(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
+    """As ``push_store`` by one NVSHMEM put-with-signal of the block; ``there`` and ``flag`` are local addresses of the
+    symmetric objects, ``stage`` is symmetric memory of the sender.
+
+    Memory order: debug_barrier makes the staged tile visible to all threads of the block, which copy it together;
+    put_signal delivers the data before the signal. On return the stage may be written again.
+    """
+    tl.store(stage + offsets, tile, mask=mask)
+    tl.debug_barrier()
+    _putmem_signal_block(
+        there.to(tl.int64), stage.to(tl.int64), nbytes.to(tl.int64), flag.to(tl.int64), value.to(tl.uint64),
+        SIGNAL_SET, pe,
+    )  # fmt: skip
+
+
+@triton.jit
+def signal_put(flag, pad, value, pe):
+    """As ``signal_store`` over NVSHMEM. A block's put of 16 bytes of padding carries the signal: nvshmemx_signal_op is a
+    call of one thread, and Triton cannot single one out. Memory order: barrier, then put_signal's own fence.
+    """
+    tl.debug_barrier()
+    nbytes = tl.full((), 16, tl.int64)
+    _putmem_signal_block(
+        pad.to(tl.int64), pad.to(tl.int64), nbytes, flag.to(tl.int64), value.to(tl.uint64), SIGNAL_SET, pe
+    )
+
+
+@triton.jit
+def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse):
+    """Marks this rank's communicator as failed with ``word`` (not 0); the first block to do so fills the host's record.
+
+    Memory order: the acq_rel at system scope stands between the fields and ``record[0]``, which the host reads first.
+    All stores to host memory are plain, since not every machine has atomics over PCIe.
+    """
+    if tl.atomic_cas(failed, tl.full((), 0, tl.int64), word) == 0:
+        tl.store(record + 1, peer)
+        tl.store(record + 2, tile)
+        tl.store(record + 3, wanted)
+        tl.store(record + 4, seen)
+        tl.store(record + 5, reverse)
+        tl.debug_barrier()
+        tl.atomic_add(failed, 0, sem="acq_rel", scope="sys")
+        tl.store(record, kind)
+
+
+_nvshmem_kernels: dict[Any, SymmetricHeap] = {}
+
+
+def nvshmem_options(kernel: Any, heap: SymmetricHeap) -> dict[str, Any]:
+    """Launch options for a kernel that calls NVSHMEM: links the bitcode, and has its modules initialised by ``heap``
+    when they are loaded. NotAvailable if the bitcode is missing."""
+    from flexsp.comm.nvshmem import find_device_library
+
+    options = {"extern_libs": {"libnvshmem_device": find_device_library()}}
+    _nvshmem_kernels[kernel] = heap
+    hook = triton.knobs.runtime.jit_post_compile_hook
+    if getattr(hook, "__name__", "") != _init_nvshmem_module.__name__:
+        _init_nvshmem_module.__dict__["previous"] = hook
+        triton.knobs.runtime.jit_post_compile_hook = _init_nvshmem_module
+    return options
+
+
+def _init_nvshmem_module(*args: Any, **kwargs: Any) -> Any:
+    """Post-compile hook of Triton; passes every kernel on to the hook that was there before."""
+    function, compiling = kwargs["fn"].jit_function, kwargs["compile"]
+    if function in _nvshmem_kernels and dict(compiling["extern_libs"] or ()).get("libnvshmem_device"):
+        compiled = function.device_caches[compiling["device"]][0].get(kwargs["key"])
+        if compiled is not None:
+            compiled._init_handles()
+            _nvshmem_kernels[function].init_module(compiled.module)
+    previous = _init_nvshmem_module.__dict__.get("previous")
+    return previous(*args, **kwargs) if previous is not None else None

@@ -1,0 +1,532 @@
+"""The scan over segments and ranks as one Triton kernel, the same in both directions.
+
+A tile of a state is folded over this rank's segments, waits for the neighbour's tile, is pushed on to the next rank at
+once, and only then the state entering each segment is written. Import this module only where Triton is needed.
+
+The arena of each rank holds, for each direction, two slots of ``max_tiles`` tiles of 16 KiB (a stage of as many for
+the ``put`` transport), and a control block of 128 bytes a tile: the ready flags of the two slots (written by the rank
+that sends) and the credit (written by the rank that receives from this one). Epochs are counted by tile in local
+device memory, so that a captured CUDA graph counts on when it is replayed. Epoch e of a tile uses slot e % 2; its
+sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flexsp.comm import device as dev
+from flexsp.comm import watchdog
+from flexsp.comm.device import first_failure, wait_epoch
+from flexsp.exceptions import HeapTooSmall, NotAvailable
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["propagate"]
+
+MAX_BLOCKS = 64  # of a kernel that waits for a neighbour: all resident, the other SMs stay free
+CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
+LOCAL_TILE = 1024
+CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
+COUNTERS = 16  # int64 in front of the epochs; the first is the failure mark
+
+_TILE = tl.constexpr(CHAIN_TILE)
+_WORDS = tl.constexpr(CONTROL_WORDS)
+_COUNTERS = tl.constexpr(COUNTERS)
+_POISON = tl.constexpr(1 << 31)
+_MISMATCH = tl.constexpr(watchdog.MISMATCH)
+_POISON_TIMEOUT = tl.constexpr(watchdog.POISON_TIMEOUT)
+_TIMEOUT_READY = tl.constexpr(watchdog.TIMEOUT_READY)
+_TIMEOUT_CREDIT = tl.constexpr(watchdog.TIMEOUT_CREDIT)
+
+
+# Decays: log decay of one segment as [BK, 1], zero where the segment is past the end --------------------------------
+
+
+@triton.jit
+def decay_none(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
+    return tl.zeros_like(rows).to(tl.float32)[:, None]
+
+
+@triton.jit
+def decay_scalar(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
+    a = tl.load(log_a + segment * H + h, mask=live, other=0.0)
+    return tl.zeros_like(rows).to(tl.float32)[:, None] + a
+
+
+@triton.jit
+def decay_vector(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
+    return tl.load(log_a + (segment * H + h) * K + rows, mask=row_mask & live, other=0.0)[:, None]
+
+
+_DECAYS = {"none": decay_none, "scalar": decay_scalar, "vector": decay_vector}
+
+
+# The walk over segments ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _state_pointer(states, b, h, slot, nseg, H, K: tl.constexpr, V: tl.constexpr):
+    return states + ((b.to(tl.int64) * (nseg + 1) + slot) * H + h) * (K * V)
+
+
+@triton.jit
+def _load(
+    states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """(F, log a, cut) of the j-th segment of the walk, the identity past the end, and the address of F, which is where
+    the state leaving that segment goes."""
+    live = j < nseg
+    s = nseg - 1 - j if REVERSE else j
+    at = _state_pointer(states, b, h, s if REVERSE else s + 1, nseg, H, K, V) + offsets
+    F = tl.load(at, mask=mask & live, other=0.0)
+    segment = b.to(tl.int64) * nseg + s
+    a = DECAY(log_a, segment, h, rows, rows < K, live, H, K)
+    c = tl.load(cut + segment, mask=live, other=0) != 0 if HAS_CUT else j < 0
+    return F, a, c, at
+
+
+@triton.jit
+def _load4(
+    states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Four segments whose loads are in flight together."""
+    F0, a0, c0, at0 = _load(
+        states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+    )
+    F1, a1, c1, at1 = _load(
+        states, log_a, cut, b, h, j + 1, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+    )
+    F2, a2, c2, at2 = _load(
+        states, log_a, cut, b, h, j + 2, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+    )
+    F3, a3, c3, at3 = _load(
+        states, log_a, cut, b, h, j + 3, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+    )
+    return F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, at0, at1, at2, at3
+
+
+@triton.jit
+def _apply(S, F, a, c, HAS_CUT: tl.constexpr):
+    S = tl.exp(a) * S
+    if HAS_CUT:
+        S = tl.where(c, 0.0, S)
+    return S + F
+
+
+@triton.jit
+def _fold(
+    S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Composes all segments onto S. Returns (F_tot, log a_tot, whether there was a cut)."""
+    total = tl.zeros_like(rows).to(tl.float32)[:, None]
+    any_cut = nseg < 0
+    for j in range(0, nseg, 4):
+        F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, _0, _1, _2, _3 = _load4(
+            states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+        )
+        S = _apply(_apply(S, F0, a0, c0, HAS_CUT), F1, a1, c1, HAS_CUT)
+        S = _apply(_apply(S, F2, a2, c2, HAS_CUT), F3, a3, c3, HAS_CUT)
+        total += (a0 + a1) + (a2 + a3)
+        any_cut = any_cut | c0 | c1 | c2 | c3
+    return S, total, any_cut
+
+
+@triton.jit
+def _write(
+    S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Replaces every F by the state that leaves its segment, that is, that enters the next one. Where not ``alive``, S
+    is NaN and cuts do not stop it."""
+    for j in range(0, nseg, 4):
+        F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, at0, at1, at2, at3 = _load4(
+            states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+        )
+        S0 = _apply(S, F0, a0, c0 & alive, HAS_CUT)
+        S1 = _apply(S0, F1, a1, c1 & alive, HAS_CUT)
+        S2 = _apply(S1, F2, a2, c2 & alive, HAS_CUT)
+        S = _apply(S2, F3, a3, c3 & alive, HAS_CUT)
+        tl.store(at0, S0, mask=mask)
+        tl.store(at1, S1, mask=mask & (j + 1 < nseg))
+        tl.store(at2, S2, mask=mask & (j + 2 < nseg))
+        tl.store(at3, S, mask=mask & (j + 3 < nseg))
+
+
+# The neighbours ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
+    """0 if a flag says what it should, else the kind of failure."""
+    seen_low = seen & 0xFFFFFFFF
+    kind = tl.where(seen_low == low, 0, _MISMATCH)
+    if EXACT:
+        kind = tl.where((seen >> 32) == epoch, kind, _MISMATCH)
+    kind = tl.where((seen_low & _POISON) != 0, _POISON_TIMEOUT + ((seen_low >> 16) & 1).to(tl.int32), kind)
+    return tl.where((seen >> 32) < epoch, timeout_kind, kind)
+
+
+@triton.jit
+def _fail(counters, record, kind, seen, epoch, low, peer, tile, REVERSE: tl.constexpr):
+    """Records a failure; returns the low word of the poison that tells the neighbours whom it is about."""
+    poisoned = kind >= _POISON_TIMEOUT
+    origin = tl.where(poisoned, (seen & 0xFFFF).to(tl.int32), peer)
+    mismatch = (kind == _MISMATCH) | (kind == _POISON_TIMEOUT + 1)
+    word = _POISON + tl.where(mismatch, 1 << 16, 0).to(tl.int64) + origin
+    of_words = kind == _MISMATCH
+    wanted = tl.where(of_words, low.to(tl.int64), epoch)
+    was = tl.where(of_words, seen & 0xFFFFFFFF, seen >> 32)
+    first_failure(counters, word, record, kind, origin, tile, wanted, was, REVERSE)
+    return word
+
+
+@triton.jit
+def _control(arena, max_tiles, tile, REGIONS: tl.constexpr):
+    """Address of a tile's control block, as int64."""
+    base = arena + max_tiles.to(tl.int64) * (REGIONS * _TILE)
+    return base.to(tl.pointer_type(tl.int64)) + tile * _WORDS
+
+
+@triton.jit
+def _wait_neighbours(
+    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+    HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Waits for the credit to send and for the tile to arrive. Returns 0, or the low word of a poison.
+
+    The credit comes first: it has nearly always arrived, so its latency hides behind the neighbour's work.
+    """
+    step = -1 if REVERSE else 1
+    control = _control(home, max_tiles, tile, REGIONS)
+    word = tl.load(counters, volatile=True)  # a rank that has failed does not wait again
+    if HAS_OUT:
+        if word == 0:
+            seen = wait_epoch(control + 8, epoch - 2, timeout_ns, CLOCK)
+            kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
+            if kind != 0:
+                word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, REVERSE)
+    if HAS_IN:
+        if word == 0:
+            seen = wait_epoch(control + (epoch & 1) * 4, epoch, timeout_ns, CLOCK)
+            kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
+            if kind != 0:
+                word = _fail(counters, record, kind, seen, epoch, signature, rank - step, tile, REVERSE)
+    return word
+
+
+@triton.jit(do_not_specialize=["nseg", "n_tiles", "max_tiles", "timeout_ns", "signature", "rank", "pe_in", "pe_out"])
+def _propagate_kernel(
+    states, log_a, cut, folded, home, there_out, there_in, counters, record,
+    nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
+    HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
+    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
+
+    local: neither HAS_IN nor HAS_OUT. FOLD_ONLY: writes F_tot to ``folded`` [B, H, K, V], nothing else; it includes
+    the initial state unless HAS_IN. Otherwise a hop of the chain; blocks take their tiles in ascending order on every
+    rank, and no block waits for another block of its rank.
+    """
+    K_TILES: tl.constexpr = (K + BK - 1) // BK
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        bh = tile // K_TILES
+        b, h = bh // H, bh % H
+        rows = (tile % K_TILES) * BK + tl.arange(0, BK)
+        cols = tl.arange(0, BV)
+        offsets = rows[:, None] * V + cols[None, :]
+        mask = (rows < K)[:, None] & (cols < V)[None, :]
+        start = _state_pointer(states, b, h, nseg if REVERSE else 0, nseg, H, K, V) + offsets
+        alive = nseg >= 0
+        if HAS_IN:
+            S = tl.zeros([BK, BV], tl.float32)
+        else:
+            S = tl.load(start, mask=mask, other=0.0)
+        if FOLD_ONLY or HAS_OUT:
+            F, total, any_cut = _fold(
+                S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+            )
+        if FOLD_ONLY:
+            tl.store(folded + bh.to(tl.int64) * (K * V) + offsets, F, mask=mask)
+        elif HAS_IN or HAS_OUT:
+            count = counters + _COUNTERS + tile
+            if REVERSE:
+                count += max_tiles
+            epoch = tl.load(count) + 1
+            word = _wait_neighbours(
+                home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+                HAS_IN, HAS_OUT, REVERSE, REGIONS, CLOCK,
+            )  # fmt: skip
+            alive = word == 0
+            place = ((epoch & 1) * max_tiles + tile) * _TILE
+            packed = tl.arange(0, BK)[:, None] * BV + cols[None, :]
+            stamp = epoch << 32
+            pad = _control(home, max_tiles, tile, REGIONS) + 12
+            if HAS_IN:
+                # .cg: the slot was used two epochs ago, and L1 is not coherent with what peers write.
+                S = tl.load(home + place + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg")
+            else:
+                S = tl.where(alive, S, float("nan"))
+            if HAS_OUT:
+                ready = _control(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
+                if alive:
+                    if HAS_IN:
+                        F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
+                    stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
+                    nbytes = tl.full((), BK * BV * 4, tl.int64)
+                    PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
+                else:
+                    SIGNAL(ready, pad, stamp + word, pe_out)
+            if HAS_IN:
+                # SIGNAL's barrier and release keep the loads of S before the credit that lets the sender overwrite it.
+                SIGNAL(_control(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
+            tl.store(count, epoch)
+            if HAS_IN:
+                tl.store(start, S, mask=mask)
+            else:
+                tl.store(start, S, mask=mask & (word != 0))
+        if not FOLD_ONLY:
+            _write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE)
+
+
+# The host ------------------------------------------------------------------------------------------------------------
+
+
+_INTERPRETED = not isinstance(_propagate_kernel, triton.JITFunction)
+_CLOCK = dev.clock_host if _INTERPRETED else dev.clock_device
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A tile is ``rows`` rows of a state, all V columns (padded to ``cols``)."""
+
+    rows: int
+    cols: int
+    count: int
+    warps: int
+
+    @staticmethod
+    def of(B: int, H: int, K: int, V: int, size: int) -> _Tiles:
+        cols = triton.next_power_of_2(V)
+        rows = max(1, min(triton.next_power_of_2(K), size // cols))
+        return _Tiles(rows, cols, B * H * triton.cdiv(K, rows), 8 if rows * cols > 2048 else 4)
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """Arenas of one direction, float32, from where its region starts."""
+
+    home: torch.Tensor
+    there_out: torch.Tensor
+    there_in: torch.Tensor
+    pe_out: int
+    pe_in: int
+    has_in: bool
+    has_out: bool
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """What ``propagate`` keeps for one SequenceParallel."""
+
+    max_tiles: int
+    tile_bytes: int
+    regions: int
+    counters: torch.Tensor
+    edges: tuple[_Edge, _Edge]
+    push: Any
+    signal: Any
+    options: dict[str, Any]
+
+
+def _channel(sp: SequenceParallel) -> _Channel:
+    channel = sp.channels.get("propagate")
+    if channel is None:
+        channel = sp.channels["propagate"] = _open_channel(sp)
+    return channel
+
+
+def _open_channel(sp: SequenceParallel) -> _Channel:
+    heap = sp.heap
+    if heap is None:
+        raise NotAvailable(f"transport {sp.transport!r} needs a symmetric heap, and this SequenceParallel has none")
+    put = sp.transport == "put"
+    regions = 3 if put else 2
+    tile_bytes = regions * CHAIN_TILE * 4 + CONTROL_WORDS * 8
+    max_tiles = heap.nbytes // (2 * tile_bytes)
+    if sp.records is None:
+        sp.records = watchdog.ErrorRecord(sp.device)
+
+    def edge(reverse: bool) -> _Edge:
+        step = -1 if reverse else 1
+        inside = [0 <= sp.rank + s < sp.world_size for s in (step, -step)]
+        to, source = (sp.rank + s if ok else sp.rank for s, ok in zip((step, -step), inside, strict=True))
+        begin = max_tiles * tile_bytes if reverse else 0
+        arenas = [heap.local] * 3 if put else [heap.local, heap.peer(to), heap.peer(source)]
+        views = [arena[begin : begin + max_tiles * tile_bytes].view(torch.float32) for arena in arenas]
+        pes = (heap.pe(to), heap.pe(source)) if put else (0, 0)
+        return _Edge(*views, *pes, has_in=inside[1], has_out=inside[0])
+
+    return _Channel(
+        max_tiles=max_tiles,
+        tile_bytes=tile_bytes,
+        regions=regions,
+        counters=torch.zeros(COUNTERS + 2 * max_tiles, dtype=torch.int64, device=sp.device),
+        edges=(edge(False), edge(True)),
+        push=dev.push_put if put else dev.push_store,
+        signal=dev.signal_put if put else dev.signal_store,
+        options=dev.nvshmem_options(_propagate_kernel, heap) if put else {},
+    )
+
+
+def signature_of(B: int, H: int, K: int, V: int, decay: str, reverse: bool) -> int:
+    """31 bits, not zero, that both ends of a hop compare."""
+    return (zlib.crc32(f"{B},{H},{K},{V},{decay},{reverse}".encode()) & 0x7FFFFFFF) or 1
+
+
+def propagate(
+    states: torch.Tensor,
+    log_a: torch.Tensor | None,
+    cut: torch.Tensor | None,
+    sp: SequenceParallel | None = None,
+    *,
+    reverse: bool = False,
+    passes: bool = True,
+) -> None:
+    """Replaces the contributions of segments by the states at their boundaries, over all ranks. In place, no autograd.
+
+    Forward: slot s + 1 of ``states`` holds F of segment s, slot 0 the initial state (zeros if none; only the first
+    rank's counts). On return slot s is the state entering segment s and slot NSEG the state leaving the rank:
+    S_{s+1} = e^{a_s} S_s + F_s, or F_s alone where cut_s.
+    Reverse: slot s holds G of segment s, slot NSEG the incoming dS (only the last rank's counts). On return slot s is
+    e^{a_s} slot_{s+1} + G_s (G_s alone where cut_s) and slot NSEG what arrived from the right neighbour.
+
+    Args:
+        states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K, V in 1..256.
+        log_a: natural log of the decay, fp32: None, [B, NSEG, H] or [B, NSEG, H, K].
+        cut: None or int32 [B, NSEG], nonzero where what came before a segment must not reach its end.
+        sp: the ranks; None is one rank.
+        passes: False keeps the scan on this rank although ``sp`` is given.
+
+    Raises:
+        ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
+        call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
+    """
+    kind = _validate(states, log_a, cut)
+    chained = sp is not None and sp.world_size > 1 and passes
+    if chained and sp is not None:
+        watchdog.raise_pending(sp)
+    if states.device.type == "cpu" and not _INTERPRETED:
+        raise NotAvailable("propagate on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
+    log_a = log_a if log_a is None else log_a.contiguous()
+    cut = cut if cut is None else cut.contiguous()
+    if not chained or sp is None:
+        _launch(states, log_a, cut, kind, reverse)
+    elif sp.transport == "process_group" or sp.schedule != "chain":
+        _over_process_group(states, log_a, cut, kind, reverse, sp)
+    else:
+        _launch(states, log_a, cut, kind, reverse, sp=sp)
+
+
+def _validate(states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None) -> str:
+    """Checks the arguments of ``propagate``; returns the kind of decay."""
+    if states.dim() != 5 or states.size(1) < 1:
+        raise ValueError(f"states: expected [B, NSEG + 1, H, K, V], got shape {tuple(states.shape)}")
+    if states.dtype != torch.float32 or not states.is_contiguous():
+        raise ValueError(f"states: expected a contiguous float32 tensor, got {states.dtype}, strides {states.stride()}")
+    B, slots, H, K, V = states.shape
+    if not (1 <= K <= 256 and 1 <= V <= 256):
+        raise ValueError(f"states: expected K and V in 1..256, got K={K}, V={V}")
+    shapes = {(B, slots - 1, H): "scalar", (B, slots - 1, H, K): "vector"}
+    if log_a is not None and (tuple(log_a.shape) not in shapes or log_a.dtype != torch.float32):
+        expected = " or ".join(str(s) for s in shapes)
+        raise ValueError(f"log_a: expected float32 {expected}, got {log_a.dtype} {tuple(log_a.shape)}")
+    if cut is not None and (cut.shape != (B, slots - 1) or cut.dtype != torch.int32):
+        raise ValueError(f"cut: expected int32 {(B, slots - 1)}, got {cut.dtype} {tuple(cut.shape)}")
+    for name, tensor in (("log_a", log_a), ("cut", cut)):
+        if tensor is not None and tensor.device != states.device:
+            raise ValueError(f"{name}: expected device {states.device}, got {tensor.device}")
+    return "none" if log_a is None else shapes[tuple(log_a.shape)]
+
+
+def _launch(
+    states: torch.Tensor,
+    log_a: torch.Tensor | None,
+    cut: torch.Tensor | None,
+    kind: str,
+    reverse: bool,
+    *,
+    sp: SequenceParallel | None = None,
+    folded: torch.Tensor | None = None,
+    seeded: bool = True,
+) -> None:
+    """One launch: local without ``sp``; with ``folded``, only F_tot (with the initial state where ``seeded``)."""
+    B, slots, H, K, V = states.shape
+    tiles = _Tiles.of(B, H, K, V, LOCAL_TILE if sp is None else CHAIN_TILE)
+    if tiles.count == 0:
+        return
+    arenas: tuple[torch.Tensor | None, ...] = (None, None, None, None, None)
+    max_tiles = rank = pe_in = pe_out = signature = timeout_ns = 0
+    regions, push, signal, options = 2, dev.push_store, dev.signal_store, {}
+    has_in, has_out = not seeded, False
+    if sp is not None:
+        channel = _channel(sp)
+        if tiles.count > channel.max_tiles:
+            raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
+        edge = channel.edges[reverse]
+        arenas = (edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor)
+        max_tiles, rank, pe_in, pe_out = channel.max_tiles, sp.rank, edge.pe_in, edge.pe_out
+        signature, timeout_ns = signature_of(B, H, K, V, kind, reverse), int(sp.timeout_s * 1e9)
+        regions, push, signal, options = channel.regions, channel.push, channel.signal, channel.options
+        has_in, has_out = edge.has_in, edge.has_out
+    grid = (tiles.count if sp is None else min(tiles.count, MAX_BLOCKS),)
+    with _on(states.device):
+        _propagate_kernel[grid](
+            states, log_a, cut, folded, *arenas,
+            slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
+            K=K, V=V, BK=tiles.rows, BV=tiles.cols, DECAY=_DECAYS[kind], HAS_CUT=cut is not None, REVERSE=reverse,
+            FOLD_ONLY=folded is not None, HAS_IN=has_in, HAS_OUT=has_out, REGIONS=regions, PUSH=push, SIGNAL=signal,
+            CLOCK=_CLOCK, num_warps=tiles.warps, num_stages=1, **options,
+        )  # fmt: skip
+
+
+def _on(device: torch.device) -> Any:
+    """The device as Triton's current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _over_process_group(
+    states: torch.Tensor,
+    log_a: torch.Tensor | None,
+    cut: torch.Tensor | None,
+    kind: str,
+    reverse: bool,
+    sp: SequenceParallel,
+) -> None:
+    """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
+    from flexsp.scan.schedules import incoming_state
+
+    B, slots, H, K, V = states.shape
+    alone = sp.rank == (sp.world_size - 1 if reverse else 0)
+    folded = states.new_empty(B, H, K, V)
+    _launch(states, log_a, cut, kind, reverse, folded=folded, seeded=alone)
+    total = None if log_a is None else log_a.sum(1)
+    any_cut = None if cut is None else (cut != 0).any(1)
+    arrived = incoming_state(folded, total, any_cut, sp, reverse)
+    if not alone:
+        states[:, slots - 1 if reverse else 0].copy_(arrived)
+    _launch(states, log_a, cut, kind, reverse)

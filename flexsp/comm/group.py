@@ -88,8 +88,6 @@ class SequenceParallel:
             f"device={self.device}, transport={self.transport!r}, schedule={self.schedule!r})"
         )
 
-    # Lengths ---------------------------------------------------------------------------------------------------
-
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -97,6 +95,14 @@ class SequenceParallel:
     @property
     def is_last(self) -> bool:
         return self.rank == self.world_size - 1
+
+    def neighbours(self, reverse: bool = False) -> tuple[int | None, int | None]:
+        """(source, target) of what passes along the ranks from left to right, or from right to left."""
+        left = self.rank - 1 if self.rank > 0 else None
+        right = self.rank + 1 if self.rank + 1 < self.world_size else None
+        return (right, left) if reverse else (left, right)
+
+    # Lengths ---------------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> list[int] | None:
@@ -247,10 +253,22 @@ def current_sp() -> SequenceParallel | None:
     return _ambient.sp
 
 
+def _recomputing() -> bool:
+    """Whether autograd runs a backward pass on this thread while a group of several ranks exists."""
+    return torch._C._current_graph_task_id() != -1 and any(sp.world_size > 1 for sp in _GROUPS.values())
+
+
 def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
     """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself."""
     if sp is None:
-        return current_sp()
+        found = current_sp()
+        if found is None and not torch.compiler.is_compiling() and _recomputing():
+            raise FlexspError(
+                "an op called with sp=None is being recomputed in a backward pass, where the ambient sequence_parallel "
+                "of its forward pass is gone. Checkpoint a module wrapped in SequenceParallelLA rather than a function, "
+                "or pass sp= to the op (sp=False if it is local)"
+            )
+        return found
     if sp is False:
         return None
     if not isinstance(sp, SequenceParallel):

@@ -8,9 +8,9 @@ a silent peer is NCCL's own watchdog to report.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,15 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
+    "Message",
     "Pending",
     "compare_text",
     "define_op",
     "exchange_ints",
+    "greet",
     "group_for",
     "peer_errors",
-    "receive",
-    "send",
+    "post",
     "stamp",
     "wait_all",
 ]
@@ -104,47 +105,60 @@ def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
     return [int(row) for row in rows]
 
 
+class Message(NamedTuple):
+    """One contiguous buffer to or from a group rank; ``op`` is "send" or "recv"."""
+
+    op: Literal["send", "recv"]
+    buffer: torch.Tensor
+    peer: int
+
+
 class Pending(NamedTuple):
     """A message under way; holds its buffer alive until waited for."""
 
     work: dist.Work
-    buffer: torch.Tensor
-    peer: int
-    doing: str
+    message: Message
 
 
-def _post(sp: SequenceParallel, op: Callable[..., Any], buffer: torch.Tensor, peer: int) -> Pending:
-    doing = "send" if op is dist.isend else "recv"
-    group, target = group_for(sp, buffer), sp.global_ranks[peer]
-    with peer_errors(sp, peer, doing):
-        if buffer.is_cuda:
-            # Batched, NCCL uses the group's communicator; single isend/irecv would build one for each pair.
-            work = dist.batch_isend_irecv([dist.P2POp(op, buffer, target, group)])[0]
-        else:
-            work = op(buffer, target, group=group)
-    return Pending(work, buffer, peer, doing)
+def post(sp: SequenceParallel, *messages: Message) -> list[Pending]:
+    """Start messages that may proceed together, in stream order on CUDA."""
+    if not messages:
+        return []
+    calls = {"send": dist.isend, "recv": dist.irecv}
+    group = group_for(sp, messages[0].buffer)
+    first = messages[0]
+    if first.buffer.is_cuda:
+        # One NCCL group on the group's communicator; single isend/irecv would build a communicator for each pair.
+        ops = [dist.P2POp(calls[m.op], m.buffer, sp.global_ranks[m.peer], group) for m in messages]
+        with peer_errors(sp, first.peer, first.op):
+            works = dist.batch_isend_irecv(ops)
+        return [Pending(work, m) for work, m in zip(works * len(messages), messages, strict=False)]
+    pending = []
+    for m in messages:
+        with peer_errors(sp, m.peer, m.op):
+            work = calls[m.op](m.buffer, sp.global_ranks[m.peer], group=group)
+        assert work is not None  # None only on a rank outside the group
+        pending.append(Pending(work, m))
+    return pending
 
 
-def wait_all(sp: SequenceParallel, pending: list[Pending]) -> None:
+def wait_all(sp: SequenceParallel, pending: Sequence[Pending]) -> None:
     """Wait for messages: on CPU until they are through, on CUDA by ordering the current stream behind them."""
     for item in pending:
-        with peer_errors(sp, item.peer, item.doing):
+        with peer_errors(sp, item.message.peer, item.message.op):
             item.work.wait()
 
 
-def send(sp: SequenceParallel, pieces: list[torch.Tensor], peer: int, text: str | None) -> list[Pending]:
-    """Start sending contiguous ``pieces`` to group rank ``peer``; ``text`` (see stamp) goes first, None for none."""
-    head = [] if text is None or pieces[0].is_cuda else [_encode(text)]
-    return [_post(sp, dist.isend, piece, peer) for piece in (*head, *pieces)]
-
-
-def receive(sp: SequenceParallel, pieces: list[torch.Tensor], peer: int, text: str | None) -> list[Pending]:
-    """Start receiving into contiguous ``pieces`` from ``peer``, after its text has been compared with ``text``."""
-    if text is not None and not pieces[0].is_cuda:
-        head = torch.empty(_TEXT_BYTES, dtype=torch.uint8)
-        wait_all(sp, [_post(sp, dist.irecv, head, peer)])
-        ours = _encode(text)
-        if not torch.equal(head, ours):
-            sp.failure = PeerMismatch(sp.rank, peer, _decode(ours), _decode(head))
+def greet(sp: SequenceParallel, text: str, source: int | None, target: int | None, like: torch.Tensor) -> list[Pending]:
+    """Before CPU data moves: tell ``target`` which call this is, compare with what ``source`` says (see stamp)."""
+    if like.is_cuda:
+        return []
+    ours = _encode(text)
+    leaving = post(sp, Message("send", ours, target)) if target is not None else []
+    if source is not None:
+        theirs = torch.empty_like(ours)
+        wait_all(sp, post(sp, Message("recv", theirs, source)))
+        if not torch.equal(theirs, ours):
+            sp.failure = PeerMismatch(sp.rank, source, _decode(ours), _decode(theirs))
             raise sp.failure
-    return [_post(sp, dist.irecv, piece, peer) for piece in pieces]
+    return leaving

@@ -121,7 +121,7 @@ def _positive(name: str, given: float | None, variable: str, default: float) -> 
 def _device(device: torch.device | str | None) -> torch.device:
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if where.type == "cuda":
-        if where.index is None:
+        if ":" not in str(where):
             where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
         torch.cuda.set_device(where)
     return where
@@ -140,8 +140,7 @@ def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
         if group.ndim != 1:
             names = group.mesh_dim_names or ()
             raise ValueError(
-                f"group: expected a one-dimensional DeviceMesh such as mesh['sp'], got dimensions "
-                f"{names or group.ndim}"
+                f"group: expected a one-dimensional DeviceMesh such as mesh['sp'], got dimensions {names or group.ndim}"
             )
         group = group.get_group()
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
@@ -168,7 +167,9 @@ def _make_groups(
     """Own data and gloo groups; torch wants every rank of the world to take part in making every group."""
     timeout = timedelta(seconds=timeout_s)
     mine: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
-    for ranks in sorted({tuple(members) for members in everyone if len(members) > 1}):
+    if all(len(members) == 1 for members in everyone):
+        return mine
+    for ranks in sorted({tuple(members) for members in everyone}):
         data = dist.new_group(list(ranks), timeout=timeout, backend="nccl" if where.type == "cuda" else "gloo")
         cpu = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if dist.get_rank() in ranks:
@@ -185,9 +186,17 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     try:
         from flexsp.comm.heap import create_heap
 
-        heap = create_heap(kind, heap_mib << 20, group_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device)
-    except (NotAvailable, ImportError) as error:
-        problem = str(error) or type(error).__name__
+        assert sp.cpu_group is not None
+        heap = create_heap(
+            kind,
+            heap_mib << 20,
+            rank=sp.rank,
+            global_ranks=sp.global_ranks,
+            cpu_group=sp.cpu_group,
+            device=sp.device,
+        )
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        problem = f"{type(error).__name__}: {error}"
     near = heap is not None and all(heap.reaches(r) for r in range(sp.world_size))
     if transport == "peer" and heap is not None and not near:
         problem = "not every rank's memory can be mapped here: use transport='put'"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.process_group import Pending, compare_text, group_for, peer_errors, receive, send, stamp, wait_all
+from flexsp.comm.process_group import Message, compare_text, greet, group_for, peer_errors, post, stamp, wait_all
 from flexsp.scan.transitions import Transition
 
 __all__ = ["PIECES", "SCHEDULES", "incoming_state"]
@@ -54,25 +54,30 @@ def incoming_state(
 def _hop(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, pieces: int, text: str
 ) -> torch.Tensor:
-    """Receive from one neighbour, apply, send to the other, in ``pieces`` of rows of [B*H*K, V]."""
-    step = -1 if reverse else 1
-    source, target = sp.rank - step, sp.rank + step
+    """Receive from one neighbour, apply, send to the other, in ``pieces`` of rows of [B*H*K, V].
+
+    The next piece arrives while the one before it leaves.
+    """
+    source, target = sp.neighbours(reverse)
     state = torch.zeros_like(F)
     rows = F.shape[:3].numel()
-    state_rows, F_rows = (list(t.view(rows, F.shape[3]).chunk(pieces)) for t in (state, F))
+    arriving, leaving = (list(t.view(rows, F.shape[3]).chunk(pieces)) for t in (state, F))
     factor = transition.transpose().factor(F) if reverse else transition.factor(F)
     factors = None if factor is None else factor.expand(*F.shape[:3], 1).reshape(rows, 1).chunk(pieces)
-    has_source, has_target = 0 <= source < sp.world_size, 0 <= target < sp.world_size
-    arriving = receive(sp, state_rows, source, text) if has_source else []
-    leaving: list[Pending] = []
-    for i, piece in enumerate(F_rows):
-        if has_source:
-            wait_all(sp, [arriving[i]])
-        if has_target:
-            if has_source:
-                piece = piece + (state_rows[i] if factors is None else factors[i] * state_rows[i])
-            leaving += send(sp, [piece], target, text if i == 0 else None)
-    wait_all(sp, leaving)
+    pending = greet(sp, text, source, target, F)
+    for i in range(-1, len(leaving)):
+        messages = []
+        if i >= 0 and target is not None:
+            out = leaving[i]
+            if source is not None:
+                out = out + (arriving[i] if factors is None else factors[i] * arriving[i])
+            messages.append(Message("send", out, target))
+        if i + 1 < len(arriving) and source is not None:
+            messages.append(Message("recv", arriving[i + 1], source))
+        started = post(sp, *messages)
+        wait_all(sp, [item for item in started if item.message.op == "recv"])
+        pending += [item for item in started if item.message.op == "send"]
+    wait_all(sp, pending)
     return state
 
 

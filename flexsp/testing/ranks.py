@@ -127,9 +127,10 @@ class _Pool:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
-                answers[rank] = _receive(pipe)  # type: ignore[arg-type]
+            for rank, pipe in enumerate(self.pipes):
+                if pipe not in ready:
+                    continue
+                answers[rank] = _receive(pipe)
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         _raise_failures(answers, len(self.pipes), timeout)
@@ -205,9 +206,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: st
         try:
             if not dist.is_initialized():
                 backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-                dist.init_process_group(
-                    backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-                )
+                dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
             fn, args = pickle.loads(call)
             result = fn(_get_sp(made, settings, fresh), *args)
             pipe.send((True, pickle.dumps(_detached(result))))

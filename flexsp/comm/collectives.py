@@ -1,0 +1,126 @@
+"""The few collectives outside the rank scan: gather with its exact adjoint, and a sum of counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from flexsp.comm.group import SequenceParallel, get_sp
+from flexsp.comm.process_group import compare_text, define_op, group_for, peer_errors, stamp
+
+__all__ = ["gather", "sum_over_ranks"]
+
+
+def gather(y: torch.Tensor, dim: int, sp: SequenceParallel) -> torch.Tensor:
+    """Every rank's ``y`` joined along ``dim``; see :meth:`SequenceParallel.gather`."""
+    if not -y.dim() <= dim < y.dim():
+        raise ValueError(f"dim: expected a dimension of a tensor of shape {tuple(y.shape)}, got {dim}")
+    dim %= y.dim()
+    lengths = sp.lengths_for(y.shape[dim])
+    if not (y.is_floating_point() or y.is_complex()):
+        return _gather(y, dim, lengths, get_sp(sp.id).order, sp.id)
+    return _GatherFunction.apply(y, sp.anchor, dim, lengths, sp.id)
+
+
+def sum_over_ranks(x: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
+    """Sum of ``x`` over the ranks, on every rank; not differentiable (for counts)."""
+    return _sum(x.detach(), get_sp(sp.id).order, sp.id)
+
+
+def _agree(sp: SequenceParallel, text: str, tensor: torch.Tensor) -> None:
+    """On CPU every collective is compared first: gloo would mix up the data of different calls."""
+    if not tensor.is_cuda and not sp.check_calls:
+        compare_text(sp, text)
+
+
+def _run_sum(x: torch.Tensor, order: torch.Tensor, sp_id: int) -> torch.Tensor:
+    sp = get_sp(sp_id)
+    _agree(sp, stamp(sp, "sum over ranks", x), x)
+    total = x.clone(memory_format=torch.contiguous_format)
+    with peer_errors(sp, None, "all_reduce"):
+        dist.all_reduce(total, group=group_for(sp, total))
+    return total
+
+
+def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
+    """All-gather of shards padded to the longest: gloo takes equal sizes only. Bytes travel, so any dtype does."""
+    sp = get_sp(sp_id)
+    rows = y.movedim(dim, 0)
+    longest = max(lengths)
+    mine = y.new_zeros(longest, *rows.shape[1:])
+    mine[: rows.shape[0]] = rows
+    _agree(sp, stamp(sp, f"gather (dim {dim})", mine), mine)
+    everyone = [torch.empty_like(mine) for _ in lengths]
+    if mine.numel() > 0:
+        with peer_errors(sp, None, "all_gather"):
+            dist.all_gather([_bytes(t) for t in everyone], _bytes(mine), group=group_for(sp, mine))
+    full = torch.cat([shard[:length] for shard, length in zip(everyone, lengths, strict=True)])
+    return full.movedim(0, dim).contiguous()
+
+
+def _run_adjoint(
+    d_full: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int
+) -> torch.Tensor:
+    """Reduce-scatter: every rank receives all ranks' gradients of its slice and adds them in rank order."""
+    sp = get_sp(sp_id)
+    rows = d_full.movedim(dim, 0).contiguous()
+    _agree(sp, stamp(sp, f"gather (dim {dim}, backward)", rows), rows)
+    received = rows.new_empty(sp.world_size, lengths[sp.rank], *rows.shape[1:])
+    row = rows.shape[1:].numel() * rows.element_size()
+    if rows.numel() > 0:
+        with peer_errors(sp, None, "all_to_all"):
+            dist.all_to_all_single(
+                _bytes(received),
+                _bytes(rows),
+                output_split_sizes=[lengths[sp.rank] * row] * sp.world_size,
+                input_split_sizes=[length * row for length in lengths],
+                group=group_for(sp, rows),
+            )
+    return received.sum(0).movedim(0, dim).contiguous()
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.view(-1).view(torch.uint8)
+
+
+def _fake_sum(x: torch.Tensor, order: torch.Tensor, sp_id: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
+    return y.new_empty(*y.shape[:dim], sum(lengths), *y.shape[dim + 1 :])
+
+
+def _fake_adjoint(d: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
+    return d.new_empty(*d.shape[:dim], lengths[get_sp(sp_id).rank], *d.shape[dim + 1 :])
+
+
+_sum = define_op("sum_over_ranks(Tensor x, Tensor(o!) order, int sp_id) -> Tensor", _run_sum, _fake_sum)
+_gather = define_op(
+    "gather(Tensor y, int dim, SymInt[] lengths, Tensor(o!) order, int sp_id) -> Tensor", _run_gather, _fake_gather
+)
+_gather_adjoint = define_op(
+    "gather_adjoint(Tensor d, int dim, SymInt[] lengths, Tensor(o!) order, int sp_id) -> Tensor",
+    _run_adjoint,
+    _fake_adjoint,
+)
+
+
+class _GatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, anchor: torch.Tensor, dim: int, lengths: list[int], sp_id: int
+    ) -> torch.Tensor:
+        ctx.dim, ctx.lengths, ctx.sp_id = dim, lengths, sp_id
+        ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
+        return _gather(y, dim, lengths, get_sp(sp_id).order, sp_id)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (_,) = ctx.saved_tensors
+        return _gather_adjoint(d_full, ctx.dim, ctx.lengths, get_sp(ctx.sp_id).order, ctx.sp_id), None, None, None, None

@@ -13,7 +13,7 @@ CONSTRAINTS ?= constraints.txt
 
 RANKS   ?= 4
 MINUTES ?= 3.5
-RUN     ?= demo
+NAME    ?= demo
 DATA    ?=
 
 VENV := .venv
@@ -25,7 +25,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-	    examples/train_lm.py --run $(RUN) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
+	    examples/train_lm.py --name $(NAME) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --durations=10 $(ARGS)

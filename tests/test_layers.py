@@ -1,0 +1,233 @@
+"""Layers: sequence parallel equals one rank, documents are separate, decoding equals the parallel pass."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flexsp.comm.group import sequence_parallel
+from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, ShortConvolution, SimpleGLA
+from flexsp.testing.ranks import run_ranks
+
+WORLD = 4
+LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
+    "conv": (ShortConvolution, {"dim": 6, "width": 4, "bias": True}, 6),
+    "conv-wide": (ShortConvolution, {"dim": 5, "width": 9, "activation": None}, 5),
+    "conv-one-tap": (ShortConvolution, {"dim": 5, "width": 1}, 5),
+    "gla": (SimpleGLA, {"hidden_size": 24, "num_heads": 2, "head_k_dim": 16, "head_v_dim": 20}, 24),
+    "gla-bare": (
+        SimpleGLA,
+        {"hidden_size": 32, "num_heads": 2, "use_short_conv": False, "use_output_gate": False},
+        32,
+    ),
+    "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
+}
+SHARDS = {
+    "uneven": [11, 70, 3, 20],
+    "shorter than the convolution": [1, 2, 1, 3],
+    "empty": [0, 9, 0, 14],
+    "one rank has all": [0, 0, 5, 0],
+}
+
+
+def make(name: str, seed: int) -> nn.Module:
+    cls, options, _ = LAYERS[name]
+    torch.manual_seed(seed)
+    return cls(**options).double()
+
+
+def random_documents(total: int, seed: int) -> torch.Tensor:
+    """Boundaries of documents of any length, empty ones and one-token ones included."""
+    source = random.Random(seed)
+    cuts = sorted(source.randint(0, total) for _ in range(source.randint(1, 6)))
+    return torch.tensor([0, *cuts, *cuts[:1], total]).sort().values
+
+
+def forward_backward(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor, cu: torch.Tensor | None) -> dict[str, Any]:
+    x = x.detach().clone().requires_grad_()
+    y = layer(x, cu_seqlens=cu)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "grads": {name: p.grad for name, p in layer.named_parameters()}}
+
+
+def cut_cases(sp: Any, name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    results = []
+    for case in cases:
+        layer = make(name, case["seed"])
+        sp.set_lengths(case["lengths"] if case["known"] else None)
+        start = sum(case["lengths"][: sp.rank])
+        mine = slice(start, start + case["lengths"][sp.rank])
+        with sequence_parallel(sp):
+            results.append(forward_backward(layer, case["x"][:, mine], case["dy"][:, mine], case["cu"]))
+    return results
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_ranks_equal_one_rank(name: str) -> None:
+    """Outputs, input gradients and (summed) parameter gradients, with and without documents."""
+    cases, width = [], LAYERS[name][2]
+    for shards in SHARDS.values():
+        for packed in (False, True):
+            seed = random.randrange(1 << 30)
+            torch.manual_seed(seed)
+            lengths = random.Random(seed).sample(shards, WORLD)
+            x, dy = torch.randn(2, 1 if packed else 2, sum(lengths), width, dtype=torch.float64).unbind(0)
+            cu = random_documents(sum(lengths), seed) if packed else None
+            cases.append({"seed": seed, "lengths": lengths, "x": x, "dy": dy, "cu": cu, "known": seed % 2 == 0})
+    per_rank = run_ranks(cut_cases, WORLD, name, cases)
+    for i, case in enumerate(cases):
+        whole = forward_backward(make(name, case["seed"]), case["x"], case["dy"], case["cu"])
+        cut = [results[i] for results in per_rank]
+
+        def same(actual: torch.Tensor, expected: torch.Tensor, what: str, case: dict[str, Any] = case) -> None:
+            where = f"{what}, seed {case['seed']}, lengths {case['lengths']}, documents {case['cu']}"
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11, msg=lambda m: f"{where}: {m}")
+
+        same(torch.cat([r["y"] for r in cut], 1), whole["y"], "y")
+        same(torch.cat([r["dx"] for r in cut], 1), whole["dx"], "dx")
+        for parameter, grad in whole["grads"].items():
+            same(sum(r["grads"][parameter] for r in cut), grad, parameter)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_documents_are_separate(name: str) -> None:
+    """A packed call equals one call for each document."""
+    seed = random.randrange(1 << 30)
+    layer, cu = make(name, seed), random_documents(90, seed)
+    x = torch.randn(1, 90, LAYERS[name][2], dtype=torch.float64)
+    pieces = [layer(x[:, a:b]) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True) if a < b]
+    torch.testing.assert_close(layer(x, cu_seqlens=cu), torch.cat(pieces, 1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+def test_convolution_against_conv1d(width: int, bias: bool) -> None:
+    conv = ShortConvolution(3, width, bias=bias, activation=None).double()
+    x, dy = torch.randn(2, 2, 15, 3, dtype=torch.float64).unbind(0)
+    x.requires_grad_()
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    expected = F.conv1d(padded, conv.weight.unsqueeze(1), conv.bias, groups=3).transpose(1, 2)
+    wanted = [x, *conv.parameters()]
+    torch.testing.assert_close(conv(x), expected)
+    for actual, gradient in zip(
+        torch.autograd.grad(conv(x), wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True
+    ):
+        torch.testing.assert_close(actual, gradient)
+
+
+def test_convolution_stops_nan_at_documents() -> None:
+    conv = ShortConvolution(3, 4)
+    x = torch.randn(1, 12, 3)
+    x[:, 4:7] = float("nan")
+    x.requires_grad_()
+    y = conv(x, cu_seqlens=torch.tensor([0, 4, 7, 7, 12]))
+    assert y[:, :4].isfinite().all() and y[:, 7:].isfinite().all()
+    (dx,) = torch.autograd.grad(y[:, 7:].sum(), x)
+    assert dx[:, :4].isfinite().all() and dx[:, 7:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    """Output and gradients in fp16/bf16 are near the same layer in float64, in the input's dtype."""
+    exact = make(name, random.randrange(1 << 30)).to(dtype).double()
+    layer = copy.deepcopy(exact).to(dtype)
+    x = torch.randn(1, 40, LAYERS[name][2]).to(dtype)
+    y, expected = layer(x), exact(x.double())
+    assert y.dtype == dtype
+    y.float().square().sum().backward()
+    expected.square().sum().backward()
+    tolerance = 60 * torch.finfo(dtype).eps
+    assert (y - expected).norm() <= tolerance * expected.norm()
+    for (parameter, actual), reference in zip(layer.named_parameters(), exact.parameters(), strict=True):
+        assert (actual.grad - reference.grad).norm() <= tolerance * reference.grad.norm(), parameter
+
+
+@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+def test_decoding_equals_parallel(name: str) -> None:
+    """Token by token, and a prompt in two parts followed by tokens, against the parallel pass."""
+    layer = make(name, random.randrange(1 << 30))
+    x = torch.randn(3, 21, LAYERS[name][2], dtype=torch.float64)
+    expected = layer(x)
+    cache, steps = layer.init_cache(3), []
+    for token in x.unbind(1):
+        y, cache = layer.step(token, cache)
+        steps.append(y)
+    torch.testing.assert_close(torch.stack(steps, 1), expected, rtol=1e-10, atol=1e-12)
+
+    first, again = layer(x[:, :2], cache=layer.init_cache(3))
+    second, again = layer(x[:, 2:20], cache=again)
+    last, again = layer.step(x[:, 20:], again)
+    torch.testing.assert_close(torch.cat([first, second, last], 1), expected, rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(again, cache, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_mamba2_initialisation() -> None:
+    layer = Mamba2(256, head_dim=16, state_size=16)
+    dt = F.softplus(layer.dt_bias.double())
+    assert dt.min() >= 1e-3 * 0.999 and dt.max() <= 1e-1 * 1.001 and dt.max() > 5 * dt.min()
+    assert layer.A_log.exp().min() >= 1 and layer.A_log.exp().max() <= 16
+    assert torch.equal(layer.D, torch.ones(32))
+    names = {"in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"}
+    assert set(layer.state_dict()) == names
+
+
+def test_convolution_loads_conv1d_weights() -> None:
+    theirs = nn.Conv1d(6, 6, 4, groups=6)
+    ours = ShortConvolution(6, 4, bias=True)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.weight, theirs.weight.squeeze(1)) and torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_norms(gate_first: bool) -> None:
+    x, gate = torch.randn(2, 3, 5, 12, dtype=torch.float64).unbind(0)
+    norm = GatedRMSNorm(12, group_size=4, gate_first=gate_first).double()
+    nn.init.normal_(norm.weight)
+    read = x * F.silu(gate) if gate_first else x
+    expected = torch.cat([F.rms_norm(part, (4,), eps=1e-5) for part in read.split(4, -1)], -1) * norm.weight
+    torch.testing.assert_close(norm(x, gate), expected if gate_first else expected * F.silu(gate))
+    plain = RMSNorm(12).double()
+    torch.testing.assert_close(plain(x), F.rms_norm(x, (12,), eps=1e-5))
+
+
+def cache_under_ranks(sp: Any) -> None:
+    for name in ("gla", "mamba2"):
+        layer = make(name, 0)
+        x, cache = torch.randn(1, 5, LAYERS[name][2], dtype=torch.float64), layer.init_cache(1)
+        with sequence_parallel(sp):
+            with pytest.raises(ValueError, match="cache: expected None under sequence parallelism"):
+                layer(x, cache=cache)
+            if sp.rank == 0:  # generation on one rank needs nobody else
+                layer.step(x[:, :1], cache)
+
+
+def test_cache_under_ranks() -> None:
+    run_ranks(cache_under_ranks, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ShortConvolution(4, 0), "width: expected at least 1"),
+        (lambda: ShortConvolution(4, activation="relu"), "activation: expected"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 5)), r"x: expected \[B, T, 4\]"),
+        (lambda: ShortConvolution(4)(torch.randn(2, 3, 4), torch.tensor([0, 3])), "x: expected batch size 1"),
+        (lambda: ShortConvolution(4).prefill(torch.randn(1, 3, 4), torch.randn(1, 4, 3)), "cache: expected"),
+        (lambda: Mamba2(24, head_dim=32), "head_dim: expected a divisor"),
+        (lambda: Mamba2(32, head_dim=16, n_groups=3), "n_groups: expected a divisor"),
+        (lambda: SimpleGLA(30, num_heads=4), "expand_k: expected"),
+        (lambda: RMSNorm(10, group_size=3), "group_size: expected a divisor"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

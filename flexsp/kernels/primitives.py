@@ -1,6 +1,7 @@
 """Tile helpers shared by the Triton engines.
 
-Log decays inside the kernels are in base 2 (natural gates times log2 e), so that one `exp2` applies them. Gates are
+Log decays inside the kernels are in base 2 (natural gates times log2 e), so that one `exp2` applies them. Rows of a
+chunk past its length hold zeros in every tensor and repeat the last decay. Gates are
 clamped at -104 (natural) before the cumulative sum: e^-104 underflows in fp32, and larger magnitudes would only cost
 the sum its precision (MATH 9).
 """
@@ -16,23 +17,33 @@ GATE_MIN = tl.constexpr(-104.0)
 
 
 @triton.jit
-def gate_none(gate, stride_t, length, C: tl.constexpr):
+def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr):
+    """b [B, H, T] fp32: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk."""
+    row = tl.program_id(1)
+    start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+    i = tl.arange(0, C)
+    at = g + (row // H).to(tl.int64) * g_sb + (row % H) * g_sh + (start + i) * g_st
+    gate = tl.maximum(tl.load(at, mask=i < length, other=0.0).to(tl.float32), GATE_MIN)
+    tl.store(b + row.to(tl.int64) * T + start + i, tl.cumsum(gate * LOG2E, axis=0), mask=i < length)
+
+
+@triton.jit
+def decay_none(gate, start, length, C: tl.constexpr):
     """No decay: b = 0."""
     return tl.zeros([C], tl.float32), 0.0
 
 
 @triton.jit
-def gate_scalar(gate, stride_t, length, C: tl.constexpr):
-    """One gate a token: inclusive cumulative log2 decay b [C] of the chunk and its last value."""
-    i = tl.arange(0, C)
-    g = tl.load(gate + i * stride_t, mask=i < length, other=0.0).to(tl.float32)
-    b = tl.cumsum(tl.maximum(g, GATE_MIN) * LOG2E, axis=0)
-    return b, tl.sum(tl.where(i == C - 1, b, 0.0), axis=0)
+def decay_scalar(gate, start, length, C: tl.constexpr):
+    """Cumulative log2 decay b [C] of one chunk, as `gate_kernel` left it, and its last value."""
+    i = tl.minimum(tl.arange(0, C), length - 1)
+    b = tl.load(gate + start + i, mask=i >= 0, other=0.0)
+    return b, tl.load(gate + start + length - 1, mask=length > 0, other=0.0)
 
 
 @triton.jit
-def gate_gamma(gate, stride_t, length, C: tl.constexpr):
-    """One fixed gate a head."""
+def decay_gamma(gate, start, length, C: tl.constexpr):
+    """The same for one fixed gate a head."""
     gamma = tl.maximum(tl.load(gate).to(tl.float32), GATE_MIN) * LOG2E
     i = tl.arange(0, C)
     return gamma * tl.minimum(i + 1, length).to(tl.float32), gamma * length

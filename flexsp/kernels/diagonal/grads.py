@@ -16,16 +16,55 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, dq, reads, states, initial, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_st, g_sh, dq_sb, dq_st, dq_sh,
-    T, H, n_seg, n_chunks, per_seg, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    gate,
+    dq,
+    reads,
+    states,
+    initial,
+    table,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    v_sb,
+    v_st,
+    v_sh,
+    do_sb,
+    do_st,
+    do_sh,
+    g_sb,
+    g_sh,
+    dq_sb,
+    dq_st,
+    dq_sh,
+    T,
+    H,
+    n_seg,
+    n_chunks,
+    per_seg,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    READS: tl.constexpr,
+    GATED: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
-    reads [K tiles, B, T, H] fp32: <q_i, the inter-chunk part of dq_i> over this tile's channels.
+    reads [K tiles, B, H, T] fp32: <q_i, the inter-chunk part of dq_i> over this tile's channels.
     """
     tile = tl.program_id(0)
     k0 = tile * BK
@@ -39,7 +78,7 @@ def dq_kernel(
     dq += b.to(tl.int64) * dq_sb + h * dq_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     n_b = tl.num_programs(1) // H
-    reads += (tile * n_b + b).to(tl.int64) * T * H + h
+    reads += ((tile * n_b + b) * H + h).to(tl.int64) * T
 
     rows = tl.arange(0, C)
     causal = rows[:, None] >= rows[None, :]
@@ -60,37 +99,87 @@ def dq_kernel(
         da = mm(doc_, tl.trans(vc), DOT, PREC) * scale
         dqc = mm(doc_, tl.trans(S), DOT, PREC)
         if GATED:
-            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            bc, b_end = DECAY(gate, start, length, C)
             da = da * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
             dqc = dqc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)
-            S += mm(tl.trans(kc), vc * tl.exp2(b_end - bc)[:, None], DOT, PREC)
+            S += mm(tl.trans((kc * tl.exp2(b_end - bc)[:, None]).to(DOT)), vc, DOT, PREC)
         else:
             da = tl.where(causal, da, 0.0)
             dqc = dqc * scale
             S += mm(tl.trans(kc), vc, DOT, PREC)
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK).to(tl.float32)
-            tl.store(reads + (start + rows) * H, tl.sum(qc * dqc, axis=1), mask=rows < length)
+            tl.store(reads + start + rows, tl.sum(qc * dqc, axis=1), mask=rows < length)
         dqc += mm(da, kc, DOT, PREC)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, gate, dk, dv, dg, reads, states, dstates, final, dfinal, dinitial, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_st, g_sh,
-    dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
-    T, H, n_seg, n_chunks, per_seg, scale, n_reads,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, DROP: tl.constexpr,
-    GATE: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    gate,
+    dk,
+    dv,
+    dg,
+    reads,
+    states,
+    dstates,
+    final,
+    dfinal,
+    dinitial,
+    table,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    v_sb,
+    v_st,
+    v_sh,
+    do_sb,
+    do_st,
+    do_sh,
+    g_sb,
+    g_sh,
+    dk_sb,
+    dk_st,
+    dk_sh,
+    dv_sb,
+    dv_st,
+    dv_sh,
+    T,
+    H,
+    n_seg,
+    n_chunks,
+    per_seg,
+    scale,
+    n_reads,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DG: tl.constexpr,
+    DROP: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    FINAL: tl.constexpr,
+    INITIAL: tl.constexpr,
+    GATED: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     """Right to left with the tile [BK, BV] of dS in registers.
 
     DV needs BK >= K: dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.  DK needs BV >= V: dk_j = sum_i dA_ij E_ij q_i +
-    e^{b_C - b_j} dS v_j.  Both at once where the whole state fits.  DG (with DV): dg [V tiles, B, T, H] fp32, this tile's part.
+    e^{b_C - b_j} dS v_j.  Both at once where the whole state fits.  DG (with DV): dg [V tiles, B, H, T] fp32, this tile's part.
     """
     tile = tl.program_id(0)
     n_v: tl.constexpr = (V + BV - 1) // BV
@@ -107,8 +196,8 @@ def dkdv_kernel(
     dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     n_b = tl.num_programs(1) // H
-    dg += (tile * n_b + b).to(tl.int64) * T * H + h
-    reads += b.to(tl.int64) * T * H + h
+    dg += ((tile * n_b + b) * H + h).to(tl.int64) * T
+    reads += (b * H + h).to(tl.int64) * T
 
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
@@ -139,7 +228,7 @@ def dkdv_kernel(
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         if GATED:
-            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            bc, b_end = DECAY(gate, start, length, C)
             E = tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
             out = tl.exp2(b_end - bc)
         else:
@@ -168,15 +257,20 @@ def dkdv_kernel(
             read = tl.zeros([C], tl.float32)
             if v0 == 0:
                 for r in range(n_reads):
-                    read += tl.load(reads + r * n_b * T * H + (start + rows) * H, mask=rows < length, other=0.0)
+                    read += tl.load(
+                        reads + r * (n_b * H).to(tl.int64) * T + start + rows, mask=rows < length, other=0.0
+                    )
             straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(writes, axis=0))
             u = inner + read
             part = tl.sum(u, axis=0) - tl.cumsum(u, axis=0) + u + tl.cumsum(writes, axis=0) - writes + straddle
-            tl.store(dg + (start + rows) * H, part, mask=rows < length)
+            tl.store(dg + start + rows, part, mask=rows < length)
             straddle += tl.sum(read, axis=0)
         if GATED:
             dS = dS * tl.exp2(b_end)
-            dS += mm(tl.trans(qc), oc * (tl.exp2(bc) * scale)[:, None], DOT, PREC)
+            if BK < BV:
+                dS += mm(tl.trans((qc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), oc, DOT, PREC)
+            else:
+                dS += mm(tl.trans(qc), oc * (tl.exp2(bc) * scale)[:, None], DOT, PREC)
         else:
             dS += mm(tl.trans(qc), oc, DOT, PREC) * scale
         if PACKED and INITIAL:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["diagonal"]
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? initial"
-_FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> " + ", ".join(["Tensor"] * 6).join("()")
+_FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> " + ", ".join(["Tensor"] * 7).join("()")
 _BACKWARD = (
-    f"({_INPUTS}, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table, Tensor do, Tensor? dfinal, "
+    f"({_INPUTS}, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table, Tensor decay, Tensor do, Tensor? dfinal, "
     "int docs, float scale, bool want_dg, bool want_dinitial%s) -> " + ", ".join(["Tensor"] * 5).join("()")
 )
 _SP = ", Tensor(a!) order, int sp"
@@ -42,13 +42,13 @@ def _forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, order=
 
 
 def _backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, do, dfinal, docs, scale, want_dg, want_dinitial,
+    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale, want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     from flexsp.kernels.diagonal import triton_engine as engine
 
     group = get_sp(sp) if sp >= 0 else None
-    saved = engine.Saved(q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, docs, scale)
+    saved = engine.Saved(q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, docs, scale)
     return engine.backward(saved, do, dfinal, group, want_dg, want_dinitial)
 
 
@@ -67,11 +67,12 @@ def _fake_forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, o
         q.new_empty((p.B, p.n_seg, p.H) if gated else 0, **f32),
         q.new_empty((p.B, p.n_seg) if docs else 0, dtype=torch.int32),
         q.new_empty((p.n_chunks, 5) if docs else 0, dtype=torch.int32),
+        q.new_empty((p.B, p.H, p.T) if g is not None else 0, **f32),
     )
 
 
 def _fake_backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, do, dfinal, docs, scale, want_dg, want_dinitial,
+    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale, want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     B, T, H, K = q.shape
@@ -81,7 +82,7 @@ def _fake_backward(
         q.new_empty(B, T, H, K),
         q.new_empty(B, T, H, K),
         v.new_empty(B, T, H, V),
-        q.new_empty((B, T, H) if want_dg else 0, **f32),
+        q.new_empty((B, H, T) if want_dg else 0, **f32),
         q.new_empty((docs if docs else B, H, K, V) if want_dinitial else 0, **f32),
     )
 
@@ -104,7 +105,7 @@ class _DiagonalFunction(torch.autograd.Function):
             out = _ops.diagonal_forward(*inputs, cu_seqlens, scale, want_final)
         else:
             out = _ops.diagonal_forward_sp(*inputs, cu_seqlens, scale, want_final, get_sp(sp).order, sp)
-        o, final, states, log_a, cut, table = out
+        o, final, states = out[:3]
         ctx.save_for_backward(*inputs, final if cu_seqlens is not None else states.new_empty(0), *out[2:])
         ctx.scale, ctx.sp = scale, sp
         ctx.docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -123,8 +124,8 @@ class _DiagonalFunction(torch.autograd.Function):
             dq, dk, dv, dg, dinitial = _ops.diagonal_backward(*args)
         else:
             dq, dk, dv, dg, dinitial = _ops.diagonal_backward_sp(*args, get_sp(ctx.sp).order, ctx.sp)
-        dgate = dg.to(g.dtype) if want_dg and g is not None else None
-        dgamma = dg.sum((0, 1)).to(g_gamma.dtype) if want_dg and g_gamma is not None else None
+        dgate = dg.transpose(1, 2).to(g.dtype) if want_dg and g is not None else None
+        dgamma = dg.sum((0, 2)).to(g_gamma.dtype) if want_dg and g_gamma is not None else None
         return dq, dk, dv, dgate, dgamma, dinitial if want_dinitial else None, *[None] * 5
 
 

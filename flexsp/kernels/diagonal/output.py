@@ -10,12 +10,47 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 
 @triton.jit
 def output_kernel(
-    q, k, v, gate, o, states, initial, final, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, g_sb, g_st, g_sh, o_sb, o_st, o_sh,
-    T, H, n_seg, n_chunks, per_seg, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q,
+    k,
+    v,
+    gate,
+    o,
+    states,
+    initial,
+    final,
+    table,
+    q_sb,
+    q_st,
+    q_sh,
+    k_sb,
+    k_st,
+    k_sh,
+    v_sb,
+    v_st,
+    v_sh,
+    g_sb,
+    g_sh,
+    o_sb,
+    o_st,
+    o_sh,
+    T,
+    H,
+    n_seg,
+    n_chunks,
+    per_seg,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
+    GATED: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     """o = scale (tril(q k^T . E) v + e^b q S); state tile [BK >= K, BV] in registers (MATH 1.D, merge)."""
     v0 = tl.program_id(0) * BV
@@ -48,7 +83,7 @@ def output_kernel(
         p = mm(qc, tl.trans(kc), DOT, PREC) * scale
         oc = mm(qc, S, DOT, PREC)
         if GATED:
-            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            bc, b_end = DECAY(gate, start, length, C)
             p = p * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
             oc = oc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)

@@ -14,12 +14,40 @@ from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm
 
 @triton.jit
 def summarize_kernel(
-    x, y, gate, states, log_a, cut, boundary, table,
-    x_sb, x_st, x_sh, y_sb, y_st, y_sh, g_sb, g_st, g_sh,
-    T, H, n_seg, n_chunks, per_seg, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, BOUNDARY: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    x,
+    y,
+    gate,
+    states,
+    log_a,
+    cut,
+    boundary,
+    table,
+    x_sb,
+    x_st,
+    x_sh,
+    y_sb,
+    y_st,
+    y_sh,
+    g_sb,
+    g_sh,
+    T,
+    H,
+    n_seg,
+    n_chunks,
+    per_seg,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOUNDARY: tl.constexpr,
+    GATED: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
@@ -54,7 +82,7 @@ def summarize_kernel(
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:
-            bc, b_end = GATE(gate + start * g_st, g_st, length, C)
+            bc, b_end = DECAY(gate, start, length, C)
             w = tl.exp2(bc) * scale if REVERSE else tl.exp2(b_end - bc)
             S = S * tl.exp2(b_end)
             total += b_end

@@ -29,18 +29,30 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 class _Gate:
-    """The gate's device function with its tensor and strides."""
+    """The decay's device function with its tensor: nothing, g_gamma [H], or b [B, H, T] from g [B, T, H]."""
 
-    def __init__(self, g: Optional, g_gamma: Optional, filler: torch.Tensor) -> None:
+    def __init__(self, g: Optional, g_gamma: Optional, b: Optional, filler: torch.Tensor) -> None:
         from flexsp.kernels import primitives
 
         self.gated = g is not None or g_gamma is not None
         if g is not None:
-            self.load, self.tensor, self.strides = primitives.gate_scalar, g, _strides(g)
+            assert b is not None
+            self.decay, self.tensor, self.strides = primitives.decay_scalar, b, (b.stride(0), b.stride(1))
         elif g_gamma is not None:
-            self.load, self.tensor, self.strides = primitives.gate_gamma, g_gamma, (0, 0, g_gamma.stride(0))
+            self.decay, self.tensor, self.strides = primitives.decay_gamma, g_gamma, (0, g_gamma.stride(0))
         else:
-            self.load, self.tensor, self.strides = primitives.gate_none, filler, (0, 0, 0)
+            self.decay, self.tensor, self.strides = primitives.decay_none, filler, (0, 0)
+
+
+def _cumulate(g: torch.Tensor, table: torch.Tensor, p: Plan) -> torch.Tensor:
+    from flexsp.kernels.primitives import gate_kernel
+
+    b = torch.empty(p.B, p.H, p.T, device=g.device, dtype=torch.float32)
+    if p.T:
+        gate_kernel[(p.n_chunks, p.B * p.H)](
+            g, b, table, *_strides(g), p.T, p.H, C=p.tiles.chunk, PACKED=p.packed, num_warps=2
+        )
+    return b
 
 
 def _dots(dtype: torch.dtype) -> dict[str, Any]:
@@ -72,7 +84,7 @@ def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, 
         x, y, gate.tensor, states, log_a, cut, x if boundary is None else boundary, table,
         *_strides(x), *_strides(y), *gate.strides,
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, REVERSE=reverse, PACKED=p.packed,
+        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, REVERSE=reverse, PACKED=p.packed,
         BOUNDARY=boundary is not None, GATED=gate.gated, **_dots(x.dtype), **_launch(tile),
     )  # fmt: skip
 
@@ -88,19 +100,18 @@ def forward(
     sp: SequenceParallel | None,
     scale: float,
     want_final: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(o, final, states, log_a, cut, table); what does not apply comes back empty."""
-    from flexsp.kernels.diagonal.output import output_kernel
-
+) -> tuple[torch.Tensor, ...]:
+    """(o, final, states, log_a, cut, table, cumulative log2 decay); what does not apply comes back empty."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     p = make_plan(q, v, docs)
     f32 = {"device": q.device, "dtype": torch.float32}
-    gate = _Gate(g, g_gamma, q)
     states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
-    log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
+    b = None if g is None else _cumulate(g, table, p)
+    gate = _Gate(g, g_gamma, b, q)
+    log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
     final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
 
@@ -116,17 +127,23 @@ def forward(
         log_a.zero_()
     propagate(states, log_a if gate.gated else None, cut if p.packed else None, sp)
     if p.n_chunks:
-        tile = p.tiles.output
-        output_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
-            q, k, v, gate.tensor, o, states, q if in_walk is None else in_walk, final, table,
-            *_strides(q), *_strides(k), *_strides(v), *gate.strides, *_strides(o),
-            p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-            K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, PACKED=p.packed, INITIAL=in_walk is not None,
-            FINAL=p.packed and want_final, GATED=gate.gated, **_dots(q.dtype), **_launch(tile),
-        )  # fmt: skip
+        _launch_output(p, q, k, v, gate, o, states, in_walk, final, table, scale, p.packed and want_final)
     if want_final and not p.packed:
         final = states[:, p.n_seg].clone()
-    return o, final, states, log_a, cut, table
+    return o, final, states, log_a, cut, table, torch.empty(0, **f32) if b is None else b
+
+
+def _launch_output(p: Plan, q, k, v, gate: _Gate, o, states, initial, final, table, scale, with_final: bool) -> None:
+    from flexsp.kernels.diagonal.output import output_kernel
+
+    tile = p.tiles.output
+    output_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
+        q, k, v, gate.tensor, o, states, q if initial is None else initial, final, table,
+        *_strides(q), *_strides(k), *_strides(v), *gate.strides, *_strides(o),
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
+        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, INITIAL=initial is not None,
+        FINAL=with_final, GATED=gate.gated, **_dots(q.dtype), **_launch(tile),
+    )  # fmt: skip
 
 
 def _table(cu_seqlens: Optional, p: Plan, sp: SequenceParallel | None, device: torch.device) -> torch.Tensor:
@@ -154,6 +171,7 @@ class Saved:
     log_a: torch.Tensor
     cut: torch.Tensor
     table: torch.Tensor
+    decay: torch.Tensor
     docs: int
     scale: float
 
@@ -161,11 +179,11 @@ class Saved:
 def backward(
     s: Saved, do: torch.Tensor, dfinal: Optional, sp: SequenceParallel | None, want_dg: bool, want_dinitial: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dg [B, T, H] fp32, dinitial); the last two empty unless wanted."""
+    """(dq, dk, dv, dg [B, H, T] fp32, dinitial); the last two empty unless wanted."""
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
     f32 = {"device": s.q.device, "dtype": torch.float32}
-    gate = _Gate(s.g, s.g_gamma, s.q)
+    gate = _Gate(s.g, s.g_gamma, s.decay, s.q)
     dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     if p.packed or dfinal is None:
         dstates[:, p.n_seg].zero_()
@@ -186,7 +204,7 @@ def backward(
         reads = _launch_dq(p, s, do, gate, dq, want_dg)
         dg = _launch_dkdv(p, s, do, gate, dk, dv, reads, dstates, in_walk, dinitial, want_dg)
     elif want_dg:
-        dg = torch.zeros(p.B, p.T, p.H, **f32)
+        dg = torch.zeros(p.B, p.H, p.T, **f32)
     if want_dinitial and not p.packed:
         dinitial = dstates[:, 0].clone()
     return dq, dk, dv, dg, dinitial
@@ -197,13 +215,13 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
 
     tile = p.tiles.dq
     n_k = _count(p.K, tile.bk)
-    reads = torch.empty((n_k, p.B, p.T, p.H) if want_dg else 0, device=dq.device, dtype=torch.float32)
+    reads = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, device=dq.device, dtype=torch.float32)
     in_walk = s.initial if p.packed else None
     dq_kernel[(n_k, p.B * p.H, p.n_seg)](
         s.q, s.k, s.v, do, gate.tensor, dq, reads, s.states, s.q if in_walk is None else in_walk, s.table,
         *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dq),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, GATE=gate.load, PACKED=p.packed, INITIAL=in_walk is not None, READS=want_dg,
+        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, INITIAL=in_walk is not None, READS=want_dg,
         GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
     )  # fmt: skip
     return reads
@@ -216,11 +234,12 @@ def _launch_dkdv(p: Plan, s: Saved, do, gate: _Gate, dk, dv, reads, dstates, dfi
     tiles = p.tiles
     walks = [(tiles.joint, True, True)] if tiles.joint else [(tiles.dv, False, True), (tiles.dk, True, False)]
     for tile, with_dk, with_dv in walks:
-        assert tile is not None
+        if tile is None:
+            continue
         programs = _count(p.K, tile.bk) * _count(p.V, tile.bv)
         with_dg = want_dg and with_dv
         if with_dg:
-            dg = torch.empty(programs, p.B, p.T, p.H, device=dk.device, dtype=torch.float32)
+            dg = torch.empty(programs, p.B, p.H, p.T, device=dk.device, dtype=torch.float32)
         held = s.final if p.packed and dfinal is not None else None
         dkdv_kernel[(programs, p.B * p.H, p.n_seg)](
             s.q, s.k, s.v, do, gate.tensor, dk, dv, dg, reads, s.states, dstates,
@@ -229,7 +248,7 @@ def _launch_dkdv(p: Plan, s: Saved, do, gate: _Gate, dk, dv, reads, dstates, dfi
             p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale, reads.shape[0],
             K=p.K, V=p.V, C=tiles.chunk, DK=with_dk, DV=with_dv, DG=with_dg,
             DROP=-14.0 if s.q.dtype == torch.bfloat16 else -30.0,
-            GATE=gate.load, PACKED=p.packed, FINAL=dfinal is not None, INITIAL=with_dv and dinitial.numel() > 0,
+            DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, INITIAL=with_dv and dinitial.numel() > 0,
             GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
         )  # fmt: skip
     return dg[0] if dg.shape[0] == 1 else dg.sum(0) if want_dg else dg

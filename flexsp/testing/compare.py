@@ -1,9 +1,11 @@
 """How close a kernel must come to the float64 oracle: DESIGN's rule instead of hand-tuned tolerances.
 
 The error of an op (relative, in the 2-norm, outputs, final states and every gradient alike) may be at most twice the
-error of a low-precision reference plus one rounding of the result. The reference is the same mathematics with the
-operands of matrix products rounded to the inputs' dtype and float32 accumulation, in the quadratic (attention) form,
-which shares nothing with the chunked kernels. NaN and inf never pass.
+error of a low-precision reference plus one rounding: of the result, or of float32 arithmetic where that is coarser.
+The reference is the same mathematics with the operands of matrix products rounded to the inputs' dtype and float32
+accumulation, in the quadratic (attention) form, which shares nothing with the chunked kernels. A tensor of few numbers
+can be near the oracle by luck, so it is judged by the largest error of the reference in the same call. NaN and inf
+never pass.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from flexsp.testing.oracles import token_loop
 __all__ = ["Report", "assert_close", "check_op", "low_precision", "relative_error"]
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
+FLOAT32_ROUNDING = torch.finfo(torch.float32).eps
+FEW = 256
 MIN_LOG_DECAY = -104.0
 
 WIDE = ("g", "g_gamma", "initial_state", "dt", "A", "D", "dt_bias")
@@ -58,16 +62,22 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / (want.norm() or 1.0)).item()
 
 
-def assert_close(name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None = None) -> Report:
-    """Raise AssertionError unless ``got`` obeys the rule; ``low`` may be None for float64 results only."""
+def assert_close(
+    name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None = None, low_error: float = 0.0
+) -> Report:
+    """Raise AssertionError unless ``got`` obeys the rule.
+
+    ``low`` is the low-precision result (None for float64 results only); ``low_error`` the least error that it is
+    credited with.
+    """
     error = relative_error(got, oracle)
     if low is None:
         if got.dtype != torch.float64:
             raise ValueError(f"low: expected the low-precision result for {got.dtype}, got None")
         report = Report(name, error, 0.0, FLOAT64_BOUND)
     else:
-        rounding = relative_error(oracle.to(got.dtype), oracle)
-        report = Report(name, error, relative_error(low, oracle), rounding)
+        rounding = max(relative_error(oracle.to(got.dtype), oracle), FLOAT32_ROUNDING)
+        report = Report(name, error, max(low_error, relative_error(low, oracle)), rounding)
     if not report.ok:
         raise AssertionError(str(report))
     return report
@@ -107,14 +117,18 @@ def check_op(
 
     got = _run(lambda **kw: op(**kw, **op_kwargs), rounded, None, device, arrange, gradients, seed)
     want = _run(lambda **kw: oracle(**kw, engine=token_loop), rounded, torch.float64, "cpu", None, gradients, seed)
-    low = None
+    assert got.keys() == want.keys(), f"{sorted(got)} instead of {sorted(want)}"
+    low: dict[str, torch.Tensor] = {}
+    worst = 0.0
     if dtype != torch.float64:
         low = _run(lambda **kw: oracle(**kw, engine=low_precision), rounded, None, "cpu", None, gradients, seed)
+        worst = max(relative_error(low[name], want[name]) for name in want)
+        assert worst < 1, f"the low-precision reference fails itself: error {worst:.2e}"
     reports, failures = [], []
-    assert got.keys() == want.keys(), f"{sorted(got)} instead of {sorted(want)}"
     for name in want:
         try:
-            reports.append(assert_close(name, got[name], want[name], None if low is None else low[name]))
+            least = worst if want[name].numel() < FEW else 0.0
+            reports.append(assert_close(name, got[name], want[name], low.get(name), least))
         except AssertionError as error:
             failures.append(str(error))
     if failures:

@@ -38,8 +38,8 @@ class Finding:
     name: str
     detail: str
 
-    def __str__(self) -> str:
-        return f"  {_MARKS[self.level]}  {self.name:<24}{self.detail}"
+    def line(self, width: int) -> str:
+        return f"  {_MARKS[self.level]}  {self.name:<{width}}  {self.detail}"
 
 
 def _version(*names: str) -> str | None:
@@ -277,11 +277,11 @@ def self_test(report: dict[str, Any], ranks: int | None, folder: Path) -> list[F
     module, gpus = "flexsp.testing.selftest", len(report["gpus"])
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     together = [
-        Child("ops on the CPU", [module, "ops", "cpu"], environment=hidden),
+        Child("ops on the CPU", [module, "ops", "cpu", "float32"], environment=hidden),
         Child("2 CPU ranks", [module, "ranks", "process_group"], ranks=2, environment=hidden),
     ]
-    if gpus:
-        together.append(Child("ops on GPU 0", [module, "ops", "cuda"]))
+    for dtype in ("bfloat16", "float32") if gpus else ():
+        together.append(Child(f"ops on GPU 0, {dtype}", [module, "ops", "cuda", dtype], timeout_s=2 * CHILD_TIMEOUT_S))
     started = [child.start(folder) for child in together]
     found = [finding for child in started for finding in child.collect()]
     world = min(ranks or 4, gpus)
@@ -296,8 +296,9 @@ def self_test(report: dict[str, Any], ranks: int | None, folder: Path) -> list[F
 
 def _print(title: str, findings: Sequence[Finding]) -> None:
     print(title)
+    width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        print(finding)
+        print(finding.line(width))
     print(flush=True)
 
 

@@ -1,0 +1,197 @@
+"""The `flexsp` command: its flags, and what the doctor says and does when a test fails or hangs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexsp.launch import cli, doctor
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLAGS = {
+    "doctor": ["--no-test", "--ranks"],
+    "bench op": [
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
+        "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline", "--cold-timeout",
+        "--time-limit", "--bandwidth",
+    ],
+    "bench scale": [
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--T-local",
+        "--schedules", "--transport", "--nproc", "--timeout", "--no-states", "--state-batches", "--state-segments",
+    ],
+    "bench table": [],
+    "bench plot": ["--out"],
+}  # fmt: skip
+
+
+def _commands(parser: argparse.ArgumentParser, prefix: str = "") -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    for action in nested:
+        for name, child in action.choices.items():
+            found |= _commands(child, f"{prefix} {name}".strip())
+    if not nested:
+        found[prefix] = [a.option_strings[-1] for a in parser._actions if a.option_strings and a.dest != "help"]
+    return found
+
+
+def test_flags_are_frozen() -> None:
+    assert _commands(cli.parser()) == FLAGS
+
+
+def test_names_agree_with_what_they_run() -> None:
+    from flexsp.bench.cases import CASES
+    from flexsp.bench.ranks import SCHEDULES
+    from flexsp.launch.bootstrap import TRANSPORTS
+    from flexsp.scan import schedules
+
+    assert set(cli.OPS) == set(CASES)
+    assert cli.SCHEDULES == SCHEDULES and set(SCHEDULES) == set(schedules.SCHEDULES)
+    scale = cli.parser().parse_args(["bench", "scale", "--transport", "put"])
+    assert scale.schedules == list(SCHEDULES) and scale.transport in TRANSPORTS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "op", "--ops", "gla"], "expected some of simple_gla"),
+        (["bench", "scale", "--schedules", "ring"], "expected some of chain"),
+        (["bench", "op", "--T", "long"], "invalid comma-separated list"),
+        (["bench"], "required: bench"),
+        ([], "required: command"),
+    ],
+)
+def test_bad_words_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\nfrom flexsp.launch.cli import main; main(['bench', 'op', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--baseline-ops" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "hopper", "wanted", "levels"),
+    [
+        (None, "2.3.5", False, None, {"triton": "warn"}),
+        ("3.3.1", "2.3.5", True, None, {"triton": "ok"}),
+        ("3.4.0", "2.3.5", True, None, {"triton": "warn"}),
+        ("3.6.0", "2.3.5", False, None, {"triton": "info"}),
+        ("3.6.0", "2.5.2", True, "3.6.0", {"triton": "warn", "numpy": "warn"}),
+        ("3.7.0", "2.5.2", True, "3.6.0", {"triton": "warn", "torch and triton": "warn"}),
+        ("3.7.1", "2.5.2", True, "3.7.1", {"triton": "ok"}),
+    ],
+)
+def test_known_bad_tritons(
+    triton: str | None, numpy: str, hopper: bool, wanted: str | None, levels: dict[str, str]
+) -> None:
+    assert {f.name: f.level for f in doctor.triton_advice(triton, numpy, hopper, wanted)} == levels
+
+
+def _report(gpus: int, reach: bool = True, **missing: Any) -> dict[str, Any]:
+    heaps = {"nvshmem": missing.get("nvshmem"), "torch_symm": missing.get("torch_symm")}
+    gpu = {"name": "GPU", "capability": [9, 0], "gib": 139.0, "sms": 132}
+    peers = [[i == j or reach for j in range(gpus)] for i in range(gpus)]
+    return {"gpus": [gpu] * gpus, "peers": peers, "heaps": heaps, "put": missing.get("put"), "cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("report", "levels"),
+    [
+        ({"gpus": [], "peers": []}, {"process_group": "ok", "peer, put": "info"}),
+        (_report(1), {"process_group": "ok", "peer, put": "info"}),
+        (_report(4), {"process_group": "ok", "peer": "ok", "put": "ok"}),
+        (_report(4, nvshmem="no nvshmem4py", put="no bitcode"), {"process_group": "ok", "peer": "ok", "put": "info"}),
+        (_report(2, nvshmem="no", torch_symm="no", put="no"), {"process_group": "ok", "peer": "warn", "put": "info"}),
+        (_report(2, reach=False), {"process_group": "ok", "peer": "warn", "put": "ok"}),
+    ],
+)
+def test_transports_by_what_is_there(report: dict[str, Any], levels: dict[str, str]) -> None:
+    assert {f.name: f.level for f in doctor.transports(report) if f.name != "posix"} == levels
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules the doctor's children can run."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "good.py").write_text('print(\'noise\')\nprint(\'[["ok", "good", "fine"]]\')\n')
+    (tmp_path / "bad.py").write_text("raise SystemExit('it broke')\n")
+    (tmp_path / "late.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "if os.environ.get('RANK') != '1':\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+        'print(\'[["ok", "late", "fine"]]\')\n'
+    )
+    return tmp_path
+
+
+def test_children_report_fail_and_never_hang(scripts: Path) -> None:
+    (good,) = doctor.Child("good", ["good"], ranks=2, timeout_s=20).start(scripts).collect()
+    assert (good.level, good.detail) == ("ok", "fine")
+    (bad,) = doctor.Child("bad", ["bad"], timeout_s=20).start(scripts).collect()
+    assert bad.level == "fail" and "exit status 1: it broke" in bad.detail
+    began = time.monotonic()
+    late = doctor.Child("late", ["late"], ranks=2, timeout_s=3)
+    (finding,) = late.start(scripts).collect()
+    assert time.monotonic() - began < 10
+    assert finding.level == "fail" and finding.name == "late, rank 0" and "no answer within 3 s" in finding.detail
+    grandchild = int(late.lines(0)[0])
+    time.sleep(0.2)
+    status = Path(f"/proc/{grandchild}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_failed_test_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_inspect", lambda folder: ({"gpus": [], "peers": []}, []))
+    for level, status in (("ok", 0), ("warn", 0), ("fail", 1)):
+        monkeypatch.setattr(doctor, "self_test", lambda *a, level=level: [doctor.Finding(level, "ops", "text")])
+        assert cli.main(["doctor"]) == status
+        assert ("1 failed" in capsys.readouterr().out) == (level == "fail")
+
+
+def test_doctor_tests_this_machine() -> None:
+    """The whole command as a user runs it: ops on the CPU against float64, and 2 ranks against one."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "TRITON_INTERPRET")}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "flexsp", "doctor"]
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 90
+    for text in ("ops on the CPU", "2 CPU ranks", "process_group", "flexsp doctor: no failure"):
+        assert text in done.stdout
+
+
+def test_the_self_test_notices_a_wrong_op(tmp_path: Path) -> None:
+    """With an op that returns something else the self-test's child reports a failure."""
+    code = (
+        "import flexsp.ops as ops, flexsp.testing.selftest as selftest\n"
+        "right = ops.chunk_simple_gla\n"
+        "def wrong(q, *a, **k):\n"
+        "    o, state = right(q, *a, **k)\n"
+        "    return o * 1.01, state\n"
+        "ops.chunk_simple_gla = wrong\n"
+        "selftest.main(['ops', 'cpu', 'float32'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    levels = {name: level for level, name, _ in json.loads(done.stdout.strip().splitlines()[-1])}
+    assert "fail" in levels.values()

@@ -104,9 +104,8 @@ class _Pool:
         self.processes: list[Any] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, rank, world_size, self.folder, device, env), daemon=True
-            )
+            names = {"env": env, "call": (there, rank, world_size, self.folder, device)}
+            process = context.Process(target=exec, args=(_CHILD, names), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -184,9 +183,17 @@ def _raise_failures(answers: dict[int, tuple[bool, Any]], world_size: int, timeo
     raise RankFailure((failed + missing)[0], "\n".join(parts)) from cause
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str, env: dict[str, str]) -> None:
+# The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all.
+_CHILD = """
+import os
+os.environ.update(env)
+from flexsp.testing.ranks import _serve
+_serve(*call)
+"""
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str) -> None:
     """Body of a pool process: join the default group, then one task after another until told to stop."""
-    os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         os.environ["LOCAL_RANK"] = str(rank)

@@ -155,19 +155,22 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, 256, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
-        for block in self.blocks:
+        for block in self.each_block():
             nn.init.normal_(block.down.weight, std=0.5 / math.sqrt(block.down.in_features * config.layers))
+
+    def each_block(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for block in self.blocks:
+        for block in self.each_block():
             x = block(x)
         return self.head(self.norm(x))
 
     def step(self, token: torch.Tensor, caches: list[LayerCache]) -> tuple[torch.Tensor, list[LayerCache]]:
         """One byte [B] and what the layers remember -> logits [B, 256] and what they remember now."""
         x, after = self.embed(token), []
-        for block, cache in zip(self.blocks, caches, strict=True):
+        for block, cache in zip(self.each_block(), caches, strict=True):
             mixed, cache = block.mix.step(block.norm_mix(x), cache)
             x = x + mixed
             x = x + block.mlp(x)
@@ -221,7 +224,7 @@ def load_checkpoint(options: argparse.Namespace, config: ModelConfig, text: Text
         elif options.resume:
             found[1] = f"--resume: expected a checkpoint, got none at {path}"
     if sp.world_size > 1:
-        dist.broadcast_object_list(found, src=0, group=sp.cpu_group)
+        dist.broadcast_object_list(found, src=sp.global_ranks[0], group=sp.cpu_group)
     if found[1]:
         raise UserError(found[1])
     return found[0]
@@ -377,6 +380,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, option
 # ---------------------------------------------------------------- what the run shows at its end
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
+
+
 def compare_with_one_rank(model: nn.Module, config: ModelConfig, window: torch.Tensor, dtype: torch.dtype,
                           sp: flexsp.SequenceParallel) -> list[list[str]]:
     """Loss and gradient of one sequence, cut over the ranks and whole on rank 0: rows of the closing table."""
@@ -385,18 +396,17 @@ def compare_with_one_rank(model: nn.Module, config: ModelConfig, window: torch.T
         copy.load_state_dict(model.state_dict())
     loss = shard_loss(SequenceParallelLA(cut, sp), window, sp)
     loss.backward()
-    for parameter in cut.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= sp.world_size
+    for grad in gradients(cut):
+        dist.all_reduce(grad)
+        grad /= sp.world_size
     (loss_cut,) = mean_over_ranks([loss.item()], sp)
     rows = []
     if sp.rank == 0:
         window = window.to(sp.device)
         loss = F.cross_entropy(whole(window[:, :-1]).flatten(0, 1), window[0, 1:])
         loss.backward()
-        pairs = [(a.grad, b.grad) for a, b in zip(whole.parameters(), cut.parameters(), strict=True)]
-        norm_whole, norm_cut = (torch.stack([pair[i].norm() for pair in pairs]).norm().item() for i in range(2))
-        error = torch.stack([(a - b).norm() for a, b in pairs]).norm().item()
+        norm_whole, norm_cut = norm(gradients(whole)), norm(gradients(cut))
+        error = norm([a - b for a, b in zip(gradients(whole), gradients(cut), strict=True)])
         name = str(dtype).removeprefix("torch.")
         rows = [
             [f"loss, {name}", f"{loss.item():.9f}", f"{loss_cut:.9f}", f"{abs(loss.item() - loss_cut):.1e}"],
@@ -412,7 +422,7 @@ def generate(model: LanguageModel, prompt: str, count: int) -> str:
     """``count`` bytes after ``prompt``, one step of the recurrent state a byte."""
     generator = torch.Generator().manual_seed(SEED)
     device = model.head.weight.device
-    caches = [block.mix.init_cache(1) for block in model.blocks]
+    caches = [block.mix.init_cache(1) for block in model.each_block()]
     text = list(prompt.encode() or b"\n")
     for i in range(len(text) + count - 1):
         logits, caches = model.step(torch.tensor([text[i]], device=device), caches)

@@ -173,7 +173,7 @@ def test_first_call_runs_in_a_fresh_process() -> None:
 def _torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "flexsp", *words, "--nproc", str(processes)]
+    command = [sys.executable, "-m", "flexsp", *words, "--ranks", str(processes)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
 
 

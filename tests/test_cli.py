@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ FLAGS = {
     ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--T-local",
-        "--schedules", "--transport", "--nproc", "--timeout", "--no-states", "--state-batches", "--state-segments",
+        "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches", "--state-segments",
     ],
     "bench table": [],
     "bench plot": ["--out"],
@@ -171,27 +170,23 @@ def test_doctor_tests_this_machine() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "TRITON_INTERPRET")}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "flexsp", "doctor"]
-    began = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - began < 90
     for text in ("ops on the CPU", "2 CPU ranks", "process_group", "flexsp doctor: no failure"):
         assert text in done.stdout
 
 
-def test_the_self_test_notices_a_wrong_op(tmp_path: Path) -> None:
-    """With an op that returns something else the self-test's child reports a failure."""
-    code = (
-        "import flexsp.ops as ops, flexsp.testing.selftest as selftest\n"
-        "right = ops.chunk_simple_gla\n"
-        "def wrong(q, *a, **k):\n"
-        "    o, state = right(q, *a, **k)\n"
-        "    return o * 1.01, state\n"
-        "ops.chunk_simple_gla = wrong\n"
-        "selftest.main(['ops', 'cpu', 'float32'])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    levels = {name: level for level, name, _ in json.loads(done.stdout.strip().splitlines()[-1])}
-    assert "fail" in levels.values()
+def test_the_self_test_notices_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp import ops
+    from flexsp.testing import selftest
+
+    monkeypatch.setattr(selftest, "OPS", ["simple_gla"])
+    assert [level for level, _, _ in selftest.ops("cpu", "float32")] == ["ok"]
+    right = ops.chunk_simple_gla
+
+    def wrong(q: Any, *args: Any, **named: Any) -> Any:
+        o, state = right(q, *args, **named)
+        return o * (1 + 1e-4), state
+
+    monkeypatch.setattr(ops, "chunk_simple_gla", wrong)
+    assert [level for level, _, _ in selftest.ops("cpu", "float32")] == ["fail"]

@@ -1,6 +1,6 @@
 """`flexsp bench scale`: weak scaling of chunk_simple_gla over ranks, and the states' travel alone.
 
-Run by every rank under torchrun; `--nproc N` starts torchrun itself. T1 is the same operator with sp=False, on every
+Run by every rank under torchrun; `--ranks N` starts torchrun itself. T1 is the same operator with sp=False, on every
 rank at once, interleaved with the sequence-parallel runs; T4 - T1 is then what communication and waiting add.
 """
 
@@ -196,8 +196,8 @@ def _check_agreement(rows: list[Row], dtype: torch.dtype) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """All lengths and schedules on this job's ranks; rank 0 prints and writes. Non-zero where schedules disagree."""
-    if args.nproc and "WORLD_SIZE" not in os.environ:
-        return _under_torchrun(args.nproc, args.argv)
+    if args.ranks and "WORLD_SIZE" not in os.environ:
+        return _under_torchrun(args.ranks, args.argv)
     for name in args.schedules:
         split_schedule(name, args.transport)
     sps = open_schedules(args.schedules, args.transport, args.timeout)

@@ -91,7 +91,7 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "peer", "put", "posix", "process_group"),
         help="of chain; the other schedules are torch send/recv (default auto)",
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N local ranks (default: the ranks of torchrun)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N local ranks (default: the ranks of torchrun)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="wait for a rank (default 120)")
     parser.add_argument("--no-states", action="store_true", help="leave out the states' travel alone")
     parser.add_argument(

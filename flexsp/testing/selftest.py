@@ -1,4 +1,4 @@
-"""The doctor's tests, each a process of its own: `python -m flexsp.testing.selftest ops DEVICE DTYPE | ranks TRANSPORT`.
+"""The doctor's tests, each in its own process: `python -m flexsp.testing.selftest ops DEVICE DTYPE | ranks TRANSPORT`.
 
 Prints findings [level, name, detail] as JSON on the last line. Exit status 0 unless the test could not run at all.
 """

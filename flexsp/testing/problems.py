@@ -121,7 +121,8 @@ def _oracle(op: str, engine: oracles.Engine, x: Tensors, initial: Any, common: M
     rest: dict[str, Any] = {"cu_seqlens": common["cu_seqlens"], "engine": engine}
     state = initial and initial[0]
     if op == "mamba2":
-        return oracles.mamba2_ssd(**x, dt_softplus=True, initial_state=state, **rest)
+        rest |= x
+        return oracles.mamba2_ssd(dt_softplus=True, initial_state=state, **rest)
     qkv = (x["q"], x["k"], x["v"])
     if op == "linear_attn_normalized":
         return oracles.linear_attn(*qkv, initial_state=initial, **rest)

@@ -512,7 +512,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--name", default="demo", help="the run folder is RUNS/NAME (default: demo)")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     add("--resume", action=argparse.BooleanOptionalAction, help="insist on a checkpoint, or ignore it")
-    add("--minutes", type=float, default=3.5, help="training time of this invocation (default: 3.5)")
+    add("--minutes", type=float, default=4.0, help="training time of this invocation (default: 4)")
     add("--steps", type=int, help="stop after this step, earlier invocations of the run counted in")
     add("--tokens", type=int, default=8192, help="bytes of a sequence, over all ranks (default: 8192)")
     add("--dim", type=int, default=ModelConfig.dim, help=f"width (default: {ModelConfig.dim})")

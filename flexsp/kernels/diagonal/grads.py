@@ -1,9 +1,9 @@
-"""Step 3 backward: dq walks left to right with S in registers; dk, dv and dg walk right to left with dS (MATH 1.D).
+"""Step 3 backward: dq walks left to right with S in registers; dk and dv walk right to left with dS (MATH 1.D).
 
-The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). Within a chunk both ends come from the
-same fp32 products, so the two cumulative sums cancel exactly; reads of the incoming state (`reads`, from the dq walk) and
-writes to the outgoing one only add; what is left, pairs that straddle the whole chunk, is carried from the segment's edge,
-where it is <S, dS> in fp32.
+The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). The usual reverse cumulative sum of
+q.dq - k.dk subtracts nearly equal numbers; here each pair is counted once: both ends in the chunk (`inner`), read here
+but written before (`reads`), written here but read later (`writes`). Pairs that straddle the whole chunk are carried
+from the segment's edge, where they are <S, dS> in fp32 (`edges`). `gate_grad_kernel` puts the four together.
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ def dq_kernel(
             if INITIAL:
                 fresh = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, first, K, V, BK, BV)
             S = tl.where(first, fresh, S)
-        kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
-        vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
-        doc_ = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
-        da = mm(doc_, tl.trans(vc), DOT, PREC) * scale
-        dqc = mm(doc_, tl.trans(S), DOT, PREC)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
+        kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
+        oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
+        if READS:
+            qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
+        da = mm(oc, tl.trans(vc), DOT, PREC) * scale
+        dqc = mm(oc, tl.trans(S), DOT, PREC)
+        if GATED:
             da = da * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
             dqc = dqc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)
@@ -109,82 +112,26 @@ def dq_kernel(
             dqc = dqc * scale
             S += mm(tl.trans(kc), vc, DOT, PREC)
         if READS:
-            qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK).to(tl.float32)
-            tl.store(reads + start + rows, tl.sum(qc * dqc, axis=1), mask=rows < length)
+            tl.store(reads + start + rows, tl.sum(qc.to(tl.float32) * dqc, axis=1), mask=rows < length)
         dqc += mm(da, kc, DOT, PREC)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
 @triton.jit
-def dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    gate,
-    dk,
-    dv,
-    dg,
-    reads,
-    states,
-    dstates,
-    final,
-    dfinal,
-    dinitial,
-    table,
-    q_sb,
-    q_st,
-    q_sh,
-    k_sb,
-    k_st,
-    k_sh,
-    v_sb,
-    v_st,
-    v_sh,
-    do_sb,
-    do_st,
-    do_sh,
-    g_sb,
-    g_sh,
-    dk_sb,
-    dk_st,
-    dk_sh,
-    dv_sb,
-    dv_st,
-    dv_sh,
-    T,
-    H,
-    n_seg,
-    n_chunks,
-    per_seg,
-    scale,
-    n_reads,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DG: tl.constexpr,
-    DROP: tl.constexpr,
-    DECAY: tl.constexpr,
-    PACKED: tl.constexpr,
-    FINAL: tl.constexpr,
-    INITIAL: tl.constexpr,
-    GATED: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+def dk_kernel(
+    q, k, v, do, gate, dk, inner, writes, edges, states, dstates, dfinal, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dk_sb, dk_st, dk_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, DG: tl.constexpr,
+    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):
-    """Right to left with the tile [BK, BV] of dS in registers.
+    """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j, right to left, tile [BK, BV >= V] of dS.
 
-    DV needs BK >= K: dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.  DK needs BV >= V: dk_j = sum_i dA_ij E_ij q_i +
-    e^{b_C - b_j} dS v_j.  Both at once where the whole state fits.  DG (with DV): dg [V tiles, B, H, T] fp32, this tile's part.
+    With DG, this tile's channels of inner, writes [K tiles, B, H, T] and edges [K tiles, B, n_seg, H], all fp32.
     """
     tile = tl.program_id(0)
-    n_v: tl.constexpr = (V + BV - 1) // BV
-    k0 = (tile // n_v) * BK
-    v0 = (tile % n_v) * BV
+    k0 = tile * BK
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     seg = tl.program_id(2)
@@ -193,21 +140,85 @@ def dkdv_kernel(
     v += b.to(tl.int64) * v_sb + h * v_sh
     do += b.to(tl.int64) * do_sb + h * do_sh
     dk += b.to(tl.int64) * dk_sb + h * dk_sh
-    dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     n_b = tl.num_programs(1) // H
-    dg += ((tile * n_b + b) * H + h).to(tl.int64) * T
-    reads += (b * H + h).to(tl.int64) * T
+    vectors = ((tile * n_b + b) * H + h).to(tl.int64) * T
+
+    rows = tl.arange(0, C)
+    later = rows[None, :] >= rows[:, None]
+    before = (rows[None, :] < rows[:, None]).to(DOT)
+    c0 = seg * per_seg
+    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
+    dS = load_state(dstates + slot, k0, 0, True, K, V, BK, BV)
+    if DG:
+        held = load_state(states + slot, k0, 0, True, K, V, BK, BV)
+        edge = tl.sum(tl.sum(held * dS, axis=1), axis=0)
+        tl.store(edges + ((tile * n_b + b) * n_seg + seg) * H + h, edge)
+    for n in range(c0, c1):
+        c = c1 - 1 - (n - c0)
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        if PACKED:
+            fresh = tl.zeros([BK, BV], tl.float32)
+            if FINAL:
+                fresh = load_state(dfinal + (doc * H + h).to(tl.int64) * K * V, k0, 0, last, K, V, BK, BV)
+            dS = tl.where(last, fresh, dS)
+        if GATED:
+            bc, b_end = DECAY(gate, start, length, C)
+        qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
+        oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
+        if DG:
+            kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        da = mm(vc, tl.trans(oc), DOT, PREC)
+        dkc = mm(vc, tl.trans(dS), DOT, PREC)
+        if GATED:
+            da = da * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            dkc = dkc * tl.exp2(b_end - bc)[:, None]
+            dS = dS * tl.exp2(b_end)
+            dS += mm(tl.trans((qc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), oc, DOT, PREC)
+        else:
+            da = tl.where(later, da * scale, 0.0)
+            dS += mm(tl.trans(qc), oc, DOT, PREC) * scale
+        if DG:
+            tl.store(writes + vectors + start + rows, tl.sum(dkc * kc.to(tl.float32), axis=1), mask=rows < length)
+            pairs = mm(before, mm(kc, tl.trans(qc), DOT, PREC) * da, DOT, PREC)
+            tl.store(
+                inner + vectors + start + rows, tl.sum(tl.where(later, pairs, 0.0), axis=1), mask=rows < length
+            )
+        dkc += mm(da, qc, DOT, PREC)
+        store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
+
+
+@triton.jit
+def dv_kernel(
+    q, k, do, gate, dv, dstates, dfinal, dinitial, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, g_sb, g_sh, dv_sb, dv_st, dv_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):
+    """dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS, right to left, tile [BK >= K, BV] of dS.
+
+    dinitial [N, H, K, V]: dS at the start of packed documents.
+    """
+    v0 = tl.program_id(0) * BV
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    seg = tl.program_id(2)
+    q += b.to(tl.int64) * q_sb + h * q_sh
+    k += b.to(tl.int64) * k_sb + h * k_sh
+    do += b.to(tl.int64) * do_sb + h * do_sh
+    dv += b.to(tl.int64) * dv_sb + h * dv_sh
+    gate += b.to(tl.int64) * g_sb + h * g_sh
 
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
-    dS = load_state(dstates + slot, k0, v0, True, K, V, BK, BV)
-    straddle = 0.0
-    if DG:
-        straddle = tl.sum(tl.sum(load_state(states + slot, k0, v0, True, K, V, BK, BV) * dS, axis=1), axis=0)
+    dS = load_state(dstates + slot, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -215,63 +226,73 @@ def dkdv_kernel(
         if PACKED:
             fresh = tl.zeros([BK, BV], tl.float32)
             if FINAL:
-                fresh = load_state(dfinal + at_doc, k0, v0, last, K, V, BK, BV)
+                fresh = load_state(dfinal + at_doc, 0, v0, last, K, V, BK, BV)
             dS = tl.where(last, fresh, dS)
-            if DG:
-                edge = 0.0
-                if FINAL:
-                    held = load_state(final + at_doc, k0, v0, last, K, V, BK, BV)
-                    edge = tl.sum(tl.sum(held * fresh, axis=1), axis=0)
-                straddle = tl.where(last, edge, straddle)
-        qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
-        kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
-        vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
-            E = tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
-            out = tl.exp2(b_end - bc)
-        else:
-            E = tl.where(later, scale, 0.0)
-        if DV:
-            a = mm(kc, tl.trans(qc), DOT, PREC) * E
-            dvc = mm(kc, dS, DOT, PREC)
-            if GATED:
-                dvc = dvc * out[:, None]
-            if DG:
-                writes = tl.sum(dvc * vc.to(tl.float32), axis=1)
-            dvc += mm(a, oc, DOT, PREC)
-            store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
-        if DK or DG:
-            da = mm(vc, tl.trans(oc), DOT, PREC)
-            if DG:
-                m = a * da
-                inner = tl.sum(m, axis=0) - tl.sum(m, axis=1)
-        if DK:
-            dkc = mm(vc, tl.trans(dS), DOT, PREC)
-            if GATED:
-                dkc = dkc * out[:, None]
-            dkc += mm(da * E, qc, DOT, PREC)
-            store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
-        if DG:
-            read = tl.zeros([C], tl.float32)
-            if v0 == 0:
-                for r in range(n_reads):
-                    read += tl.load(
-                        reads + r * (n_b * H).to(tl.int64) * T + start + rows, mask=rows < length, other=0.0
-                    )
-            straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(writes, axis=0))
-            u = inner + read
-            part = tl.sum(u, axis=0) - tl.cumsum(u, axis=0) + u + tl.cumsum(writes, axis=0) - writes + straddle
-            tl.store(dg + start + rows, part, mask=rows < length)
-            straddle += tl.sum(read, axis=0)
+        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        a = mm(kc, tl.trans(qc), DOT, PREC)
+        dvc = mm(kc, dS, DOT, PREC)
         if GATED:
+            a = a * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            dvc = dvc * tl.exp2(b_end - bc)[:, None]
             dS = dS * tl.exp2(b_end)
-            if BK < BV:
-                dS += mm(tl.trans((qc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), oc, DOT, PREC)
-            else:
-                dS += mm(tl.trans(qc), oc * (tl.exp2(bc) * scale)[:, None], DOT, PREC)
+            dS += mm(tl.trans(qc), oc * (tl.exp2(bc) * scale)[:, None], DOT, PREC)
         else:
+            a = tl.where(later, a * scale, 0.0)
             dS += mm(tl.trans(qc), oc, DOT, PREC) * scale
+        dvc += mm(a, oc, DOT, PREC)
+        store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:
-            store_state(dinitial + at_doc, dS, k0, v0, first, K, V, BK, BV)
+            store_state(dinitial + at_doc, dS, 0, v0, first, K, V, BK, BV)
+
+
+@triton.jit
+def gate_grad_kernel(
+    inner, reads, writes, edges, doc_edges, gate, dg, table, g_sb, g_sh,
+    T, H, n_seg, n_chunks, per_seg, n_tiles, n_reads,
+    C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+):
+    """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
+
+    A chunk whose total log2 decay is below DROP lets nothing measurable straddle it: the carried rounding ends there.
+    """
+    b = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    seg = tl.program_id(1)
+    n_b = tl.num_programs(0) // H
+    gate += b.to(tl.int64) * g_sb + h * g_sh
+    row = (b * H + h).to(tl.int64) * T
+    stride = (n_b * H).to(tl.int64) * T
+    rows = tl.arange(0, C)
+    c0 = seg * per_seg
+    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    straddle = 0.0
+    for i in range(n_tiles):
+        straddle += tl.load(edges + ((i * n_b + b) * n_seg + seg) * H + h)
+    for n in range(c0, c1):
+        c = c1 - 1 - (n - c0)
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        if PACKED:
+            edge = 0.0
+            if FINAL:
+                edge = tl.load(doc_edges + doc * H + h)
+            straddle = tl.where(last, edge, straddle)
+        bc, b_end = DECAY(gate, start, length, C)
+        at = row + start + rows
+        valid = rows < length
+        within = tl.zeros([C], tl.float32)
+        write = tl.zeros([C], tl.float32)
+        read = tl.zeros([C], tl.float32)
+        for i in range(n_tiles):
+            within += tl.load(inner + i * stride + at, mask=valid, other=0.0)
+            write += tl.load(writes + i * stride + at, mask=valid, other=0.0)
+        for i in range(n_reads):
+            read += tl.load(reads + i * stride + at, mask=valid, other=0.0)
+        total = tl.sum(read, axis=0)
+        straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(write, axis=0))
+        after = total - tl.cumsum(read, axis=0) + read
+        tl.store(dg + at, within + after + tl.cumsum(write, axis=0) - write + straddle, mask=valid)
+        straddle += total

@@ -77,13 +77,14 @@ def output_kernel(
             if INITIAL:
                 fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV)
             S = tl.where(first, fresh, S)
+        if GATED:
+            bc, b_end = DECAY(gate, start, length, C)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         p = mm(qc, tl.trans(kc), DOT, PREC) * scale
         oc = mm(qc, S, DOT, PREC)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
             p = p * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
             oc = oc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)

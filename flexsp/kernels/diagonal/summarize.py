@@ -79,10 +79,11 @@ def summarize_kernel(
                 fresh = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, reset, K, V, BK, BV)
             S = tl.where(reset, fresh, S)
             cuts = cuts | first.to(tl.int32)
+        if GATED:
+            bc, b_end = DECAY(gate, start, length, C)
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
             w = tl.exp2(bc) * scale if REVERSE else tl.exp2(b_end - bc)
             S = S * tl.exp2(b_end)
             total += b_end

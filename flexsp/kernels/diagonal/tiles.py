@@ -16,25 +16,28 @@ _PROGRAMS = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile [bk, bv] of the state in one program's registers, and how the program is launched."""
+    """Tile [bk, bv] of the state in one program's registers, and how the program is launched.
+
+    `registers` caps the registers a thread, 0 leaves them to the compiler.
+    """
 
     bk: int
     bv: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Choices for one (dtype class, K, V): `chunk` tokens a step; dk and dv walk jointly where `joint` is given."""
+    """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel."""
 
     chunk: int
     summarize: Tile
     output: Tile
     dq: Tile
-    dk: Tile | None = None
-    dv: Tile | None = None
-    joint: Tile | None = None
+    dk: Tile
+    dv: Tile
 
 
 def _block(n: int) -> int:

@@ -68,7 +68,8 @@ def _dots(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _launch(tile: Tile) -> dict[str, int]:
-    return {"BK": tile.bk, "BV": tile.bv, "num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"BK": tile.bk, "BV": tile.bv, "num_warps": tile.warps, "num_stages": tile.stages}
+    return options | ({"maxnreg": tile.registers} if tile.registers else {})
 
 
 def _count(n: int, block: int) -> int:
@@ -202,7 +203,10 @@ def backward(
     dinitial = torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32)
     if p.n_chunks:
         reads = _launch_dq(p, s, do, gate, dq, want_dg)
-        dg = _launch_dkdv(p, s, do, gate, dk, dv, reads, dstates, in_walk, dinitial, want_dg)
+        parts = _launch_dk(p, s, do, gate, dk, dstates, in_walk, want_dg)
+        _launch_dv(p, s, do, gate, dv, dstates, in_walk, dinitial)
+        if want_dg:
+            dg = _launch_gate_grad(p, s, gate, reads, *parts, in_walk)
     elif want_dg:
         dg = torch.zeros(p.B, p.H, p.T, **f32)
     if want_dinitial and not p.packed:
@@ -227,28 +231,47 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
     return reads
 
 
-def _launch_dkdv(p: Plan, s: Saved, do, gate: _Gate, dk, dv, reads, dstates, dfinal, dinitial, want_dg) -> torch.Tensor:
-    from flexsp.kernels.diagonal.grads import dkdv_kernel
+def _launch_dk(p: Plan, s: Saved, do, gate: _Gate, dk, dstates, dfinal, want_dg: bool) -> tuple[torch.Tensor, ...]:
+    from flexsp.kernels.diagonal.grads import dk_kernel
 
-    dg = torch.empty(0, device=dk.device, dtype=torch.float32)
-    tiles = p.tiles
-    walks = [(tiles.joint, True, True)] if tiles.joint else [(tiles.dv, False, True), (tiles.dk, True, False)]
-    for tile, with_dk, with_dv in walks:
-        if tile is None:
-            continue
-        programs = _count(p.K, tile.bk) * _count(p.V, tile.bv)
-        with_dg = want_dg and with_dv
-        if with_dg:
-            dg = torch.empty(programs, p.B, p.H, p.T, device=dk.device, dtype=torch.float32)
-        held = s.final if p.packed and dfinal is not None else None
-        dkdv_kernel[(programs, p.B * p.H, p.n_seg)](
-            s.q, s.k, s.v, do, gate.tensor, dk, dv, dg, reads, s.states, dstates,
-            s.q if held is None else held, s.q if dfinal is None else dfinal, dinitial, s.table,
-            *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dk), *_strides(dv),
-            p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale, reads.shape[0],
-            K=p.K, V=p.V, C=tiles.chunk, DK=with_dk, DV=with_dv, DG=with_dg,
-            DROP=-14.0 if s.q.dtype == torch.bfloat16 else -30.0,
-            DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, INITIAL=with_dv and dinitial.numel() > 0,
-            GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
-        )  # fmt: skip
-    return dg[0] if dg.shape[0] == 1 else dg.sum(0) if want_dg else dg
+    tile = p.tiles.dk
+    n_k = _count(p.K, tile.bk)
+    f32 = {"device": dk.device, "dtype": torch.float32}
+    inner = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, **f32)
+    writes, edges = torch.empty_like(inner), torch.empty((n_k, p.B, p.n_seg, p.H) if want_dg else 0, **f32)
+    dk_kernel[(n_k, p.B * p.H, p.n_seg)](
+        s.q, s.k, s.v, do, gate.tensor, dk, inner, writes, edges, s.states, dstates,
+        s.q if dfinal is None else dfinal, s.table,
+        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dk),
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
+        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, DG=want_dg,
+        GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+    return inner, writes, edges
+
+
+def _launch_dv(p: Plan, s: Saved, do, gate: _Gate, dv, dstates, dfinal, dinitial) -> None:
+    from flexsp.kernels.diagonal.grads import dv_kernel
+
+    tile = p.tiles.dv
+    dv_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
+        s.q, s.k, do, gate.tensor, dv, dstates, s.q if dfinal is None else dfinal, dinitial, s.table,
+        *_strides(s.q), *_strides(s.k), *_strides(do), *gate.strides, *_strides(dv),
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
+        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None,
+        INITIAL=p.packed and dinitial.numel() > 0, GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+
+
+def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, inner, writes, edges, dfinal) -> torch.Tensor:
+    from flexsp.kernels.diagonal.grads import gate_grad_kernel
+
+    dg = torch.empty(p.B, p.H, p.T, device=reads.device, dtype=torch.float32)
+    doc_edges = edges if dfinal is None else (s.final * dfinal).sum((-1, -2))
+    gate_grad_kernel[(p.B * p.H, p.n_seg)](
+        inner, reads, writes, edges, doc_edges, gate.tensor, dg, s.table, *gate.strides,
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, inner.shape[0], reads.shape[0],
+        C=p.tiles.chunk, DROP=-14.0 if s.q.dtype == torch.bfloat16 else -30.0,
+        DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, num_warps=2,
+    )  # fmt: skip
+    return dg

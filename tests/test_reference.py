@@ -1,0 +1,206 @@
+"""The PyTorch engine against the token loop, and the comparison rule itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexsp.kernels.diagonal.reference import diagonal_reference
+from flexsp.testing import oracles
+from flexsp.testing.cases import random_documents
+from flexsp.testing.compare import assert_close, check_op, relative_error
+
+engine = partial(diagonal_reference, scale=0.3)
+oracle = partial(oracles.simple_gla, scale=0.3)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(B: int = 2, T: int = 70, H: int = 2, K: int = 12, V: int = 9, states: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    made = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    made["g"] = torch.nn.functional.logsigmoid(normal(B, T, H) + 1)
+    if states:
+        made["initial_state"] = normal(states, H, K, V)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 131])
+def test_lengths(T: int, dtype: torch.dtype) -> None:
+    check_op(engine, oracle, make(T=T, states=2), dtype=dtype)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_many_chunks(gated: bool) -> None:
+    """More chunks than one level of the scan takes."""
+    inputs = make(B=1, T=64 * 37 + 5, H=1, K=3, V=2, states=1)
+    if not gated:
+        del inputs["g"]
+    check_op(engine, oracle, inputs, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_documents(dtype: torch.dtype, gated: bool) -> None:
+    for n in (1, 4, 7):
+        inputs = make(B=1, T=150, states=n)
+        if not gated:
+            del inputs["g"]
+        inputs["cu_seqlens"] = random_documents(150, n, torch.Generator().manual_seed(random.randrange(2**31)))
+        check_op(engine, oracle, inputs, dtype=dtype)
+
+
+def test_many_documents_over_two_levels_of_the_scan() -> None:
+    inputs = make(B=1, T=1500, H=1, K=3, V=2, states=60)
+    inputs["cu_seqlens"] = random_documents(1500, 60, torch.Generator().manual_seed(random.randrange(2**31)))
+    check_op(engine, oracle, inputs, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_from_none_to_total(dtype: torch.dtype) -> None:
+    """Values below -104 act as -104 and have no gradient; no NaN, and no precision lost after them."""
+    inputs = make(T=200, states=2)
+    levels = torch.tensor([0.0, -1e-6, -1e-3, -0.1, -20.0, -103.0, -104.0, -150.0, -1e4])
+    weights = torch.tensor([4.0, 4, 4, 4, 1, 0.3, 0.3, 0.3, 0.3])
+    levels[-1] = -6e4 if dtype == torch.float16 else -1e4
+    inputs["g"] = levels[torch.multinomial(weights, 400, replacement=True)].view(2, 200, 1).repeat(1, 1, 2).double()
+
+    def clamped(g: torch.Tensor, **rest: Any) -> Any:
+        return oracle(g=torch.where(g < -104, -104, g), **rest)
+
+    check_op(engine, clamped, inputs, dtype=dtype)
+
+
+def test_all_gates_closed_in_every_dtype() -> None:
+    for dtype in DTYPES:
+        inputs = make(T=130, states=2)
+        inputs["g"] = torch.full_like(inputs["g"], -1e4)
+        check_op(engine, lambda g, **rest: oracle(g=g.clamp(min=-104), **rest), inputs, dtype=dtype)
+
+
+def test_states_of_other_shapes_of_memory() -> None:
+    """Strides: heads first, every second channel, an expanded value."""
+    inputs = make(B=2, T=67, states=2)
+    inputs["v"] = inputs["v"][:, :, :, :1]
+    inputs["initial_state"] = inputs["initial_state"][..., :1]
+
+    def arrange(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide.transpose(0, 1).contiguous().transpose(0, 1)[..., ::2]
+
+    for dtype in (torch.float64, torch.bfloat16):
+        check_op(engine, oracle, inputs, dtype=dtype, arrange=arrange)
+    q, k, g = (inputs[name] for name in "qkg")
+    ones = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(2, 67, 2, 1)
+    o, _ = engine(q, k, ones, g)
+    assert_close("o", o, oracle(q, k, ones.clone(), g)[0])
+
+
+def test_no_tokens() -> None:
+    inputs = make(B=2, T=0, states=2)
+    o, final = engine(**inputs, output_final_state=True)
+    assert o.shape == (2, 0, 2, 9) and torch.equal(final, inputs["initial_state"])
+    del inputs["initial_state"]
+    assert engine(**inputs, output_final_state=True)[1].abs().max() == 0
+
+
+def test_rows_of_other_documents_are_not_read() -> None:
+    """NaN in what must not matter stays out of outputs and gradients: here the states of ranks' other documents."""
+    from flexsp.comm.group import SequenceParallel
+
+    inputs = make(B=1, T=40, states=3)
+    inputs["cu_seqlens"] = torch.tensor([0, 15, 30, 40])
+    state = inputs["initial_state"].clone()
+    state[2] = float("nan")
+    sp = SequenceParallel(world_size=1)
+    sp.shard_range = lambda T: (0, 30, 40)  # type: ignore[method-assign]
+    sp.world_size, sp.rank = 1, 0
+    short = {name: x[:, :30] for name, x in inputs.items() if name in "qkvg"}
+    leaf = state.requires_grad_()
+    o, final = engine(**short, initial_state=leaf, cu_seqlens=inputs["cu_seqlens"], output_final_state=True, sp=sp)
+    (o.sum() + final.sum()).backward()
+    assert o.isfinite().all() and final.isfinite().all()
+    assert leaf.grad is not None and leaf.grad.isfinite().all() and leaf.grad[2].abs().max() == 0
+    assert final[2].abs().max() == 0
+
+
+def test_gradcheck() -> None:
+    inputs = {name: x.requires_grad_() for name, x in make(B=1, T=9, H=1, K=2, V=2, states=3).items()}
+    cu_seqlens = torch.tensor([0, 4, 4, 9])
+
+    def f(*args: torch.Tensor) -> Any:
+        return engine(*args[:4], initial_state=args[4], output_final_state=True, cu_seqlens=cu_seqlens)
+
+    assert torch.autograd.gradcheck(f, tuple(inputs.values()))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_reads_no_value_on_the_host(packed: bool) -> None:
+    """A fake tensor has no values: .item(), .tolist() or a data-dependent shape would raise."""
+    inputs = make(B=1, T=50, states=2 if packed else 1)
+    if packed:
+        inputs["cu_seqlens"] = torch.tensor([0, 20, 50])
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in inputs.items()}
+        leaves = [x.requires_grad_() for x in fake.values() if x.is_floating_point()]
+        o, final = engine(**fake, output_final_state=True)
+        grads = torch.autograd.grad([o, final], leaves, [o, final])
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+
+
+# ------------------------------------------------------------------------------------------ the rule can fail
+
+
+def swapped(f: Callable[..., Any], i: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def g(*args: Any, **kwargs: Any) -> Any:
+        results = list(f(*args, **kwargs))
+        results[i] = change(results[i])
+        return tuple(results)
+
+    return g
+
+
+def forgets_the_first_gate(g: torch.Tensor, **rest: Any) -> Any:
+    same = g * 1
+    same.register_hook(lambda grad: grad.index_fill(1, torch.tensor(0), 0.0))
+    return engine(g=same, **rest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rule_rejects_errors(dtype: torch.dtype) -> None:
+    inputs = make(states=2)
+    off = 16 * torch.finfo(dtype).eps if dtype != torch.float64 else 1e-11
+    scaled = swapped(engine, 0, lambda o: (o.double() * (1 + off)).to(o.dtype))
+    with_nan = swapped(engine, 1, lambda s: s.index_fill(0, torch.tensor(1), float("nan")))
+    for op, message in ((scaled, r"out\[0\]: error"), (with_nan, "error inf"), (forgets_the_first_gate, "dg: error")):
+        with pytest.raises(AssertionError, match=message):
+            check_op(op, oracle, inputs, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_low_precision_reference_is_as_good_as_its_dtype(dtype: torch.dtype) -> None:
+    """Otherwise the bounds made from it would mean nothing."""
+    inputs = make(B=1, T=90, states=3)
+    inputs["cu_seqlens"] = torch.tensor([0, 20, 20, 90])
+    for report in check_op(engine, oracle, inputs, dtype=dtype):
+        assert report.low_error < 16 * torch.finfo(dtype).eps, report
+
+
+def test_relative_error() -> None:
+    one = torch.ones(3)
+    assert relative_error(one, one) == 0
+    assert relative_error(torch.tensor([1.0, float("nan"), 1.0]), one) == float("inf")
+    assert relative_error(one, torch.full((3,), float("nan"))) == float("inf")
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    with pytest.raises(AssertionError, match="shape"):
+        relative_error(one, torch.ones(4))
+    with pytest.raises(ValueError, match="low"):
+        assert_close("x", one, one)

@@ -22,7 +22,8 @@ _next_id = itertools.count()
 class _Ambient(threading.local):
     """Thread-local rather than a ContextVar: torch.compile can trace it."""
 
-    sp: SequenceParallel | None = None
+    def __init__(self) -> None:
+        self.sp: SequenceParallel | None = None  # in __init__, so that guards find it on every thread
 
 
 _ambient = _Ambient()
@@ -264,9 +265,9 @@ def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
         found = current_sp()
         if found is None and not torch.compiler.is_compiling() and _recomputing():
             raise FlexspError(
-                "an op called with sp=None is being recomputed in a backward pass, where the ambient sequence_parallel "
-                "of its forward pass is gone. Checkpoint a module wrapped in SequenceParallelLA rather than a function, "
-                "or pass sp= to the op (sp=False if it is local)"
+                "an op called with sp=None is being recomputed in a backward pass, where the ambient "
+                "sequence_parallel of its forward pass is gone. Checkpoint a module wrapped in SequenceParallelLA "
+                "rather than a function, or pass sp= to the op (sp=False if it is local)"
             )
         return found
     if sp is False:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Collection, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -123,9 +124,15 @@ class SequenceParallelLA(nn.Module):
 
 
 def unwrap(module: M) -> M:
-    """Undo `SequenceParallelLA`, in place: `module` and its submodules are plain again."""
+    """Undo `SequenceParallelLA`, in place: `module` and its submodules are plain again.
+
+    Raises:
+        ValueError: `fully_shard` came after the wrapper.
+    """
     for submodule in module.modules():
         if isinstance(submodule, SequenceParallelLA):
+            if type(submodule) not in _BOUND.values():
+                raise ValueError(f"module: expected modules not yet under fully_shard, got {type(submodule).__name__}")
             submodule.__class__ = type(submodule)._flexsp_original
             del submodule.__dict__["_flexsp_binding"]
     return module
@@ -172,28 +179,43 @@ def _refusal(module: nn.Module) -> str | None:
         if cls.__module__.startswith("transformers.") and cls.__name__.endswith("Attention"):
             return _ATTENTION
         for function in vars(cls).values():
-            if isinstance(function, FunctionType):
-                reason = _refused_call(function)
-                if reason is not None:
-                    return reason
+            reason = _refused_call(function, set()) if isinstance(function, FunctionType) else None
+            if reason is not None:
+                return reason
     return None
 
 
-def _refused_call(function: FunctionType) -> str | None:
-    for name in _names(function.__code__):
+def _refused_call(function: FunctionType, seen: set[FunctionType]) -> str | None:
+    """Why `function`, or a function of the same program that it calls, cannot be exact over ranks."""
+    seen.add(function)
+    for called in _called(function.__code__, function.__globals__):
+        name, origin = getattr(called, "__name__", ""), getattr(called, "__module__", None) or ""
         if name in _REFUSED_CALLS:
-            return f"its {function.__name__} calls {name}: {_REFUSED_CALLS[name]}"
-        origin = getattr(function.__globals__.get(name), "__module__", None) or ""
+            return f"its code calls {name}: {_REFUSED_CALLS[name]}"
         if origin.startswith(_FOREIGN_OPS):
-            return f"its {function.__name__} calls {origin}.{name}, which knows nothing of ranks; use flexsp.ops"
+            return f"its code calls {origin}.{name}, which knows nothing of ranks; use flexsp.ops"
+        if isinstance(called, FunctionType) and called not in seen and not origin.startswith(("torch.", "flexsp.")):
+            reason = _refused_call(called, seen)
+            if reason is not None:
+                return reason
     return None
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _called(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    """The functions that `code` reaches by name, such as F.conv1d; not by attributes of its arguments (self.conv1d)."""
+    value: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            value = names.get(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+            value = getattr(value, instruction.argval, None)
+        else:
+            value = None
+        if callable(value):
+            yield value
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _called(constant, names)
 
 
 def _own_classes(module: nn.Module) -> list[type]:

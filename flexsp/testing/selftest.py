@@ -65,7 +65,7 @@ def ranks(transport: str) -> Findings:
         dist.all_gather_object(parts, mine, group=sp.cpu_group)
         sp.check()
         if sp.rank == 0:
-            reports += check(problem, dtype, merge(problem, parts), solve(problem, dtype, sp.device))
+            reports += check(problem, dtype, merge(problem, parts), one_rank=solve(problem, dtype, sp.device))
     dist.barrier(group=sp.cpu_group)
     sp.close()
     dist.destroy_process_group()

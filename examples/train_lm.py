@@ -502,7 +502,10 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise SystemExit(f"train_lm: {error}" if int(os.environ.get("RANK", 0)) == 0 else 1) from None
+        if os.environ.get("RANK", "0") == "0":
+            raise SystemExit(f"train_lm: {error}") from None
+        time.sleep(2)  # torchrun stops the others once one has ended: rank 0 first gets to speak
+        raise SystemExit(1) from None
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

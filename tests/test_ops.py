@@ -1,0 +1,190 @@
+"""Every op against its float64 token loop, and the properties all of them share."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp import ops
+from flexsp.testing.cases import CASES, Case, Shape, random_documents
+from flexsp.testing.compare import check_op, relative_error
+
+EXACT = 1e-12
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def fresh(case: Case, shape: Shape) -> dict[str, Any]:
+    return case.inputs(shape, random.randrange(2**31))
+
+
+def leaves(inputs: dict[str, Any]) -> list[torch.Tensor]:
+    found = []
+    for x in inputs.values():
+        for t in x if isinstance(x, tuple) else (x,):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                found.append(t.requires_grad_())
+    return found
+
+
+def flat(result: tuple[torch.Tensor, Any]) -> list[torch.Tensor]:
+    o, state = result
+    return [o, *(state if isinstance(state, tuple) else (state,))]
+
+
+def some_heads_first(x: torch.Tensor) -> torch.Tensor:
+    """The same values behind other strides: heads before tokens, and every second channel of a wider tensor."""
+    if x.dim() == 4:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_the_token_loop(case: Case, dtype: torch.dtype) -> None:
+    T, K, V = random.choice([(67, 24, 17), (33, 5, 40), (90, 48, 1), (1, 16, 16)])
+    check_op(case.op, case.oracle, fresh(case, Shape(T=T, K=K, V=V, states=2)), dtype=dtype)
+    if T > 1:  # the first output of normalised attention is v itself: no gradient to q and k but rounding
+        check_op(case.op, case.oracle, fresh(case, Shape(T=T, K=K, V=V)), dtype=dtype)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_documents_and_strides(case: Case, dtype: torch.dtype) -> None:
+    n = random.randrange(1, 7)
+    inputs = fresh(case, Shape(B=1, T=83, states=n))
+    documents = random_documents(83, n, torch.Generator().manual_seed(random.randrange(2**31)))
+    inputs["cu_seqlens"] = documents.to(random.choice([torch.int32, torch.int64]))
+    check_op(case.op, case.oracle, inputs, dtype=dtype, arrange=some_heads_first)
+
+
+@every_case
+def test_wide_heads(case: Case) -> None:
+    check_op(case.op, case.oracle, fresh(case, Shape(B=1, T=20, K=256, V=250, states=1)), dtype=torch.float32)
+
+
+@every_case
+def test_split_equals_whole(case: Case) -> None:
+    """Two calls that hand the state on, gradients included, are one call."""
+    inputs = fresh(case, Shape(T=75, states=2))
+    tensors = leaves(inputs)
+    whole = flat(case.op(**inputs, output_final_state=True))
+    cut = random.randrange(1, 75)
+    state, o = inputs["initial_state"], []
+    for part in (slice(0, cut), slice(cut, 75)):
+        piece = {name: x[:, part] if name in case.tokens else x for name, x in inputs.items()}
+        piece["initial_state"] = state
+        out, state = case.op(**piece, output_final_state=True)
+        o.append(out)
+    split = flat((torch.cat(o, dim=1), state))
+    cotangents = [torch.randn_like(x) for x in whole]
+    want = torch.autograd.grad(whole, tensors, cotangents)
+    got = torch.autograd.grad(split, tensors, cotangents)
+    for a, b in zip([*split, *got], [*whole, *want], strict=True):
+        assert relative_error(a, b) < EXACT
+
+
+@every_case
+def test_second_backward_of_two_forwards(case: Case) -> None:
+    """Nothing that a forward saved is disturbed by the next call."""
+    first, second = fresh(case, Shape(T=40, states=2)), fresh(case, Shape(T=40, states=2))
+    results = [flat(case.op(**inputs, output_final_state=True)) for inputs in (_with_grad(first), _with_grad(second))]
+    later = torch.autograd.grad([x.sum() for x in results[1]], leaves(second))
+    earlier = torch.autograd.grad([x.sum() for x in results[0]], leaves(first), retain_graph=True)
+    again = torch.autograd.grad([x.sum() for x in results[0]], leaves(first))
+    for inputs, got in ((first, earlier), (first, again), (second, later)):
+        alone = flat(case.op(**inputs, output_final_state=True))
+        want = torch.autograd.grad([x.sum() for x in alone], leaves(inputs))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _with_grad(inputs: dict[str, Any]) -> dict[str, Any]:
+    leaves(inputs)
+    return inputs
+
+
+@every_case
+def test_final_state_only_when_asked(case: Case) -> None:
+    inputs = {n: x.float() if torch.is_tensor(x) else x for n, x in fresh(case, Shape(B=1, T=9)).items()}
+    assert case.op(**inputs)[1] is None
+    assert all(x.dtype == torch.float32 for x in flat(case.op(**inputs, output_final_state=True)))
+
+
+@every_case
+def test_gradcheck(case: Case) -> None:
+    inputs = fresh(case, Shape(B=1, T=5, K=2, V=2, states=2))
+    inputs["cu_seqlens"] = torch.tensor([0, 2, 5])
+    tensors = leaves(inputs)
+
+    def f(*_: torch.Tensor) -> Any:  # the leaves are perturbed in place
+        return tuple(flat(case.op(**inputs, output_final_state=True)))
+
+    assert torch.autograd.gradcheck(f, tuple(tensors), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", ["g", "g_gamma", "none"])
+def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
+    inputs = fresh(CASES["gamma" if gate == "g_gamma" else "simple_gla"], Shape(T=21, states=2))
+    if gate == "none":
+        del inputs["g"]
+    check_op(ops.recurrent_simple_gla, CASES["simple_gla"].oracle, inputs, dtype=dtype)
+
+
+def test_prompt_in_chunks_then_token_by_token() -> None:
+    inputs = fresh(CASES["simple_gla"], Shape(T=50))
+    whole, last = ops.chunk_simple_gla(**inputs, output_final_state=True)
+    prompt = {name: x[:, :40] for name, x in inputs.items()}
+    o, state = ops.chunk_simple_gla(**prompt, output_final_state=True)
+    steps = [o]
+    for t in range(40, 50):
+        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
+        o, state = ops.recurrent_simple_gla(**token, initial_state=state, output_final_state=True)
+        steps.append(o)
+    assert relative_error(torch.cat(steps, dim=1), whole) < EXACT
+    assert relative_error(state, last) < EXACT
+    assert ops.recurrent_simple_gla(**inputs)[1] is None
+
+
+def test_documents_equal_separate_calls() -> None:
+    for case in CASES.values():
+        inputs = fresh(case, Shape(B=1, T=60, states=3))
+        bounds = [0, 17, 17, 60]
+        o, final = case.op(**inputs, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+        for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            alone = {name: x[:, begin:end] if name in case.tokens else x for name, x in inputs.items()}
+            state = inputs["initial_state"]
+            pair = isinstance(state, tuple)
+            alone["initial_state"] = tuple(x[n : n + 1] for x in state) if pair else state[n : n + 1]
+            o_n, final_n = case.op(**alone, output_final_state=True)
+            assert relative_error(o[:, begin:end], o_n) < EXACT
+            for a, b in zip(final, final_n, strict=True) if pair else [(final, final_n)]:
+                assert relative_error(a[n : n + 1], b) < EXACT
+
+
+def test_normalizer_of_an_empty_past_is_zero() -> None:
+    """0 / 0 becomes 0 through the documented epsilon, in the gradient too."""
+    q, k = torch.zeros(2, 1, 3, 1, 4).unbind(0)
+    v = torch.randn(1, 3, 1, 4, requires_grad=True)
+    o, _ = ops.chunk_linear_attn(q, k, v)
+    o.sum().backward()
+    assert o.abs().max() == 0 and v.grad is not None and v.grad.abs().max() == 0
+
+
+def test_gates_beyond_the_floor() -> None:
+    """Finite outputs and gradients with every gate from 0 to -1e4, in the low dtypes as well."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        inputs = {n: x.to(dtype).requires_grad_() for n, x in fresh(CASES["simple_gla"], Shape(T=130)).items()}
+        with torch.no_grad():
+            inputs["g"].copy_(-(10 ** (torch.rand(2, 130, 2) * 8 - 4)))
+        o, final = ops.chunk_simple_gla(**inputs, output_final_state=True)
+        grads = torch.autograd.grad([o.float().sum(), final.sum()], list(inputs.values()))
+        assert all(x.isfinite().all() for x in (o, final, *grads))
+
+
+def test_public_names() -> None:
+    assert all(callable(getattr(ops, name)) for name in ops.__all__)
+    assert {case.op.__name__ for case in CASES.values()} | {"recurrent_simple_gla"} == set(ops.__all__)

@@ -129,14 +129,14 @@ def compiled_layer(
     return y, dx, {name: p.grad for name, p in wrapped.named_parameters()}
 
 
-@pytest.mark.parametrize("lengths", [[9, 14], [23, 0]])
-def test_compiled_layer(lengths: list[int]) -> None:
-    """One graph, forward and backward, also on a rank without tokens, whose neighbour must not be left waiting."""
+def test_compiled_layer() -> None:
+    """One graph, forward and backward, also on a rank without tokens, which must pass on what its neighbours send."""
+    lengths = [9, 0, 14]
     layer = SimpleGLA(16, 1, conv_bias=True).double()
     x, dy = torch.randn(2, 1, 23, 16, dtype=torch.float64).unbind(0)
     cu = torch.tensor([0, 3, 3, 20, 23])
     y, dx, grads = gradients(copy.deepcopy(layer), x, dy, cu)
-    cut = run_ranks(compiled_layer, 2, layer, lengths, x, dy, cu)
+    cut = run_ranks(compiled_layer, 3, layer, lengths, x, dy, cu)
     torch.testing.assert_close(torch.cat([r[0] for r in cut], 1), y, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(torch.cat([r[1] for r in cut], 1), dx, rtol=1e-10, atol=1e-11)
     for name, grad in grads.items():

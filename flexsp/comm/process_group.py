@@ -83,26 +83,32 @@ def _decode(buffer: torch.Tensor) -> str:
     return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
+def _compare(sp: SequenceParallel, text: str, value: int, doing: str) -> list[int]:
+    """Every rank's ``value``; PeerMismatch unless all came with the same ``text``.
+
+    The only kind of message on the CPU group: two calls that meet by mistake then have the same size, where gloo would
+    end the process over different ones.
+    """
+    mine = torch.cat([_encode(text), torch.tensor([value], dtype=torch.int64, device="cpu").view(torch.uint8)])
+    rows = [torch.empty_like(mine) for _ in range(sp.world_size)]
+    with peer_errors(sp, None, doing):
+        dist.all_gather(rows, mine, group=sp.cpu_group)
+    for peer, row in enumerate(rows):
+        if not torch.equal(row[:_TEXT_BYTES], mine[:_TEXT_BYTES]):
+            raise PeerMismatch(sp.rank, peer, _decode(mine[:_TEXT_BYTES]), _decode(row[:_TEXT_BYTES]))
+    return [int(row[_TEXT_BYTES:].clone().view(torch.int64)) for row in rows]
+
+
 def compare_text(sp: SequenceParallel, text: str) -> None:
     """PeerMismatch unless every rank calls this with the same text. Collective on the CPU group."""
-    ours = _encode(text)
-    rows = [torch.empty_like(ours) for _ in range(sp.world_size)]
-    with peer_errors(sp, None, "comparing calls"):
-        dist.all_gather(rows, ours, group=sp.cpu_group)
-    for peer, row in enumerate(rows):
-        if not torch.equal(row, ours):
-            raise PeerMismatch(sp.rank, peer, _decode(ours), _decode(row))
+    _compare(sp, text, 0, "comparing calls")
 
 
 @torch.compiler.disable
 def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
     """One integer of every rank. Collective on the CPU group; never touches the GPU."""
     sp.check()
-    mine = torch.tensor([value], dtype=torch.int64, device="cpu")
-    rows = [torch.empty_like(mine) for _ in range(sp.world_size)]
-    with peer_errors(sp, None, "exchanging shard lengths"):
-        dist.all_gather(rows, mine, group=sp.cpu_group)
-    return [int(row) for row in rows]
+    return _compare(sp, f"shard lengths (after call {sp.calls})", value, "exchanging shard lengths")
 
 
 class Message(NamedTuple):

@@ -9,6 +9,7 @@ FLEXSP_TIMEOUT_S    120        seconds until a silent peer ends in PeerTimeout (
 FLEXSP_HEAP_MIB     256        size of the symmetric heap of the transports peer, put and posix, on every rank
 FLEXSP_CHECK        0          1: compare every call's shapes between the ranks before it is launched, and check the
                                values of CUDA arguments; the only mode that synchronises with the GPU
+FLEXSP_TEST_SEED    random     seed of the tests' random inputs; a failing test prints the one it used
 ==================  =========  ======================================================================================
 
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are torchrun's; LOCAL_RANK chooses the CUDA device.
@@ -184,6 +185,8 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     kind = "posix" if transport == "posix" else "nvshmem" if transport == "put" else "auto"
     heap, problem = None, ""
     try:
+        if transport in ("peer", "put") and sp.device.type != "cuda":
+            raise NotAvailable(f"it moves GPU memory and this rank computes on {sp.device}; CPU ranks have 'posix'")
         from flexsp.comm.heap import create_heap
 
         assert sp.cpu_group is not None

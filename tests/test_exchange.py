@@ -1,0 +1,254 @@
+"""The differentiable rank scan: gradients against one process; compile, checkpointing, silent and disagreeing ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_schedules import KINDS, fold, random_elements
+from torch.utils.checkpoint import checkpoint
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import PeerMismatch, PeerTimeout
+from flexsp.scan.exchange import exchange
+from flexsp.scan.schedules import SCHEDULES
+from flexsp.testing import RankFailure, run_ranks
+
+Tensors = list[torch.Tensor]
+
+
+def leaves(elements: list[tuple]) -> list[tuple]:
+    for F, log_a, _ in elements:
+        F.requires_grad_()
+        if log_a is not None:
+            log_a.requires_grad_()
+    return elements
+
+
+def objective(state: torch.Tensor, F: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Nonlinear in what arrives, so that a wrong incoming state also shows in the gradients."""
+    return ((state + 0.5 * F).sin() * weight).sum()
+
+
+def reference(elements: list[tuple], weight: torch.Tensor) -> list[tuple]:
+    """(S_in, dF, dlog_a) of every rank from one process and plain autograd."""
+    elements = leaves([tuple(None if t is None else t.detach().clone() for t in e) for e in elements])
+    states = fold(elements)
+    sum(objective(s, e[0], w) for s, e, w in zip(states, elements, weight, strict=True)).backward()
+    return [(s.detach(), F.grad, None if a is None else a.grad) for s, (F, a, _) in zip(states, elements, strict=True)]
+
+
+def run_once(sp: SequenceParallel, elements: list[tuple], weight: torch.Tensor) -> tuple:
+    (F, log_a, cut), weight = leaves([elements[sp.rank]])[0], weight[sp.rank]
+    state = exchange(F, log_a, cut, sp)
+    objective(state, F, weight).backward()
+    return state, F.grad, None if log_a is None else log_a.grad
+
+
+def compare(got: list[tuple], want: list[tuple]) -> None:
+    for r, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        for name, x, y in zip(("S_in", "dF", "dlog_a"), mine, theirs, strict=True):
+            if x is None:
+                assert y is None
+                continue
+            y = torch.zeros_like(x) if y is None else y  # plain autograd's None: nobody reads it
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda m, r=r, n=name: f"rank {r} {n}: {m}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients(ranks: int, schedule: str) -> None:
+    for kind in KINDS:
+        elements = random_elements(kind, ranks)
+        weight = torch.randn(ranks, *elements[0][0].shape, dtype=torch.float64)
+        compare(run_ranks(run_once, ranks, elements, weight, schedule=schedule), reference(elements, weight))
+
+
+def _frozen(sp: SequenceParallel, F: torch.Tensor) -> Any:
+    """Rank 1 has nothing that requires grad; its neighbours' backward passes still need its answer."""
+    mine = F[sp.rank].requires_grad_(sp.rank != 1)
+    state = exchange(mine, None, None, sp)
+    assert state.requires_grad
+    state.square().sum().backward()
+    with torch.no_grad():
+        assert not exchange(mine, None, None, sp).requires_grad
+    return mine.grad
+
+
+def test_recorded_on_every_rank() -> None:
+    F = torch.randn(3, 1, 2, 3, 3, dtype=torch.float64)
+    grads = run_ranks(_frozen, 3, F)
+    assert grads[1] is None
+    torch.testing.assert_close(grads[0], 2 * F[0] + 2 * (F[0] + F[1]))
+
+
+class Block(torch.nn.Module):
+    """A layer in miniature: tokens [T, 3] -> F, the state that arrives, tokens [T, 3] that read it."""
+
+    def __init__(self, sp: SequenceParallel, read: bool = True) -> None:
+        super().__init__()
+        self.sp, self.read = sp, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        F = torch.einsum("tk,tv->kv", x, x.cos())[None, None]
+        log_a = -x.square().sum()[None, None]
+        state = exchange(F, log_a, None, self.sp)
+        return x.sin() + x @ state[0, 0] if self.read else x.sin()
+
+
+def _blocks(sp: SequenceParallel, xs: Tensors, mode: str, read: bool) -> tuple:
+    """Two layers; the middle rank's shard may be empty. Returns output, gradient and how many calls were made."""
+    x = xs[sp.rank].requires_grad_()
+    layers = [Block(sp, read), Block(sp, read)]
+    torch._dynamo.reset()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            if "checkpoint" in mode:
+                x = checkpoint(layer, x, use_reentrant="reentrant" in mode)
+            else:
+                x = layer(x)
+        return x
+
+    if "compile" in mode:
+        model = torch.compile(model, fullgraph=True, backend="inductor" if "inductor" in mode else "aot_eager")
+    before = sp.calls
+    y = model(x)
+    forward_calls = sp.calls - before
+    y.square().sum().backward()
+    return y, x.grad, (forward_calls, sp.calls - before)
+
+
+def _one_process(xs: Tensors) -> tuple[Tensors, Tensors]:
+    xs = [x.clone().requires_grad_() for x in xs]
+    ys = xs
+    for _ in range(2):
+        Fs = [torch.einsum("tk,tv->kv", y, y.cos())[None, None] for y in ys]
+        elements = [(F, -y.square().sum()[None, None], None) for F, y in zip(Fs, ys, strict=True)]
+        ys = [y.sin() + y @ state[0, 0] for y, state in zip(ys, fold(elements), strict=True)]
+    sum(y.square().sum() for y in ys).backward()
+    return ys, [x.grad for x in xs]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["eager", "compile", "checkpoint", "checkpoint reentrant", "compile checkpoint", "compile inductor"],
+)
+def test_layers_with_an_empty_shard(mode: str) -> None:
+    xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (5, 0, 4)]
+    got = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=60.0 if "inductor" in mode else 20.0)
+    ys, grads = _one_process(xs)
+    recomputed = 2 if "checkpoint" in mode else 0
+    for r in range(3):
+        torch.testing.assert_close(got[r][0], ys[r].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got[r][1], grads[r], rtol=1e-12, atol=1e-12)
+        assert got[r][2] == (2, 4 + recomputed)
+
+
+def _unread(sp: SequenceParallel, xs: Tensors, mode: str) -> tuple:
+    layer, before = Block(sp, read=sp.rank == 0), sp.calls
+    torch._dynamo.reset()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return layer(layer(x))
+
+    if "compile" in mode:
+        model = torch.compile(model, fullgraph=True, backend="inductor" if "inductor" in mode else "aot_eager")
+    with torch.no_grad():
+        return model(xs[sp.rank]), sp.calls - before
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "compile inductor"])
+def test_an_unread_state_still_communicates(mode: str) -> None:
+    """Rank 1 does not read what arrives, so a compiler there sees dead code; its neighbour waits all the same."""
+    xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (2, 3)]
+    for r, (y, calls) in enumerate(run_ranks(_unread, 2, xs, mode)):
+        torch.testing.assert_close(y, xs[r].sin().sin())
+        assert calls == 2
+
+
+def _absent(sp: SequenceParallel) -> Any:
+    if sp.rank == 1:
+        return None
+    start = time.monotonic()
+    F = torch.ones(1, 1, 2, 2)
+    try:
+        exchange(F, None, None, sp)
+    except PeerTimeout as error:
+        with pytest.raises(PeerTimeout):  # and it stays known
+            sp.check()
+        return error, time.monotonic() - start
+    return "no error"
+
+
+@pytest.mark.parametrize("schedule", ["serial", "pipelined", "all_gather"])
+def test_a_rank_that_never_arrives(schedule: str) -> None:
+    options = {"env": {"FLEXSP_TEST_POOL": "failures"}, "sp_timeout_s": 3.0, "fresh_sp": True, "schedule": schedule}
+    results = run_ranks(_absent, 3, **options)
+    assert results[1] is None
+    for r in (0, 2):
+        error, seconds = results[r]
+        assert isinstance(error, PeerTimeout), error
+        assert error.rank == r
+        assert error.peer == (None if schedule == "all_gather" else 1)
+        assert seconds < 10
+
+
+def _dies(sp: SequenceParallel) -> Any:
+    if sp.rank == 0:
+        os._exit(1)
+    try:
+        exchange(torch.ones(1, 1, 2, 2), None, None, sp)
+    except PeerTimeout as error:
+        raise RuntimeError(f"told of the death of rank {error.peer}") from error
+
+
+def test_a_rank_that_dies() -> None:
+    with pytest.raises(RankFailure, match="rank 0 failed:\nthe process ended") as caught:
+        run_ranks(_dies, 2, env={"FLEXSP_TEST_POOL": "failures"}, sp_timeout_s=20.0)
+    assert "told of the death of rank 0" in str(caught.value)
+
+
+def _disagree(sp: SequenceParallel, how: str) -> Any:
+    F = torch.ones(1, 2, 3, 4 + (sp.rank if how == "shape" else 0))
+    if how == "dtype" and sp.rank:
+        F = F.double()
+    if how == "order" and sp.rank:
+        exchange_or = sp.gather
+    else:
+        exchange_or = lambda x: exchange(x, None, None, sp)  # noqa: E731
+    try:
+        exchange_or(F)
+    except (PeerMismatch, PeerTimeout) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+def test_ranks_that_disagree(how: str) -> None:
+    """Without FLEXSP_CHECK the receiving rank finds out from the text before the data."""
+    results = run_ranks(_disagree, 2, how, sp_timeout_s=3.0, fresh_sp=True, env={"FLEXSP_TEST_POOL": "failures"})
+    assert isinstance(results[1], PeerMismatch), results
+    assert (results[1].rank, results[1].peer) == (1, 0)
+    assert "float32" in str(results[1].theirs) and "state exchange" in str(results[1].ours)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "order"])
+def test_check_mode_tells_every_rank(how: str) -> None:
+    results = run_ranks(_disagree, 2, how, env={"FLEXSP_CHECK": "1"}, sp_timeout_s=30.0)
+    for r, error in enumerate(results):
+        assert isinstance(error, PeerMismatch), results
+        assert (error.rank, error.peer) == (r, 1 - r)
+    assert results[0].ours == results[1].theirs
+
+
+def test_bad_input() -> None:
+    sp = SequenceParallel()
+    with pytest.raises(ValueError, match=r"F: expected \[B, H, K, V\]"):
+        exchange(torch.zeros(2, 3, 4), None, None, sp)
+    with pytest.raises(ValueError, match="log_a: expected shape"):
+        exchange(torch.zeros(1, 2, 3, 4), torch.zeros(1, 3), None, sp)
+    assert torch.equal(exchange(torch.ones(1, 2, 3, 4), None, None, sp), torch.zeros(1, 2, 3, 4))

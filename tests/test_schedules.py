@@ -1,0 +1,106 @@
+"""The (A, F) algebra and the rank scan without autograd: every schedule, both directions, against a plain fold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.scan.schedules import SCHEDULES, incoming_state
+from flexsp.scan.transitions import Transition, compose
+from flexsp.testing import run_ranks
+
+KINDS = ("none", "scalar", "vector")
+
+
+def random_elements(kind: str, ranks: int, B: int = 2, H: int = 3, K: int = 4, V: int = 5) -> list[tuple]:
+    """(F, log_a, cut) of every rank, float64."""
+    shape = {"none": None, "scalar": (ranks, B, H), "vector": (ranks, B, H, K)}[kind]
+    F = torch.randn(ranks, B, H, K, V, dtype=torch.float64)
+    log_a = [None] * ranks if shape is None else list(-3 * torch.rand(shape, dtype=torch.float64))
+    return [(F[r], log_a[r], torch.rand(B) < 0.3 if r % 2 else None) for r in range(ranks)]
+
+
+def fold(elements: list[tuple], reverse: bool = False) -> list[torch.Tensor]:
+    """State entering every rank, written out from the definition."""
+    state = torch.zeros_like(elements[0][0])
+    entering = []
+    for F, log_a, cut in reversed(elements) if reverse else elements:
+        entering.append(state)
+        decay = torch.ones_like(F)
+        if log_a is not None:
+            decay = log_a.exp().reshape(*log_a.shape, *[1] * (4 - log_a.dim())).expand_as(F)
+        if cut is not None:
+            decay = torch.where(cut[:, None, None, None], 0.0, decay)
+        state = decay * state + F
+    return entering[::-1] if reverse else entering
+
+
+def _incoming(sp: SequenceParallel, elements: list[tuple], reverse: bool) -> torch.Tensor:
+    return incoming_state(*elements[sp.rank], sp, reverse)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_incoming_state(ranks: int, schedule: str) -> None:
+    for kind in KINDS:
+        for reverse in (False, True):
+            elements = random_elements(kind, ranks)
+            got = run_ranks(_incoming, ranks, elements, reverse, schedule=schedule)
+            for r, want in enumerate(fold(elements, reverse)):
+                torch.testing.assert_close(got[r], want, rtol=1e-14, atol=1e-14, msg=lambda m, r=r: f"rank {r}: {m}")
+
+
+def test_pieces_do_not_have_to_divide_the_rows() -> None:
+    elements = random_elements("vector", 3, B=1, H=1, K=11, V=3)
+    got = run_ranks(_incoming, 3, elements, False, schedule="pipelined")
+    torch.testing.assert_close(got, fold(elements), rtol=1e-14, atol=1e-14)
+
+
+def _incoming_strided(sp: SequenceParallel, elements: list[tuple]) -> torch.Tensor:
+    F, log_a, cut = elements[sp.rank]
+    return incoming_state(F.transpose(0, 1).contiguous().transpose(0, 1), log_a, cut, sp)
+
+
+def test_strided_input() -> None:
+    elements = random_elements("scalar", 2)
+    torch.testing.assert_close(run_ranks(_incoming_strided, 2, elements), fold(elements), rtol=1e-14, atol=1e-14)
+
+
+def test_a_cut_keeps_logs_finite() -> None:
+    """A reset is a flag beside the log, which stays finite when stretches are joined."""
+    transition = Transition.of(torch.ones(1, 1, 1, 1), torch.tensor([[-1e4]]), torch.tensor([1]))
+    assert transition.apply(torch.ones(1, 1, 1, 1)).item() == 0.0
+    assert torch.isfinite(transition.then(transition).factor(torch.ones(1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose_is_associative_and_acts_in_order(kind: str) -> None:
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    elements = [(Transition.of(F, log_a, cut), F) for F, log_a, cut in random_elements(kind, 3)]
+    left = compose(compose(elements[0], elements[1]), elements[2])
+    right = compose(elements[0], compose(elements[1], elements[2]))
+    one_by_one = x
+    for transition, F in elements:
+        one_by_one = transition.apply(one_by_one, F)
+    for transition, F in (left, right):
+        torch.testing.assert_close(transition.apply(x, F), one_by_one, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transpose_is_the_adjoint(kind: str) -> None:
+    F, log_a, cut = random_elements(kind, 2)[1]
+    transition, x, y = Transition.of(F, log_a, cut), torch.randn_like(F), torch.randn_like(F)
+    torch.testing.assert_close((transition.apply(x) * y).sum(), (x * transition.transpose().apply(y)).sum())
+
+
+def test_bad_shapes() -> None:
+    F = torch.zeros(2, 3, 4, 5)
+    with pytest.raises(ValueError, match=r"log_a: expected shape \(2, 3\) or \(2, 3, 4\), got \(3, 2\)"):
+        Transition.of(F, torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"cut: expected shape \(2,\), got \(3,\)"):
+        Transition.of(F, None, torch.zeros(3))
+    with pytest.raises(ValueError, match="later: expected a transition of kind 'none', got 'scalar'"):
+        Transition.of(F, None).then(Transition.of(F, torch.zeros(2, 3)))
+    with pytest.raises(ValueError, match="F: expected"):
+        incoming_state(F[0], None, None, SequenceParallel())

@@ -148,7 +148,7 @@ def draw(
 ) -> Problem:
     """A fresh random problem; `documents` are lengths (zeros allowed) that sum to T and make it a packed one (B=1)."""
     generator = torch.Generator()
-    generator.manual_seed(torch.seed() & 0xFFFFFFFF if seed is None else seed)
+    generator.manual_seed(int(torch.randint(2**31, ())) if seed is None else seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -15,10 +15,14 @@ import triton.language as tl
 from triton.language import core
 from triton.language.extra.cuda import globaltimer
 
+if TYPE_CHECKING:
+    from flexsp.comm.heap import SymmetricHeap
+
 __all__ = [
     "clock_device",
     "clock_host",
     "first_failure",
+    "nvshmem_options",
     "push_put",
     "push_store",
     "signal_put",
@@ -106,8 +110,10 @@ def push_put(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
 
 @triton.jit
 def signal_put(flag, pad, value, pe):
-    """As ``signal_store`` over NVSHMEM. A block's put of 16 bytes of padding carries the signal: nvshmemx_signal_op is a
-    call of one thread, and Triton cannot single one out. Memory order: barrier, then put_signal's own fence.
+    """As ``signal_store`` over NVSHMEM. A block's put of 16 bytes of padding carries the signal, since
+    nvshmemx_signal_op is a call of one thread, and Triton cannot single one out.
+
+    Memory order: debug_barrier brings the block's loads before it, then put_signal's own fence.
     """
     tl.debug_barrier()
     nbytes = tl.full((), 16, tl.int64)

@@ -210,13 +210,13 @@ def _wait_neighbours(
     step = -1 if REVERSE else 1
     control = _control(home, max_tiles, tile, REGIONS)
     word = tl.load(counters, volatile=True)  # a rank that has failed does not wait again
-    if HAS_OUT:
+    if HAS_OUT:  # noqa: SIM102 - one is constexpr, the other is not
         if word == 0:
             seen = wait_epoch(control + 8, epoch - 2, timeout_ns, CLOCK)
             kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
             if kind != 0:
                 word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, REVERSE)
-    if HAS_IN:
+    if HAS_IN:  # noqa: SIM102
         if word == 0:
             seen = wait_epoch(control + (epoch & 1) * 4, epoch, timeout_ns, CLOCK)
             kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
@@ -319,9 +319,12 @@ class _Tiles:
 
     @staticmethod
     def of(B: int, H: int, K: int, V: int, size: int) -> _Tiles:
+        warps = 8 if size == CHAIN_TILE else 4
+        if V % 4:
+            size //= 2  # no 16-byte loads: an address for every element, and registers run out
         cols = triton.next_power_of_2(V)
         rows = max(1, min(triton.next_power_of_2(K), size // cols))
-        return _Tiles(rows, cols, B * H * triton.cdiv(K, rows), 8 if rows * cols > 2048 else 4)
+        return _Tiles(rows, cols, B * H * triton.cdiv(K, rows), warps)
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,7 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
         edges=(edge(False), edge(True)),
         push=dev.push_put if put else dev.push_store,
         signal=dev.signal_put if put else dev.signal_store,
-        options=dev.nvshmem_options(_propagate_kernel, heap) if put else {},
+        options={"maxnreg": 232} | (dev.nvshmem_options(_propagate_kernel, heap) if put else {}),
     )
 
 
@@ -479,7 +482,9 @@ def _launch(
         return
     arenas: tuple[torch.Tensor | None, ...] = (None, None, None, None, None)
     max_tiles = rank = pe_in = pe_out = signature = timeout_ns = 0
-    regions, push, signal, options = 2, dev.push_store, dev.signal_store, {}
+    regions, push, signal = 2, dev.push_store, dev.signal_store
+    # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
+    options: dict[str, Any] = {"maxnreg": 128}
     has_in, has_out = not seeded, False
     if sp is not None:
         channel = _channel(sp)

@@ -1,0 +1,169 @@
+"""The propagate kernel compiled for sm_90 without a GPU: resources, and the order of its signals in the PTX."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = 227 * 1024
+VARIANTS: dict[str, dict[str, Any]] = {
+    "local scalar": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False},
+    "local vector": {"shape": (2, 9, 4, 256, 256), "kind": "vector", "cut": True, "reverse": True},
+    "local odd": {"shape": (1, 9, 3, 100, 37), "kind": "none", "cut": False, "reverse": False},
+    "first": {"shape": (1, 9, 32, 128, 128), "kind": "none", "cut": False, "reverse": False, "rank": 0},
+    "middle": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1},
+    "middle vector": {"shape": (1, 9, 32, 64, 128), "kind": "vector", "cut": True, "reverse": True, "rank": 1},
+    "middle wide": {"shape": (1, 9, 8, 256, 256), "kind": "vector", "cut": True, "reverse": True, "rank": 1},
+    "middle odd": {"shape": (1, 9, 3, 100, 37), "kind": "scalar", "cut": True, "reverse": False, "rank": 1},
+    "last": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 2},
+    "fold": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "fold": True},
+    "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
+}
+
+
+def compile_variant(
+    shape: tuple[int, ...], kind: str, cut: bool, reverse: bool, rank: int | None = None, put: bool = False,
+    fold: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Body of the child process: one launch on meta tensors, compiled."""
+    import torch
+
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.comm.heap import SymmetricHeap
+    from flexsp.scan import propagate as module
+    from flexsp.testing.offline import compile_launch, record_launches
+
+    class Heap(SymmetricHeap):
+        def pe(self, group_rank: int) -> int:
+            return group_rank
+
+    def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    B, slots, H, K, _ = shape
+    n = slots - 1
+    log_a = {"none": None, "scalar": meta(B, n, H), "vector": meta(B, n, H, K)}[kind]
+    cuts = meta(B, n, dtype=torch.int32) if cut else None
+    sp = None
+    if rank is not None:
+        arena = meta(64 << 20, dtype=torch.uint8)
+        heap = Heap(arena, [arena] * 3)
+        sp = SequenceParallel(rank=rank, world_size=3, device="meta", transport="put" if put else "peer", heap=heap)
+    with record_launches() as launches:
+        if fold:
+            folded = meta(B, H, K, shape[4])
+            module._launch(meta(*shape), log_a, cuts, kind, reverse, folded=folded, seeded=False)
+        else:
+            module.propagate(meta(*shape), log_a, cuts, sp, reverse=reverse)
+    assert len(launches) == 1, "propagate is one kernel"
+    return vars(compile_launch(*launches[0]))
+
+
+def run_child(names: list[str]) -> dict[str, Any]:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    return run_child([name for name in VARIANTS if name != "put"])
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "put"])
+def test_resources(compiled: dict[str, Any], name: str) -> None:
+    found = compiled[name]
+    assert found["spills"] == 0, found["spills"]
+    assert found["shared"] < SHARED_LIMIT
+
+
+def instructions(ptx: str) -> tuple[list[str], list[list[int]]]:
+    """The kernel's instructions and, for each, those that may run after it."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in lines:
+        label = re.match(r"(\$\w+):", line)
+        if label:
+            labels[label[1]] = len(code)
+        elif re.match(r"(@!?%p\d+\s+)?[a-z]+[\w.]*[\s;]", line) and line.endswith(";"):
+            code.append(line)
+    follow = []
+    for i, line in enumerate(code):
+        target = re.search(r"\bbra[\w.]*\s+(\$\w+)", line)
+        after = [labels[target[1]]] if target else []
+        if not (target and not line.startswith("@")) and "ret;" not in line and i + 1 < len(code):
+            after.append(i + 1)
+        follow.append(after)
+    return code, follow
+
+
+def first_reached(code: list[str], follow: list[list[int]], start: int, pattern: str) -> set[str]:
+    """The first instructions matching ``pattern`` on the paths from (not including) ``start``."""
+    seen: set[int] = set()
+    found: set[str] = set()
+    todo = list(follow[start])
+    while todo:
+        i = todo.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        hit = re.search(pattern, code[i])
+        if hit:
+            found.add(hit[0])
+        else:
+            todo += follow[i]
+    return found
+
+
+@pytest.mark.parametrize("name", ["first", "middle", "middle vector", "middle wide", "middle odd", "last"])
+def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
+    code, follow = instructions(compiled[name]["ptx"])
+    releases = [i for i, line in enumerate(code) if "sys.release" in line]
+    assert releases
+    for i in releases:
+        # The barrier that brings in the other threads stands before every release, with no memory access between.
+        before = next(line for line in reversed(code[:i]) if re.search(r"bar\.sync|(ld|st|atom|red)\.global", line))
+        assert "bar.sync" in before
+    acquires = [i for i, line in enumerate(code) if "sys.acquire" in line]
+    assert acquires
+    for i in acquires:
+        # One thread polls; the others learn of it through a barrier before they load anything.
+        assert first_reached(code, follow, i, r"bar\.sync|(ld|st)\.global") == {"bar.sync"}
+    if name == "first":
+        return
+    arrived = [i for i, line in enumerate(code) if "ld.global.cg" in line]
+    assert arrived, "tiles that arrive bypass L1"
+    stops = r"ld\.global\.cg|sys\.release|sys\.acquire"
+    assert any("ld.global.cg" in first_reached(code, follow, i, stops) for i in acquires)
+    for i in arrived:
+        # After the tile is loaded nothing is waited for before it is passed on or given credit for.
+        assert first_reached(code, follow, i, r"sys\.release|sys\.acquire") == {"sys.release"}
+
+
+def test_put_links_the_nvshmem_bitcode() -> None:
+    from flexsp.comm.nvshmem import find_device_library
+    from flexsp.exceptions import NotAvailable
+
+    try:
+        find_device_library()
+    except NotAvailable as error:
+        pytest.skip(str(error))
+    found = run_child(["put"])["put"]
+    assert found["spills"] == 0
+    assert found["shared"] < SHARED_LIMIT
+    assert not re.search(r"\.extern\s+\.func[^;]*nvshmem", found["ptx"], re.DOTALL), "bitcode not linked"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compile_variant(**VARIANTS[name]) for name in sys.argv[1:]}))

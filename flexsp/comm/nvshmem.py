@@ -181,8 +181,10 @@ class TorchSymmHeap(SymmetricHeap):
 
         if symm.get_backend(device) != "NVSHMEM":
             symm.set_backend("NVSHMEM")
+        world = dist.group.WORLD
+        assert world is not None
         local = symm.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle = symm.rendezvous(local, dist.group.WORLD)
+        self._handle = symm.rendezvous(local, world)
         self._pes = list(global_ranks)
         super().__init__(local, [self._view(local, r, nbytes) for r in global_ranks])
 

@@ -263,9 +263,9 @@ class Metrics:
         from matplotlib import pyplot as plt
 
         figure, axes = plt.subplots(figsize=(7, 4))
-        for key, style in (("loss", "-"), ("held_out_loss", "o")):
+        for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held out")):
             points = [(row["step"], row[key] / math.log(2)) for row in self.rows if key in row]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=key.replace("_", " "))
+            axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
         axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flexsp.comm.group import SequenceParallel, current_sp
+from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
 from flexsp.exceptions import FlexspError
 from flexsp.nn import Mamba2, SequenceParallelLA, ShortConvolution, SimpleGLA, unwrap
 from flexsp.ops import chunk_simple_gla
@@ -56,11 +57,15 @@ class UserModel(nn.Module):
 
 
 class Closure(nn.Module):
-    """Checkpoints a function, which the wrapper cannot bind."""
+    """Checkpoints a function, which the wrapper cannot bind; the op knows its group only if `sp` is given."""
+
+    def __init__(self, use_reentrant: bool, sp: SequenceParallel | None = None) -> None:
+        super().__init__()
+        self.use_reentrant, self.sp = use_reentrant, sp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.unsqueeze(2)
-        return checkpoint(lambda t: chunk_simple_gla(t, t, t)[0], heads, use_reentrant=False)
+        return checkpoint(lambda t: chunk_simple_gla(t, t, t, sp=self.sp)[0], heads, use_reentrant=self.use_reentrant)
 
 
 def make(mode: str, seed: int) -> UserModel:
@@ -143,16 +148,27 @@ def test_compiled_layer() -> None:
         torch.testing.assert_close(sum(r[2][name] for r in cut), grad, rtol=1e-10, atol=1e-11)
 
 
-def checkpointed_closure(sp: SequenceParallel) -> None:
-    model = SequenceParallelLA(Closure(), sp)
-    y = model(torch.randn(1, 5, 16, requires_grad=True))
-    with pytest.raises(FlexspError, match="recomputed in a backward pass"):
-        y.sum().backward()
+def checkpointed_closure(sp: SequenceParallel, use_reentrant: bool) -> None:
+    x = torch.randn(1, 5, 16, requires_grad=True)
+    with pytest.raises(FlexspError, match="runs inside a checkpointed function"):
+        SequenceParallelLA(Closure(use_reentrant), sp)(x)
+    SequenceParallelLA(Closure(use_reentrant, sp), sp)(x).sum().backward()
+    checkpoint(SequenceParallelLA(UserAttention(16), sp), x, use_reentrant=use_reentrant).sum().backward()
+
+    def enters(x: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sequence_parallel(sp))
+            return plain(x)
+
+    plain = UserAttention(16)
+    checkpoint(enters, x, use_reentrant=use_reentrant).sum().backward()
+    checkpoint(plain, x, use_reentrant=use_reentrant).sum().backward()
 
 
-def test_checkpointed_closure_is_an_error() -> None:
-    """Not a silently local recomputation."""
-    run_ranks(checkpointed_closure, WORLD, fresh_sp=True)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_function(use_reentrant: bool) -> None:
+    """An error in forward, not a silently local recomputation; fine where the function knows its group."""
+    run_ranks(checkpointed_closure, WORLD, use_reentrant)
 
 
 class Functional(nn.Module):
@@ -233,12 +249,12 @@ def test_names_attributes_copies_and_unwrap() -> None:
     model.load_state_dict(plain.state_dict())
 
     twin = copy.deepcopy(model)
-    assert twin.mixers[0]._flexsp_binding.sp is sp and twin.head.weight is not model.head.weight
+    assert twin.mixers[0]._flexsp_sp is sp and twin.head.weight is not model.head.weight
     assert type(type(model)("reentrant")) is UserModel
 
     other = SequenceParallel()
     assert SequenceParallelLA(model, other) is model
-    assert model.mixers[1]._flexsp_binding.sp is other and twin.mixers[1]._flexsp_binding.sp is sp
+    assert model.mixers[1]._flexsp_sp is other and twin.mixers[1]._flexsp_sp is sp
 
     unwrap(model)
     assert type(model) is UserModel and type(model.mixers[1]) is SimpleGLA and repr(model) == repr(plain)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from flexsp.exceptions import FlexspError
 
@@ -23,7 +26,9 @@ class _Ambient(threading.local):
     """Thread-local rather than a ContextVar: torch.compile can trace it."""
 
     def __init__(self) -> None:
-        self.sp: SequenceParallel | None = None  # in __init__, so that guards find it on every thread
+        # in __init__, so that torch.compile's guards find them on every thread
+        self.sp: SequenceParallel | None = None
+        self.entered: FrameType | None = None
 
 
 _ambient = _Ambient()
@@ -89,6 +94,10 @@ class SequenceParallel:
             f"device={self.device}, transport={self.transport!r}, schedule={self.schedule!r})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        """Copies of a module talk over the same group."""
+        return self
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -113,7 +122,8 @@ class SequenceParallel:
     def set_lengths(self, lengths: Sequence[int] | None) -> None:
         """Fix the shard lengths of all ranks (zeros allowed), so that calls need not exchange them; None forgets them.
 
-        Example: ``sp.set_lengths(sp.partition(total_tokens))``.
+        Example: ``sp.set_lengths(sp.partition(total_tokens))``. Without them every call that needs lengths exchanges
+        them on the CPU, which also breaks a torch.compile graph.
         """
         if lengths is None:
             self._lengths = None
@@ -238,15 +248,20 @@ def get_sp(sp_id: int) -> SequenceParallel:
     return _GROUPS[sp_id]
 
 
-@contextmanager
+@contextlib.contextmanager
 def sequence_parallel(sp: SequenceParallel | None) -> Iterator[SequenceParallel | None]:
     """Ops inside that are called with ``sp=None`` run over ``sp`` (of the same thread only)."""
-    outer = _ambient.sp
+    outer = _ambient.sp, _ambient.entered
     _ambient.sp = sp
+    if not torch.compiler.is_compiling():
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == contextlib.__file__:
+            frame = frame.f_back
+        _ambient.entered = frame
     try:
         yield sp
     finally:
-        _ambient.sp = outer
+        _ambient.sp, _ambient.entered = outer
 
 
 def current_sp() -> SequenceParallel | None:
@@ -254,21 +269,29 @@ def current_sp() -> SequenceParallel | None:
     return _ambient.sp
 
 
-def _recomputing() -> bool:
-    """Whether autograd runs a backward pass on this thread while a group of several ranks exists."""
-    return torch._C._current_graph_task_id() != -1 and any(sp.world_size > 1 for sp in _GROUPS.values())
+def _refuse_lost_recompute() -> None:
+    """FlexspError if the op runs in a checkpointed function that does not itself enter the ambient group.
+
+    Its recomputation would run in the backward pass, outside the group (on CUDA on another thread), and silently give
+    the gradient of separate sequences.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not _ambient.entered:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise FlexspError(
+                "an op with sp=None runs inside a checkpointed function, which would be recomputed outside the ambient "
+                "sequence_parallel. Checkpoint a submodule of a model wrapped in SequenceParallelLA, or pass sp= to "
+                "the op, or enter sequence_parallel(sp) inside the function"
+            )
+        frame = frame.f_back
 
 
 def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
     """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself."""
     if sp is None:
         found = current_sp()
-        if found is None and not torch.compiler.is_compiling() and _recomputing():
-            raise FlexspError(
-                "an op called with sp=None is being recomputed in a backward pass, where the ambient "
-                "sequence_parallel of its forward pass is gone. Checkpoint a module wrapped in SequenceParallelLA "
-                "rather than a function, or pass sp= to the op (sp=False if it is local)"
-            )
+        if found is not None and found.world_size > 1 and not torch.compiler.is_compiling():
+            _refuse_lost_recompute()
         return found
     if sp is False:
         return None

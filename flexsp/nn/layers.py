@@ -115,7 +115,10 @@ class SimpleGLA(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         y = self._output(o, x)
-        return y if cache is None else (y, LayerCache(state, conv_cache))
+        if cache is None:
+            return y
+        assert state is not None
+        return y, LayerCache(state, conv_cache)
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
@@ -128,6 +131,7 @@ class SimpleGLA(nn.Module):
         o, state = recurrent_simple_gla(
             *self._heads(qkv), g=self._log_gate(token), initial_state=cache.state, output_final_state=True
         )
+        assert state is not None
         return self._output(o, token).reshape(x.shape), LayerCache(state, conv_cache)
 
     def init_cache(self, batch: int) -> LayerCache:
@@ -166,7 +170,7 @@ class Mamba2(nn.Module):
         n_groups: groups G of heads that share B and C.
         expand: inner width = expand * hidden_size.
         conv_size, conv_bias: of the convolution.
-        dt_min, dt_max, dt_init_floor: dt_bias is initialised so that softplus(dt_bias) is log-uniform in [dt_min, dt_max].
+        dt_min, dt_max, dt_init_floor: softplus(dt_bias) is initialised log-uniform in [dt_min, dt_max].
         A_init_range: -A is initialised uniformly in it.
         norm_eps: of the gated norm, over each group's channels.
     """
@@ -190,7 +194,7 @@ class Mamba2(nn.Module):
         self.hidden_size, self.head_dim, self.state_size, self.n_groups = hidden_size, head_dim, state_size, n_groups
         self.inner_size = int(expand * hidden_size)
         if self.inner_size % head_dim:
-            raise ValueError(f"head_dim: expected a divisor of expand * hidden_size = {self.inner_size}, got {head_dim}")
+            raise ValueError(f"head_dim: expected a divisor of expand * hidden_size {self.inner_size}, got {head_dim}")
         self.num_heads = self.inner_size // head_dim
         if self.num_heads % n_groups:
             raise ValueError(f"n_groups: expected a divisor of the {self.num_heads} heads, got {n_groups}")
@@ -247,7 +251,10 @@ class Mamba2(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         out = self._output(y, z, x.dtype)
-        return out if cache is None else (out, LayerCache(state, conv_cache))
+        if cache is None:
+            return out
+        assert state is not None
+        return out, LayerCache(state, conv_cache)
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
@@ -267,6 +274,7 @@ class Mamba2(nn.Module):
             initial_state=cache.state,
             output_final_state=True,
         )
+        assert state is not None
         y = (y + self.D[:, None] * values).to(values.dtype)
         return self._output(y, z, x.dtype).reshape(x.shape), LayerCache(state, conv_cache)
 

@@ -50,18 +50,6 @@ _REFUSED_CALLS = {
 _FOREIGN_OPS = ("fla.ops", "mamba_ssm.ops")
 
 
-class _Binding:
-    """Holds sp; copies of a module share it, since a process group cannot be copied."""
-
-    __slots__ = ("sp",)
-
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
-        return self
-
-
 class SequenceParallelLA(nn.Module):
     """Makes `layer` sequence parallel, in place, and returns it (as `fully_shard` does).
 
@@ -73,7 +61,8 @@ class SequenceParallelLA(nn.Module):
     The returned object is `layer` itself, an instance of its own class and of SequenceParallelLA: attributes,
     parameter names and state_dict keys stay as they were. It and its submodules of non-torch classes are bound to sp:
     their forward enters ``sequence_parallel(sp)``, so that recomputation of a checkpointed submodule, which runs in the
-    backward pass on another thread, finds it too. A checkpointed plain function must pass ``sp=`` to its ops itself.
+    backward pass on another thread, finds it too. A checkpointed plain function must pass ``sp=`` to its ops itself
+    (FlexspError otherwise).
     Wrap before DistributedDataParallel, fully_shard, torch.compile; copy.deepcopy works, save state_dicts rather than
     pickled modules. `unwrap` undoes it.
 
@@ -105,7 +94,7 @@ class SequenceParallelLA(nn.Module):
             optimizer.step(); optimizer.zero_grad()
     """
 
-    _flexsp_binding: _Binding
+    _flexsp_sp: SequenceParallel
     _flexsp_original: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +108,7 @@ class SequenceParallelLA(nn.Module):
         """All done by `__new__`: the object is the layer, long since initialised."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with sequence_parallel(self._flexsp_binding.sp):
+        with sequence_parallel(self._flexsp_sp):
             return super().forward(*args, **kwargs)
 
 
@@ -133,8 +122,8 @@ def unwrap(module: M) -> M:
         if isinstance(submodule, SequenceParallelLA):
             if type(submodule) not in _BOUND.values():
                 raise ValueError(f"module: expected modules not yet under fully_shard, got {type(submodule).__name__}")
-            submodule.__class__ = type(submodule)._flexsp_original
-            del submodule.__dict__["_flexsp_binding"]
+            submodule.__class__ = type(submodule)._flexsp_original  # type: ignore[assignment]
+            del submodule.__dict__["_flexsp_sp"]
     return module
 
 
@@ -144,10 +133,9 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
     modules = list(_accepted(layer, "", frozenset(allow)))
-    binding = _Binding(sp)
     for module in modules:
         if module is layer or _own_classes(module):
-            _bind(module, binding)
+            _bind(module, sp)
     return layer
 
 
@@ -179,9 +167,8 @@ def _refusal(module: nn.Module) -> str | None:
         if cls.__module__.startswith("transformers.") and cls.__name__.endswith("Attention"):
             return _ATTENTION
         for function in vars(cls).values():
-            reason = _refused_call(function, set()) if isinstance(function, FunctionType) else None
-            if reason is not None:
-                return reason
+            if isinstance(function, FunctionType) and (found := _refused_call(function, set())) is not None:
+                return found
     return None
 
 
@@ -230,7 +217,7 @@ def _own_classes(module: nn.Module) -> list[type]:
 _BOUND: dict[type[nn.Module], type[SequenceParallelLA]] = {}
 
 
-def _bind(module: nn.Module, binding: _Binding) -> None:
+def _bind(module: nn.Module, sp: SequenceParallel) -> None:
     cls = type(module)
     if not issubclass(cls, SequenceParallelLA):
         if "forward" in module.__dict__:
@@ -244,4 +231,4 @@ def _bind(module: nn.Module, binding: _Binding) -> None:
             attributes = {"_flexsp_original": cls, "__module__": __name__, "__doc__": cls.__doc__}
             _BOUND[cls] = type(f"SequenceParallel{cls.__name__}", (SequenceParallelLA, cls), attributes)
         module.__class__ = _BOUND[cls]
-    object.__setattr__(module, "_flexsp_binding", binding)
+    object.__setattr__(module, "_flexsp_sp", sp)

@@ -188,7 +188,8 @@ def test_mamba2_initialisation() -> None:
     assert dt.min() >= 1e-3 * 0.999 and dt.max() <= 1e-1 * 1.001 and dt.max() > 5 * dt.min()
     assert layer.A_log.exp().min() >= 1 and layer.A_log.exp().max() <= 16
     assert torch.equal(layer.D, torch.ones(32))
-    names = {"in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"}
+    weights = {f"{name}.weight" for name in ("in_proj", "conv1d", "norm", "out_proj")}
+    names = weights | {"conv1d.bias", "dt_bias", "A_log", "D"}
     assert set(layer.state_dict()) == names
 
 

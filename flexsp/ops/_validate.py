@@ -92,7 +92,7 @@ def check_tensor(
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "qkv") -> tuple[int, int, int, int, int]:
     """Shapes, dtype and device of q, k [B, T, H, K] and v [B, T, H, V]; returns (B, T, H, K, V)."""
-    name_q, name_k, name_v = names
+    name_q, name_k, name_v = tuple(names)
     check_tensor(name_q, q, None, "[B, T, H, K]", dtypes=FLOAT_DTYPES)
     B, T, H, K = q.shape
     check_tensor(name_k, k, (B, T, H, K), "[B, T, H, K]", dtypes=(q.dtype,), device=q.device)

@@ -67,7 +67,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     constants: dict[Any, Any] = {}
     attrs: dict[Any, Any] = {}
     for i, param in enumerate(kernel.params):
-        value = named[param.name] if param.name in named else param.default
+        value = named.get(param.name, param.default)
         free = param.name in (kernel.do_not_specialize or ())
         if param.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
             signature[param.name], constants[(i,)] = "constexpr", value

@@ -95,20 +95,21 @@ def dq_kernel(
             S = tl.where(first, fresh, S)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
+        held = tl.trans(S.to(DOT))
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
-        da = mm(oc, tl.trans(vc), DOT, PREC) * scale
-        dqc = mm(oc, tl.trans(S), DOT, PREC)
+        dqc = mm(oc, held, DOT, PREC)
+        da = mm(oc, tl.trans(vc), DOT, PREC)
         if GATED:
-            da = da * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
+            da = da * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
             dqc = dqc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)
             S += mm(tl.trans((kc * tl.exp2(b_end - bc)[:, None]).to(DOT)), vc, DOT, PREC)
         else:
-            da = tl.where(causal, da, 0.0)
+            da = tl.where(causal, da * scale, 0.0)
             dqc = dqc * scale
             S += mm(tl.trans(kc), vc, DOT, PREC)
         if READS:
@@ -165,13 +166,14 @@ def dk_kernel(
             dS = tl.where(last, fresh, dS)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
+        held = tl.trans(dS.to(DOT))
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        dkc = mm(vc, held, DOT, PREC)
         da = mm(vc, tl.trans(oc), DOT, PREC)
-        dkc = mm(vc, tl.trans(dS), DOT, PREC)
         if GATED:
             da = da * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
             dkc = dkc * tl.exp2(b_end - bc)[:, None]
@@ -199,7 +201,7 @@ def dv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):
-    """dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS, right to left, tile [BK >= K, BV] of dS.
+    """dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS, right to left, dS held transposed, [BV, BK >= K].
 
     dinitial [N, H, K, V]: dS at the start of packed documents.
     """
@@ -214,39 +216,40 @@ def dv_kernel(
     gate += b.to(tl.int64) * g_sb + h * g_sh
 
     rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
+    causal = rows[:, None] >= rows[None, :]
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
-    dS = load_state(dstates + slot, 0, v0, True, K, V, BK, BV)
+    dS = load_state(dstates + slot, 0, v0, True, K, V, BK, BV, True)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
         if PACKED:
-            fresh = tl.zeros([BK, BV], tl.float32)
+            fresh = tl.zeros([BV, BK], tl.float32)
             if FINAL:
-                fresh = load_state(dfinal + at_doc, 0, v0, last, K, V, BK, BV)
+                fresh = load_state(dfinal + at_doc, 0, v0, last, K, V, BK, BV, True)
             dS = tl.where(last, fresh, dS)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
+        held = dS.to(DOT)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
-        a = mm(kc, tl.trans(qc), DOT, PREC)
-        dvc = mm(kc, dS, DOT, PREC)
+        dvc = mm(held, tl.trans(kc), DOT, PREC)
+        a = mm(qc, tl.trans(kc), DOT, PREC)
         if GATED:
-            a = a * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
-            dvc = dvc * tl.exp2(b_end - bc)[:, None]
+            a = a * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
+            dvc = dvc * tl.exp2(b_end - bc)[None, :]
             dS = dS * tl.exp2(b_end)
-            dS += mm(tl.trans(qc), oc * (tl.exp2(bc) * scale)[:, None], DOT, PREC)
+            dS += mm(tl.trans((oc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), qc, DOT, PREC)
         else:
-            a = tl.where(later, a * scale, 0.0)
-            dS += mm(tl.trans(qc), oc, DOT, PREC) * scale
-        dvc += mm(a, oc, DOT, PREC)
-        store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
+            a = tl.where(causal, a * scale, 0.0)
+            dS += mm(tl.trans(oc), qc, DOT, PREC) * scale
+        dvc += mm(tl.trans(oc), a, DOT, PREC)
+        store_rows(dv + start * dv_st, tl.trans(dvc), dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:
-            store_state(dinitial + at_doc, dS, 0, v0, first, K, V, BK, BV)
+            store_state(dinitial + at_doc, dS, 0, v0, first, K, V, BK, BV, True)
 
 
 @triton.jit

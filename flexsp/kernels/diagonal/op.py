@@ -22,7 +22,8 @@ __all__ = ["diagonal"]
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? initial"
 _FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> " + ", ".join(["Tensor"] * 7).join("()")
 _BACKWARD = (
-    f"({_INPUTS}, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table, Tensor decay, Tensor do, Tensor? dfinal, "
+    f"({_INPUTS}, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table, Tensor decay, "
+    "Tensor do, Tensor? dfinal, "
     "int docs, float scale, bool want_dg, bool want_dinitial%s) -> " + ", ".join(["Tensor"] * 5).join("()")
 )
 _SP = ", Tensor(a!) order, int sp"
@@ -42,7 +43,8 @@ def _forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, order=
 
 
 def _backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale, want_dg, want_dinitial,
+    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
+    want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     from flexsp.kernels.diagonal import triton_engine as engine
@@ -72,7 +74,8 @@ def _fake_forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, o
 
 
 def _fake_backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale, want_dg, want_dinitial,
+    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
+    want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     B, T, H, K = q.shape

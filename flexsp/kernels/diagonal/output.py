@@ -52,7 +52,10 @@ def output_kernel(
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """o = scale (tril(q k^T . E) v + e^b q S); state tile [BK >= K, BV] in registers (MATH 1.D, merge)."""
+    """o = scale (tril(q k^T . E) v + e^b q S), MATH 1.D merge.
+
+    The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and the outputs leave transposed.
+    """
     v0 = tl.program_id(0) * BV
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -64,36 +67,37 @@ def output_kernel(
     gate += b.to(tl.int64) * g_sb + h * g_sh
 
     rows = tl.arange(0, C)
-    causal = rows[:, None] >= rows[None, :]
+    later = rows[None, :] >= rows[:, None]
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = (b * (n_seg + 1) + seg).to(tl.int64) * H + h
-    S = load_state(states + slot * K * V, 0, v0, True, K, V, BK, BV)
+    S = load_state(states + slot * K * V, 0, v0, True, K, V, BK, BV, True)
     for c in range(c0, c1):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
         if PACKED:
-            fresh = tl.zeros([BK, BV], tl.float32)
+            fresh = tl.zeros([BV, BK], tl.float32)
             if INITIAL:
-                fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV)
+                fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV, True)
             S = tl.where(first, fresh, S)
         if GATED:
             bc, b_end = DECAY(gate, start, length, C)
+        held = S.to(DOT)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        p = mm(qc, tl.trans(kc), DOT, PREC) * scale
-        oc = mm(qc, S, DOT, PREC)
+        oc = mm(held, tl.trans(qc), DOT, PREC)
+        p = mm(kc, tl.trans(qc), DOT, PREC)
         if GATED:
-            p = p * tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf")))
-            oc = oc * (tl.exp2(bc) * scale)[:, None]
+            p = p * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            oc = oc * (tl.exp2(bc) * scale)[None, :]
             S = S * tl.exp2(b_end)
-            S += mm(tl.trans(kc), vc * tl.exp2(b_end - bc)[:, None], DOT, PREC)
+            S += mm(tl.trans((vc * tl.exp2(b_end - bc)[:, None]).to(DOT)), kc, DOT, PREC)
         else:
-            p = tl.where(causal, p, 0.0)
+            p = tl.where(later, p * scale, 0.0)
             oc = oc * scale
-            S += mm(tl.trans(kc), vc, DOT, PREC)
-        oc += mm(p, vc, DOT, PREC)
-        store_rows(o + start * o_st, oc, o_st, length, v0, C, V, BV)
+            S += mm(tl.trans(vc), kc, DOT, PREC)
+        oc += mm(tl.trans(vc), p, DOT, PREC)
+        store_rows(o + start * o_st, tl.trans(oc), o_st, length, v0, C, V, BV)
         if PACKED and FINAL:
-            store_state(final + at_doc, S, 0, v0, last, K, V, BK, BV)
+            store_state(final + at_doc, S, 0, v0, last, K, V, BK, BV, True)

@@ -166,8 +166,11 @@ def _layout(cu_seqlens: torch.Tensor | None, B: int, T: int, sp: SequenceParalle
 
 
 def _chunk_length(T: int) -> int:
-    """64, or the smallest power of two that holds a shorter sequence."""
-    return min(_CHUNK, 1 << max(T - 1, 0).bit_length())
+    """64, or the smallest power of two that holds a shorter sequence; by comparisons, so that T may be symbolic."""
+    C = 1
+    while C < T and C < _CHUNK:
+        C *= 2
+    return C
 
 
 # ----------------------------------------------------------------------------------------------- chunk states

@@ -64,7 +64,8 @@ def _dots(dtype: torch.dtype) -> dict[str, Any]:
 
     if dtype == torch.bfloat16:
         return {"DOT": tl.bfloat16, "PREC": "tf32"}
-    return {"DOT": tl.float32, "PREC": "tf32" if dtype == torch.float16 else os.environ.get("FLEXSP_FP32_DOT", "tf32x3")}
+    precision = "tf32" if dtype == torch.float16 else os.environ.get("FLEXSP_FP32_DOT", "tf32x3")
+    return {"DOT": tl.float32, "PREC": precision}
 
 
 def _launch(tile: Tile) -> dict[str, int]:
@@ -106,7 +107,7 @@ def forward(
     q, k, v = _rows(q), _rows(k), _rows(v)
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     p = make_plan(q, v, docs)
-    f32 = {"device": q.device, "dtype": torch.float32}
+    f32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
@@ -183,7 +184,7 @@ def backward(
     """(dq, dk, dv, dg [B, H, T] fp32, dinitial); the last two empty unless wanted."""
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
-    f32 = {"device": s.q.device, "dtype": torch.float32}
+    f32: dict[str, Any] = {"device": s.q.device, "dtype": torch.float32}
     gate = _Gate(s.g, s.g_gamma, s.decay, s.q)
     dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     if p.packed or dfinal is None:
@@ -231,12 +232,14 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
     return reads
 
 
-def _launch_dk(p: Plan, s: Saved, do, gate: _Gate, dk, dstates, dfinal, want_dg: bool) -> tuple[torch.Tensor, ...]:
+def _launch_dk(
+    p: Plan, s: Saved, do, gate: _Gate, dk, dstates, dfinal, want_dg: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flexsp.kernels.diagonal.grads import dk_kernel
 
     tile = p.tiles.dk
     n_k = _count(p.K, tile.bk)
-    f32 = {"device": dk.device, "dtype": torch.float32}
+    f32: dict[str, Any] = {"device": dk.device, "dtype": torch.float32}
     inner = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, **f32)
     writes, edges = torch.empty_like(inner), torch.empty((n_k, p.B, p.n_seg, p.H) if want_dg else 0, **f32)
     dk_kernel[(n_k, p.B * p.H, p.n_seg)](

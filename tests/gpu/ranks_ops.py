@@ -56,9 +56,15 @@ def compare(
 ) -> list[str]:
     """All ranks' parts together against float64, with the one-rank answer on the same device as yardstick."""
     problem = problem.rounded(dtype)
-    mine = {name: x.cpu() for name, x in solve(problem, dtype, sp.device, sp, lengths, call).items()}
-    sp.check()
-    parts = gathered(mine)
+    mine, failure = {}, ""
+    try:
+        mine = {name: x.cpu() for name, x in solve(problem, dtype, sp.device, sp, lengths, call).items()}
+        sp.check()
+    except Exception as error:
+        failure = f"rank {sp.rank}: {type(error).__name__}: {error}"
+    failures, parts = zip(*gathered((failure, mine)), strict=True)
+    if any(failures):
+        raise RuntimeError("; ".join(filter(None, failures)))
     if sp.rank != 0:
         return []
     reports = check(problem, dtype, merge(problem, parts), one_rank=solve(problem, dtype, sp.device))
@@ -212,13 +218,13 @@ def graph_replay(sp: SequenceParallel) -> list[str]:
     return wrong
 
 
-def reported(sp: SequenceParallel, kind: type[Exception]) -> Exception | None:
-    """The exception of this kind that a call leaves behind on this rank, if any."""
+def reported(sp: SequenceParallel, heads: int) -> Exception | None:
+    """What a forward and backward leave behind on this rank, if anything."""
     try:
-        step(sp, leaves_of(sp, 64, H=3 if kind is PeerMismatch and sp.rank == 1 else 2))
+        step(sp, leaves_of(sp, 64, H=heads))
         torch.cuda.synchronize()
         sp.check()
-    except kind as error:
+    except (PeerTimeout, PeerMismatch) as error:
         return error
     return None
 
@@ -230,7 +236,7 @@ def absent_rank(transport: str, sp: SequenceParallel) -> None:
     torch.cuda.synchronize()
     gathered(None)
     began = time.monotonic()
-    error = None if sp.rank == 0 else reported(short, PeerTimeout)
+    error = None if sp.rank == 0 else reported(short, 2)
     waited = time.monotonic() - began
     everyone = gathered((str(error), waited))
     short.close()
@@ -248,7 +254,7 @@ def absent_rank(transport: str, sp: SequenceParallel) -> None:
 def disagreeing_rank(transport: str, sp: SequenceParallel) -> None:
     """Rank 1 comes with other shapes: the ranks that receive from a neighbour notice, and none hangs."""
     short = init_sequence_parallel(transport=transport, timeout_s=SHORT_S)
-    error = reported(short, PeerMismatch)
+    error = reported(short, 3 if sp.rank == 1 else 2)
     errors = gathered(str(error))
     short.close()
     if sp.rank == 0:

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# All measurements of the README on this machine's GPUs, into benchmarks/results/ (or the folder given).
+#   benchmarks/run.sh [FOLDER] [arguments of `flexsp bench op`...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results}
+shift || true
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+# NVLink multicast stays off, and NVSHMEM looks for no network: one host.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 NVSHMEM_REMOTE_TRANSPORT=none
+python=${PYTHON:-python3}
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+
+"$python" -m flexsp bench op --out "$out" "$@"
+for ranks in 1 2 4 8; do
+    if [ "$ranks" -le "$gpus" ]; then "$python" -m flexsp bench scale --ranks "$ranks" --out "$out"; fi
+done
+"$python" -m flexsp bench plot "$out"/scale_*.json --out "$out/weak_scaling.png"
+"$python" -m flexsp bench table "$out"/*.json

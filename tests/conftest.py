@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 
 import pytest
 import torch
@@ -13,11 +14,24 @@ from flexsp.testing import close_pools
 torch.set_num_threads(1)
 
 
+def _session_seed() -> int:
+    """New in every session, but one for all the ranks of a torchrun: each of them works out what to expect."""
+    if "FLEXSP_TEST_SEED" in os.environ:
+        return int(os.environ["FLEXSP_TEST_SEED"])
+    if "WORLD_SIZE" in os.environ:
+        launch = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        return zlib.crc32(" ".join(launch).encode())
+    return random.SystemRandom().randrange(2**32)
+
+
+SEED = _session_seed()
+
+
 @pytest.fixture(autouse=True)
-def seed() -> int:
-    """Seeds torch and random; a failing test shows the number, FLEXSP_TEST_SEED repeats it."""
-    value = int(os.environ.get("FLEXSP_TEST_SEED", random.SystemRandom().randrange(2**31)))
-    print(f"FLEXSP_TEST_SEED={value}")
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds torch and random for this test; a failing test shows the number, FLEXSP_TEST_SEED repeats it."""
+    print(f"FLEXSP_TEST_SEED={SEED}")
+    value = zlib.crc32(request.node.nodeid.encode(), SEED)
     torch.manual_seed(value)
     random.seed(value)
     return value

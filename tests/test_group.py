@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def _on_mesh(sp: SequenceParallel) -> tuple:
 
 
 def test_groups_of_a_mesh() -> None:
-    got = run_ranks(_on_mesh, 4)
+    got = run_ranks(_on_mesh, 4, whole_world=True)
     assert [joined[0] for joined, _, _ in got] == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]
     assert [joined[1] for joined, _, _ in got] == [[[0, 2]], [[1, 3]], [[0, 2]], [[1, 3]]]
     assert [(ranks, rank) for _, ranks, rank in got] == [([0, 1], 0), ([0, 1], 1), ([2, 3], 0), ([2, 3], 1)]
@@ -175,7 +176,7 @@ def _singletons(sp: SequenceParallel) -> Any:
 
 
 def test_groups_of_one() -> None:
-    assert run_ranks(_singletons, 2) == [(1, [0], (1, 2)), (1, [1], (1, 2))]
+    assert run_ranks(_singletons, 2, whole_world=True) == [(1, [0], (1, 2)), (1, [1], (1, 2))]
 
 
 def _settings_differ(sp: SequenceParallel) -> str:
@@ -185,7 +186,7 @@ def _settings_differ(sp: SequenceParallel) -> str:
 
 
 def test_settings_must_agree() -> None:
-    text = run_ranks(_settings_differ, 2)[0]
+    text = run_ranks(_settings_differ, 2, whole_world=True)[0]
     assert "rank 0 called" in text and "'serial'" in text and "'pipelined'" in text
 
 
@@ -221,7 +222,7 @@ def _no_such_memory(sp: SequenceParallel) -> str:
 
 
 def test_a_transport_this_machine_lacks() -> None:
-    assert run_ranks(_no_such_memory, 2) == ["process_group"] * 2
+    assert run_ranks(_no_such_memory, 2, whole_world=True) == ["process_group"] * 2
 
 
 def _posix(sp: SequenceParallel) -> Any:
@@ -279,7 +280,7 @@ def test_ambient() -> None:
     assert current_sp() is None
     with pytest.raises(ValueError, match="sp: expected a SequenceParallel, None or False, got str"):
         resolve_sp("sp")
-    assert get_sp(sp.id) is sp
+    assert get_sp(sp.id) is sp and copy.deepcopy({"sp": sp})["sp"] is sp
     sp.close()
     inner.close()
 

@@ -46,7 +46,8 @@ def init_sequence_parallel(
     """Make the group that a sequence is cut over. Collective over the default process group.
 
     Every rank of the world calls it, each with the group it belongs to (on a (dp, sp) mesh: ``mesh["sp"]``). Starts
-    torch.distributed from torchrun's environment if the caller has not; without torchrun there is one rank.
+    torch.distributed from torchrun's environment, with the same timeout, if the caller has not; without torchrun
+    there is one rank.
 
     Args:
         group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.

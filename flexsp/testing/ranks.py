@@ -47,6 +47,7 @@ def run_ranks(
     timeout: float = 120.0,
     sp_timeout_s: float | None = None,
     fresh_sp: bool = False,
+    whole_world: bool = False,
 ) -> list[Any]:
     """Call ``fn(sp, *args)`` on ``world_size`` ranks at once and return their results in rank order.
 
@@ -61,6 +62,7 @@ def run_ranks(
     Args:
         env: environment variables of the pool, for example {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}.
         timeout: seconds for the whole call; past it the pool is killed.
+        whole_world: ``fn`` talks over the default process group, so under torchrun the world must have this size.
 
     Raises:
         RankFailure: with the tracebacks of all failed ranks, from the first one's exception. The pool is torn down.
@@ -74,7 +76,7 @@ def run_ranks(
     }
     env = dict(env or {})
     if "WORLD_SIZE" in os.environ:
-        return _run_in_place(fn, world_size, args, settings, env, fresh_sp)
+        return _run_in_place(fn, world_size, args, settings, env, fresh_sp, whole_world)
     key: _Key = (world_size, device, tuple(sorted(env.items())))
     pool = _pools.get(key)
     if pool is None:
@@ -256,25 +258,28 @@ def _run_in_place(
     settings: dict[str, Any],
     env: dict[str, str],
     fresh: bool,
+    whole_world: bool,
 ) -> list[Any]:
     import pytest
 
     world = int(os.environ["WORLD_SIZE"])
     if world < world_size:
         pytest.skip(f"needs {world_size} ranks, torchrun started {world}")
+    if whole_world and world > world_size:
+        pytest.skip(f"needs a world of exactly {world_size} ranks, torchrun started {world}")
     if any(os.environ.get(name) != value for name, value in env.items()):
         pytest.skip(f"needs {env} in the environment of torchrun")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group, active = _subgroup(world_size)
-    box = [args]
+    box = [pickle.dumps(args)]  # also where they come from: fn may change its arguments
     dist.broadcast_object_list(box, src=0)
     sp = _get_sp(_made_in_place.setdefault(world_size, {}), settings, fresh, group)
     answer: tuple[bool, Any] = (True, None)
     failure: BaseException | None = None
     if active:
         try:
-            answer = (True, _detached(fn(sp, *box[0])))
+            answer = (True, _detached(fn(sp, *pickle.loads(box[0]))))
         except BaseException as error:  # noqa: BLE001
             failure, answer = error, (False, traceback.format_exc())
     answers: list[Any] = [None] * world

@@ -1,7 +1,7 @@
 """Step 1 of both directions: what each segment adds to the state, walked with the state in registers.
 
-Left to right (forward) F = sum_j e^{b_end - b_j} k_j v_j^T, right to left (backward) G = sum_i e^{b_i} scale q_i do_i^T,
-both `X^T (w * Y)` per chunk. Only the segment's result and its log decay go to memory.
+Left to right (forward) F = sum_j e^{b_end - b_j} k_j v_j^T, right to left (backward)
+G = sum_i e^{b_i} scale q_i do_i^T, both `X^T (w * Y)` per chunk. Only the segment's result and its log decay go to memory.
 """
 
 from __future__ import annotations

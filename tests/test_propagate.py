@@ -138,6 +138,22 @@ def test_absent_rank_is_reported_by_all_others(absent: int, reverse: bool) -> No
     assert all(answers[r][1].peer == absent for r in neighbours)
 
 
+def patient_last_rank(sp: Any) -> tuple[float, Any]:
+    sp.timeout_s = 1000.0 if sp.rank == 2 else 1.0
+    seconds, error, _ = absent_rank(sp, 0, False)
+    return seconds, error
+
+
+def test_failure_is_passed_on() -> None:
+    """The last rank would wait far longer than this test may take; the rank between tells it."""
+    from flexsp.exceptions import PeerTimeout
+
+    answers = run_ranks(patient_last_rank, 3, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)
+    _, error = answers[2]
+    assert isinstance(error, PeerTimeout)
+    assert (error.rank, error.peer, error.detail) == (2, 0, "reported by a rank between")
+
+
 def other_shape(sp: Any) -> Any:
     from flexsp.exceptions import FlexspError
     from flexsp.scan.propagate import propagate

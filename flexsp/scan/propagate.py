@@ -52,13 +52,13 @@ _TIMEOUT_CREDIT = tl.constexpr(watchdog.TIMEOUT_CREDIT)
 
 @triton.jit
 def decay_none(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
-    return tl.zeros_like(rows).to(tl.float32)[:, None]
+    return (rows * 0).to(tl.float32)[:, None]
 
 
 @triton.jit
 def decay_scalar(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
     a = tl.load(log_a + segment * H + h, mask=live, other=0.0)
-    return tl.zeros_like(rows).to(tl.float32)[:, None] + a
+    return (rows * 0).to(tl.float32)[:, None] + a
 
 
 @triton.jit
@@ -73,11 +73,6 @@ _DECAYS = {"none": decay_none, "scalar": decay_scalar, "vector": decay_vector}
 
 
 @triton.jit
-def _state_pointer(states, b, h, slot, nseg, H, K: tl.constexpr, V: tl.constexpr):
-    return states + ((b.to(tl.int64) * (nseg + 1) + slot) * H + h) * (K * V)
-
-
-@triton.jit
 def _load(
     states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
@@ -86,7 +81,8 @@ def _load(
     the state leaving that segment goes."""
     live = j < nseg
     s = nseg - 1 - j if REVERSE else j
-    at = _state_pointer(states, b, h, s if REVERSE else s + 1, nseg, H, K, V) + offsets
+    slot = s if REVERSE else s + 1
+    at = states + ((b.to(tl.int64) * (nseg + 1) + slot) * H + h) * (K * V) + offsets
     F = tl.load(at, mask=mask & live, other=0.0)
     segment = b.to(tl.int64) * nseg + s
     a = DECAY(log_a, segment, h, rows, rows < K, live, H, K)
@@ -100,9 +96,7 @@ def _load4(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Four segments whose loads are in flight together."""
-    F0, a0, c0, at0 = _load(
-        states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-    )
+    F0, a0, c0, at0 = _load(states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE)
     F1, a1, c1, at1 = _load(
         states, log_a, cut, b, h, j + 1, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
     )
@@ -129,7 +123,7 @@ def _fold(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Composes all segments onto S. Returns (F_tot, log a_tot, whether there was a cut)."""
-    total = tl.zeros_like(rows).to(tl.float32)[:, None]
+    total = (rows * 0).to(tl.float32)[:, None]
     any_cut = nseg < 0
     for j in range(0, nseg, 4):
         F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, _0, _1, _2, _3 = _load4(
@@ -248,10 +242,11 @@ def _propagate_kernel(
         cols = tl.arange(0, BV)
         offsets = rows[:, None] * V + cols[None, :]
         mask = (rows < K)[:, None] & (cols < V)[None, :]
-        start = _state_pointer(states, b, h, nseg if REVERSE else 0, nseg, H, K, V) + offsets
+        first_slot = nseg if REVERSE else 0
+        start = states + ((b.to(tl.int64) * (nseg + 1) + first_slot) * H + h) * (K * V) + offsets
         alive = nseg >= 0
         if HAS_IN:
-            S = tl.zeros([BK, BV], tl.float32)
+            S = tl.full([BK, BV], 0.0, tl.float32)
         else:
             S = tl.load(start, mask=mask, other=0.0)
         if FOLD_ONLY or HAS_OUT:

@@ -28,9 +28,7 @@ class ScanCall:
     cuts: bool = False
     reverse: bool = False
 
-    def draw(
-        self, seed: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    def draw(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """All ranks' segments, on CPU: F [B, n, H, K, V], log_a, cut, and the state that enters at the open end."""
         gen = torch.Generator().manual_seed(seed)
         n = sum(self.nsegs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from flexsp.nn import Mamba2, SequenceParallelLA, SimpleGLA
 from flexsp.testing.ranks import run_ranks
 
 WORLD, DP, SP, VOCABULARY, STEPS = 4, 2, 2, 11, 3
+EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp_sp.py"
 CUTS = {"uneven": [[3, 27], [19, 11]], "empty": [[0, 30], [30, 0]]}
 
 
@@ -160,7 +163,6 @@ def checkpoint_names(_: SequenceParallel) -> Any:
     with on_mesh() as (mesh, sp):
         model = parallel(make(0, torch.float32), "fsdp", mesh, sp)
         optimizer = torch.optim.AdamW(model.parameters())
-        sp.token_mean(token_losses(model(torch.zeros(1, 4, dtype=torch.int64)), torch.zeros(4, dtype=torch.int64)))
         names = list(get_model_state_dict(model))
         return names, sorted(get_optimizer_state_dict(model, optimizer)["state"])
 
@@ -170,3 +172,12 @@ def test_distributed_checkpoint_names() -> None:
     expected = list(make(0, torch.float32).state_dict())
     for names, states in run_ranks(checkpoint_names, WORLD):
         assert names == expected and states == sorted(expected)
+
+
+def run_example(_: SequenceParallel, arguments: list[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["main"](arguments)
+
+
+def test_example() -> None:
+    """examples/fsdp_sp.py, which fails itself where its losses are not those of one rank."""
+    run_ranks(run_example, WORLD, ["--device", "cpu", "--steps", "3", "--tokens", "64", "--batch", "1", "--uneven"])

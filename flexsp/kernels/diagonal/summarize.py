@@ -1,7 +1,7 @@
 """Step 1 of both directions: what each segment adds to the state, walked with the state in registers.
 
 Left to right (forward) F = sum_j e^{b_end - b_j} k_j v_j^T, right to left (backward)
-G = sum_i e^{b_i} scale q_i do_i^T, both `X^T (w * Y)` per chunk. Only the segment's result and its log decay go to memory.
+G = sum_i e^{b_i} scale q_i do_i^T, both `X^T (w * Y)` per chunk. Only the segment's result and log decay go to memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def summarize_kernel(
             S = tl.where(reset, fresh, S)
             cuts = cuts | first.to(tl.int32)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
+            bc, b_end = DECAY(gate, c, C)
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:

@@ -139,7 +139,7 @@ class _Layout(NamedTuple):
         B, _, H, D = x.shape
         if self.token_of is None:
             n_chunks = max(1, -(-self.T // self.C))
-            x = F.pad(x.transpose(1, 2), (0, 0, 0, n_chunks * self.C - self.T))
+            x = torch.cat([x.transpose(1, 2), x.new_zeros(B, H, n_chunks * self.C - self.T, D)], dim=2)
         else:
             x = F.pad(x[0], (0, 0, 0, 0, 0, 1)).index_select(0, self.token_of)
             x = x.transpose(0, 1).unsqueeze(0)

@@ -1,7 +1,7 @@
 """Tile helpers shared by the Triton engines.
 
 Log decays inside the kernels are in base 2 (natural gates times log2 e), so that one `exp2` applies them. Rows of a
-chunk past its length hold zeros in every tensor and repeat the last decay. Gates are
+chunk past its length are zero in every tensor. Gates are
 clamped at -104 (natural) before the cumulative sum: e^-104 underflows in fp32, and larger magnitudes would only cost
 the sum its precision (MATH 9).
 """
@@ -18,35 +18,31 @@ GATE_MIN = tl.constexpr(-104.0)
 
 @triton.jit
 def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr):
-    """b [B, H, T] fp32: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk."""
+    """b [B, H, chunks * C] fp32: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk.
+
+    Rows past a chunk's length repeat its last value, so that the walks read b without a mask.
+    """
     row = tl.program_id(1)
-    start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+    chunk = tl.program_id(0)
+    start, length, doc, first, last = chunk_info(table, chunk, T, C, PACKED)
     i = tl.arange(0, C)
     at = g + (row // H).to(tl.int64) * g_sb + (row % H) * g_sh + (start + i) * g_st
     gate = tl.maximum(tl.load(at, mask=i < length, other=0.0).to(tl.float32), GATE_MIN)
-    tl.store(b + row.to(tl.int64) * T + start + i, tl.cumsum(gate * LOG2E, axis=0), mask=i < length)
+    to = b + (row.to(tl.int64) * tl.num_programs(0) + chunk) * C
+    tl.store(to + i, tl.cumsum(gate * LOG2E, axis=0))
 
 
 @triton.jit
-def decay_none(gate, start, length, C: tl.constexpr):
+def decay_none(gate, chunk, C: tl.constexpr):
     """No decay: b = 0."""
     return tl.zeros([C], tl.float32), 0.0
 
 
 @triton.jit
-def decay_scalar(gate, start, length, C: tl.constexpr):
+def decay_scalar(gate, chunk, C: tl.constexpr):
     """Cumulative log2 decay b [C] of one chunk, as `gate_kernel` left it, and its last value."""
-    i = tl.minimum(tl.arange(0, C), length - 1)
-    b = tl.load(gate + start + i, mask=i >= 0, other=0.0)
-    return b, tl.load(gate + start + length - 1, mask=length > 0, other=0.0)
-
-
-@triton.jit
-def decay_gamma(gate, start, length, C: tl.constexpr):
-    """The same for one fixed gate a head."""
-    gamma = tl.maximum(tl.load(gate).to(tl.float32), GATE_MIN) * LOG2E
-    i = tl.arange(0, C)
-    return gamma * tl.minimum(i + 1, length).to(tl.float32), gamma * length
+    at = gate + chunk * C
+    return tl.load(at + tl.arange(0, C)), tl.load(at + C - 1)
 
 
 @triton.jit
@@ -73,23 +69,32 @@ def store_rows(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    rows = k0 + tl.arange(0, BK)
-    cols = v0 + tl.arange(0, BV)
-    return rows[:, None] * V + cols[None, :], (rows[:, None] < K) & (cols[None, :] < V)
+def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr):
+    if FLIP:
+        rows = k0 + tl.arange(0, BK)[None, :]
+        cols = v0 + tl.arange(0, BV)[:, None]
+    else:
+        rows = k0 + tl.arange(0, BK)[:, None]
+        cols = v0 + tl.arange(0, BV)[None, :]
+    return rows * V + cols, (rows < K) & (cols < V)
 
 
 @triton.jit
-def load_state(base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """fp32 tile [BK, BV] of one K x V state; zero outside, and everywhere unless `when`."""
-    at, mask = _state_tile(k0, v0, K, V, BK, BV)
+def load_state(
+    base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr = False
+):
+    """fp32 tile [BK, BV] ([BV, BK] if FLIP) of one K x V state; zero outside, and everywhere unless `when`."""
+    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP)
     return tl.load(base + at, mask=mask & when, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_state(base, x, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Stores a tile [BK, BV] of one K x V state if `when`."""
-    at, mask = _state_tile(k0, v0, K, V, BK, BV)
+def store_state(
+    base, x, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FLIP: tl.constexpr = False,
+):
+    """Stores the tile that `load_state` would read, if `when`."""
+    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP)
     tl.store(base + at, x, mask=mask & when)
 
 

@@ -94,20 +94,23 @@ def dq_kernel(
                 fresh = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, first, K, V, BK, BV)
             S = tl.where(first, fresh, S)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
+            bc, b_end = DECAY(gate, c, C)
         held = tl.trans(S.to(DOT))
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
+        if GATED:
+            into = tl.exp2(b_end - bc)
+            out_of = tl.exp2(bc) * scale
         dqc = mm(oc, held, DOT, PREC)
         da = mm(oc, tl.trans(vc), DOT, PREC)
         if GATED:
+            dqc = dqc * out_of[:, None]
             da = da * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
-            dqc = dqc * (tl.exp2(bc) * scale)[:, None]
             S = S * tl.exp2(b_end)
-            S += mm(tl.trans((kc * tl.exp2(b_end - bc)[:, None]).to(DOT)), vc, DOT, PREC)
+            S += mm(tl.trans((kc * into[:, None]).to(DOT)), vc, DOT, PREC)
         else:
             da = tl.where(causal, da * scale, 0.0)
             dqc = dqc * scale
@@ -153,8 +156,8 @@ def dk_kernel(
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
     dS = load_state(dstates + slot, k0, 0, True, K, V, BK, BV)
     if DG:
-        held = load_state(states + slot, k0, 0, True, K, V, BK, BV)
-        edge = tl.sum(tl.sum(held * dS, axis=1), axis=0)
+        S = load_state(states + slot, k0, 0, True, K, V, BK, BV)
+        edge = tl.sum(tl.sum(S * dS, axis=1), axis=0)
         tl.store(edges + ((tile * n_b + b) * n_seg + seg) * H + h, edge)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
@@ -165,20 +168,23 @@ def dk_kernel(
                 fresh = load_state(dfinal + (doc * H + h).to(tl.int64) * K * V, k0, 0, last, K, V, BK, BV)
             dS = tl.where(last, fresh, dS)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
+            bc, b_end = DECAY(gate, c, C)
         held = tl.trans(dS.to(DOT))
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        if GATED:
+            into = tl.exp2(b_end - bc)
+            out_of = tl.exp2(bc) * scale
         dkc = mm(vc, held, DOT, PREC)
         da = mm(vc, tl.trans(oc), DOT, PREC)
         if GATED:
+            dkc = dkc * into[:, None]
             da = da * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
-            dkc = dkc * tl.exp2(b_end - bc)[:, None]
             dS = dS * tl.exp2(b_end)
-            dS += mm(tl.trans((qc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), oc, DOT, PREC)
+            dS += mm(tl.trans((qc * out_of[:, None]).to(DOT)), oc, DOT, PREC)
         else:
             da = tl.where(later, da * scale, 0.0)
             dS += mm(tl.trans(qc), oc, DOT, PREC) * scale
@@ -231,18 +237,21 @@ def dv_kernel(
                 fresh = load_state(dfinal + at_doc, 0, v0, last, K, V, BK, BV, True)
             dS = tl.where(last, fresh, dS)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
+            bc, b_end = DECAY(gate, c, C)
         held = dS.to(DOT)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        if GATED:
+            into = tl.exp2(b_end - bc)
+            out_of = tl.exp2(bc) * scale
         dvc = mm(held, tl.trans(kc), DOT, PREC)
         a = mm(qc, tl.trans(kc), DOT, PREC)
         if GATED:
+            dvc = dvc * into[None, :]
             a = a * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
-            dvc = dvc * tl.exp2(b_end - bc)[None, :]
             dS = dS * tl.exp2(b_end)
-            dS += mm(tl.trans((oc * (tl.exp2(bc) * scale)[:, None]).to(DOT)), qc, DOT, PREC)
+            dS += mm(tl.trans((oc * out_of[:, None]).to(DOT)), qc, DOT, PREC)
         else:
             a = tl.where(causal, a * scale, 0.0)
             dS += mm(tl.trans(oc), qc, DOT, PREC) * scale
@@ -283,7 +292,7 @@ def gate_grad_kernel(
             if FINAL:
                 edge = tl.load(doc_edges + doc * H + h)
             straddle = tl.where(last, edge, straddle)
-        bc, b_end = DECAY(gate, start, length, C)
+        bc, b_end = DECAY(gate, c, C)
         at = row + start + rows
         valid = rows < length
         within = tl.zeros([C], tl.float32)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["diagonal"]
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? initial"
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor? initial, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table"
 _FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> " + ", ".join(["Tensor"] * 7).join("()")
 _BACKWARD = (
-    f"({_INPUTS}, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table, Tensor decay, "
-    "Tensor do, Tensor? dfinal, "
-    "int docs, float scale, bool want_dg, bool want_dinitial%s) -> " + ", ".join(["Tensor"] * 5).join("()")
+    f"({_SAVED}, Tensor decay, Tensor do, Tensor? dfinal, int docs, float scale, bool want_dg, bool want_dinitial%s) -> "
+    + ", ".join(["Tensor"] * 5).join("()")
 )
 _SP = ", Tensor(a!) order, int sp"
 
@@ -43,14 +43,14 @@ def _forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, order=
 
 
 def _backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
+    q, k, v, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
     want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     from flexsp.kernels.diagonal import triton_engine as engine
 
     group = get_sp(sp) if sp >= 0 else None
-    saved = engine.Saved(q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, docs, scale)
+    saved = engine.Saved(q, k, v, initial, final, states, log_a, cut, table, decay, docs, scale)
     return engine.backward(saved, do, dfinal, group, want_dg, want_dinitial)
 
 
@@ -69,12 +69,12 @@ def _fake_forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, o
         q.new_empty((p.B, p.n_seg, p.H) if gated else 0, **f32),
         q.new_empty((p.B, p.n_seg) if docs else 0, dtype=torch.int32),
         q.new_empty((p.n_chunks, 5) if docs else 0, dtype=torch.int32),
-        q.new_empty((p.B, p.H, p.T) if g is not None else 0, **f32),
+        q.new_empty((p.B, p.H, p.n_chunks * p.tiles.chunk) if gated else 0, **f32),
     )
 
 
 def _fake_backward(
-    q, k, v, g, g_gamma, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
+    q, k, v, initial, final, states, log_a, cut, table, decay, do, dfinal, docs, scale,
     want_dg, want_dinitial,
     order=None, sp=-1,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -122,7 +122,7 @@ class _DiagonalFunction(torch.autograd.Function):
             do = torch.zeros_like(v)
         want_dg = (g is not None and ctx.needs_input_grad[3]) or (g_gamma is not None and ctx.needs_input_grad[4])
         want_dinitial = initial is not None and ctx.needs_input_grad[5]
-        args = (q, k, v, g, g_gamma, initial, *rest, do, dfinal, ctx.docs, ctx.scale, want_dg, want_dinitial)
+        args = (q, k, v, initial, *rest, do, dfinal, ctx.docs, ctx.scale, want_dg, want_dinitial)
         if ctx.sp < 0:
             dq, dk, dv, dg, dinitial = _ops.diagonal_backward(*args)
         else:

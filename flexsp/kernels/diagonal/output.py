@@ -81,7 +81,7 @@ def output_kernel(
                 fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV, True)
             S = tl.where(first, fresh, S)
         if GATED:
-            bc, b_end = DECAY(gate, start, length, C)
+            bc, b_end = DECAY(gate, c, C)
         held = S.to(DOT)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)

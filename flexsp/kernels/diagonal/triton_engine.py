@@ -29,26 +29,29 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 class _Gate:
-    """The decay's device function with its tensor: nothing, g_gamma [H], or b [B, H, T] from g [B, T, H]."""
+    """The decay's device function with its tensor: nothing, or b [B, H, chunks * C] (`decay` below)."""
 
-    def __init__(self, g: Optional, g_gamma: Optional, b: Optional, filler: torch.Tensor) -> None:
+    def __init__(self, decay: torch.Tensor, p: Plan) -> None:
         from flexsp.kernels import primitives
 
-        self.gated = g is not None or g_gamma is not None
-        if g is not None:
-            assert b is not None
-            self.decay, self.tensor, self.strides = primitives.decay_scalar, b, (b.stride(0), b.stride(1))
-        elif g_gamma is not None:
-            self.decay, self.tensor, self.strides = primitives.decay_gamma, g_gamma, (0, g_gamma.stride(0))
-        else:
-            self.decay, self.tensor, self.strides = primitives.decay_none, filler, (0, 0)
+        self.gated = decay.numel() > 0
+        self.tensor = decay
+        self.decay = primitives.decay_scalar if self.gated else primitives.decay_none
+        row = p.n_chunks * p.tiles.chunk
+        self.strides = (p.H * row, row) if self.gated else (0, 0)
 
 
-def _cumulate(g: torch.Tensor, table: torch.Tensor, p: Plan) -> torch.Tensor:
+def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan) -> torch.Tensor:
+    """Cumulative log2 decay of the chunks; empty where there is no gate."""
     from flexsp.kernels.primitives import gate_kernel
 
-    b = torch.empty(p.B, p.H, p.T, device=g.device, dtype=torch.float32)
-    if p.T:
+    if g is None and g_gamma is None:
+        return torch.empty(0, device=table.device, dtype=torch.float32)
+    if g is None:
+        assert g_gamma is not None
+        g = g_gamma.expand(p.B, p.T, p.H)
+    b = torch.empty(p.B, p.H, p.n_chunks * p.tiles.chunk, device=g.device, dtype=torch.float32)
+    if p.n_chunks:
         gate_kernel[(p.n_chunks, p.B * p.H)](
             g, b, table, *_strides(g), p.T, p.H, C=p.tiles.chunk, PACKED=p.packed, num_warps=2
         )
@@ -111,8 +114,8 @@ def forward(
     states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
-    b = None if g is None else _cumulate(g, table, p)
-    gate = _Gate(g, g_gamma, b, q)
+    decay = _cumulate(g, g_gamma, table, p)
+    gate = _Gate(decay, p)
     log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
     final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
@@ -132,7 +135,7 @@ def forward(
         _launch_output(p, q, k, v, gate, o, states, in_walk, final, table, scale, p.packed and want_final)
     if want_final and not p.packed:
         final = states[:, p.n_seg].clone()
-    return o, final, states, log_a, cut, table, torch.empty(0, **f32) if b is None else b
+    return o, final, states, log_a, cut, table, decay
 
 
 def _launch_output(p: Plan, q, k, v, gate: _Gate, o, states, initial, final, table, scale, with_final: bool) -> None:
@@ -165,8 +168,6 @@ class Saved:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    g: Optional
-    g_gamma: Optional
     initial: Optional
     final: torch.Tensor
     states: torch.Tensor
@@ -185,7 +186,7 @@ def backward(
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
     f32: dict[str, Any] = {"device": s.q.device, "dtype": torch.float32}
-    gate = _Gate(s.g, s.g_gamma, s.decay, s.q)
+    gate = _Gate(s.decay, p)
     dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     if p.packed or dfinal is None:
         dstates[:, p.n_seg].zero_()

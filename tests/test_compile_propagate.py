@@ -151,6 +151,16 @@ def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
         assert first_reached(code, follow, i, r"sys\.release|sys\.acquire") == {"sys.release"}
 
 
+def test_time_is_one_threads(compiled: dict[str, Any]) -> None:
+    """Loops with barriers in them must not end on a clock that every thread reads for itself."""
+    ptx = compiled["middle"]["ptx"]
+    registers = re.findall(r"mov\.u64\s+(%rd\d+), %globaltimer", ptx)
+    assert registers
+    for register in registers:
+        uses = [line for line in ptx.splitlines() if re.search(register + r"\b", line) and "globaltimer" not in line]
+        assert uses and all("atom" in line and ".max" in line for line in uses), uses
+
+
 def test_put_links_the_nvshmem_bitcode() -> None:
     from flexsp.comm.nvshmem import find_device_library
     from flexsp.exceptions import NotAvailable

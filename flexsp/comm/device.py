@@ -47,19 +47,34 @@ def clock_host():
 
 
 @triton.jit
-def wait_epoch(flag, epoch, timeout_ns, CLOCK: tl.constexpr):
-    """Polls until the flag's epoch reaches ``epoch`` or ``timeout_ns`` have passed; returns the flag as last seen.
+def _now(word, CLOCK: tl.constexpr):
+    """The time, the same for all threads of a block: threads that read the clock themselves would leave a loop at
+    different turns, and the barriers in it would hang. What an atomic returns is one thread's value, broadcast."""
+    tl.atomic_max(word, CLOCK(), sem="relaxed")
+    return tl.atomic_add(word, 0, sem="relaxed")
+
+
+@triton.jit
+def wait_epoch(flag, epoch, counters, timeout_ns, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr):
+    """Polls until the flag's epoch reaches ``epoch``, ``timeout_ns`` have passed or this rank has failed elsewhere;
+    returns the flag as last seen. ``counters[0]`` is the failure mark, ``counters[1]`` scratch for the time, both
+    looked at once in CHECK_EVERY polls.
 
     Memory order: the atomic is an acquire at system scope by one thread, and its result reaches the others through
     shared memory and a bar.sync; so loads after it see what the peer stored before its release.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    if (seen >> 32) < epoch:
-        start = CLOCK()
-        waited = start - start
-        while ((seen >> 32) < epoch) & (waited < timeout_ns):
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            waited = CLOCK() - start
+    start = tl.full((), 0, tl.int64)
+    waited = tl.full((), 0, tl.int64)
+    polls = 0
+    while ((seen >> 32) < epoch) & (waited < timeout_ns):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % CHECK_EVERY == 0:
+            now = _now(counters + 1, CLOCK)
+            start = tl.where(start == 0, now, start)
+            failed = tl.atomic_add(counters, 0, sem="relaxed")
+            waited = tl.where(failed != 0, timeout_ns, now - start)
     return seen
 
 

@@ -35,7 +35,7 @@ MAX_BLOCKS = 64  # of a kernel that waits for a neighbour: all resident, the oth
 CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
 LOCAL_TILE = 1024
 CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
-COUNTERS = 16  # int64 in front of the epochs; the first is the failure mark
+COUNTERS = 16  # int64 in front of the epochs: the failure mark, scratch for the time, the rest unused
 
 _TILE = tl.constexpr(CHAIN_TILE)
 _WORDS = tl.constexpr(CONTROL_WORDS)
@@ -196,6 +196,7 @@ def _control(arena, max_tiles, tile, REGIONS: tl.constexpr):
 def _wait_neighbours(
     home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
     HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr,
+    CHECK_EVERY: tl.constexpr,
 ):  # fmt: skip
     """Waits for the credit to send and for the tile to arrive. Returns 0, or the low word of a poison.
 
@@ -203,30 +204,31 @@ def _wait_neighbours(
     """
     step = -1 if REVERSE else 1
     control = _control(home, max_tiles, tile, REGIONS)
-    word = tl.load(counters, volatile=True)  # a rank that has failed does not wait again
-    if HAS_OUT:  # noqa: SIM102 - one is constexpr, the other is not
+    word = tl.full((), 0, tl.int64)
+    if HAS_OUT:
+        seen = wait_epoch(control + 8, epoch - 2, counters, timeout_ns, CLOCK, CHECK_EVERY)
+        kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
+        if kind != 0:
+            word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, REVERSE)
+    if HAS_IN:  # noqa: SIM102 - one is constexpr, the other is not
         if word == 0:
-            seen = wait_epoch(control + 8, epoch - 2, timeout_ns, CLOCK)
-            kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
-            if kind != 0:
-                word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, REVERSE)
-    if HAS_IN:  # noqa: SIM102
-        if word == 0:
-            seen = wait_epoch(control + (epoch & 1) * 4, epoch, timeout_ns, CLOCK)
+            seen = wait_epoch(control + (epoch & 1) * 4, epoch, counters, timeout_ns, CLOCK, CHECK_EVERY)
             kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
             if kind != 0:
                 word = _fail(counters, record, kind, seen, epoch, signature, rank - step, tile, REVERSE)
     return word
 
 
-@triton.jit(do_not_specialize=["nseg", "n_tiles", "max_tiles", "timeout_ns", "signature", "rank", "pe_in", "pe_out"])
+@triton.jit(
+    do_not_specialize=["nseg", "H", "n_tiles", "max_tiles", "timeout_ns", "signature", "rank", "pe_in", "pe_out"]
+)
 def _propagate_kernel(
     states, log_a, cut, folded, home, there_out, there_in, counters, record,
     nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
     HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
-    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr,
+    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
 ):  # fmt: skip
     """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
 
@@ -262,7 +264,7 @@ def _propagate_kernel(
             epoch = tl.load(count) + 1
             word = _wait_neighbours(
                 home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
-                HAS_IN, HAS_OUT, REVERSE, REGIONS, CLOCK,
+                HAS_IN, HAS_OUT, REVERSE, REGIONS, CLOCK, CHECK_EVERY,
             )  # fmt: skip
             alive = word == 0
             place = ((epoch & 1) * max_tiles + tile) * _TILE
@@ -301,6 +303,7 @@ def _propagate_kernel(
 
 _INTERPRETED = not isinstance(_propagate_kernel, triton.JITFunction)
 _CLOCK = dev.clock_host if _INTERPRETED else dev.clock_device
+_CHECK_EVERY = 1 if _INTERPRETED else 32
 
 
 @dataclass(frozen=True)
@@ -498,7 +501,7 @@ def _launch(
             slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
             K=K, V=V, BK=tiles.rows, BV=tiles.cols, DECAY=_DECAYS[kind], HAS_CUT=cut is not None, REVERSE=reverse,
             FOLD_ONLY=folded is not None, HAS_IN=has_in, HAS_OUT=has_out, REGIONS=regions, PUSH=push, SIGNAL=signal,
-            CLOCK=_CLOCK, num_warps=tiles.warps, num_stages=1, **options,
+            CLOCK=_CLOCK, CHECK_EVERY=_CHECK_EVERY, num_warps=tiles.warps, num_stages=1, **options,
         )  # fmt: skip
 
 

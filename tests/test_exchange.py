@@ -67,22 +67,27 @@ def test_gradients(ranks: int, schedule: str) -> None:
         compare(run_ranks(run_once, ranks, elements, weight, schedule=schedule), reference(elements, weight))
 
 
-def _frozen(sp: SequenceParallel, F: torch.Tensor) -> Any:
-    """Rank 1 has nothing that requires grad; its neighbours' backward passes still need its answer."""
+def _frozen(sp: SequenceParallel, F: torch.Tensor, mode: str) -> Any:
     mine = F[sp.rank].requires_grad_(sp.rank != 1)
-    state = exchange(mine, None, None, sp)
-    assert state.requires_grad
-    state.square().sum().backward()
+    torch._dynamo.reset()
+
+    def fn(F: torch.Tensor) -> torch.Tensor:
+        return exchange(F, None, None, sp).square().sum() + F.exp().sum()
+
+    model = torch.compile(fn, fullgraph=True, backend="aot_eager") if mode == "compile" else fn
+    (checkpoint(fn, mine, use_reentrant=False) if mode == "checkpoint" else model(mine)).backward()
     with torch.no_grad():
         assert not exchange(mine, None, None, sp).requires_grad
     return mine.grad
 
 
-def test_recorded_on_every_rank() -> None:
+@pytest.mark.parametrize("mode", ["eager", "compile", "checkpoint"])
+def test_a_rank_where_nothing_requires_grad(mode: str) -> None:
+    """Its neighbours' backward passes still need its answer."""
     F = torch.randn(3, 1, 2, 3, 3, dtype=torch.float64)
-    grads = run_ranks(_frozen, 3, F)
+    grads = run_ranks(_frozen, 3, F, mode, sp_timeout_s=20.0)
     assert grads[1] is None
-    torch.testing.assert_close(grads[0], 2 * F[0] + 2 * (F[0] + F[1]))
+    torch.testing.assert_close(grads[0], F[0].exp() + 2 * F[0] + 2 * (F[0] + F[1]))
 
 
 class Block(torch.nn.Module):

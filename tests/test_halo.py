@@ -82,15 +82,26 @@ def test_token_ids() -> None:
     assert [h.tolist() for h in got] == [[[0]], [[int(tokens[0, 4])]]]
 
 
-def _frozen(sp: SequenceParallel) -> torch.Tensor | None:
-    x = torch.ones(1, 3, 2, requires_grad=sp.rank == 0)
-    halo_exchange(x, 2, sp).sum().backward()
-    return x.grad
+def _frozen(sp: SequenceParallel, mode: str) -> tuple:
+    x = torch.zeros(1, 3, 2, requires_grad=sp.rank != 1)
+    before = sp.calls
+    torch._dynamo.reset()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return halo_exchange(x, 2, sp).sum() + x.exp().sum()
+
+    model = torch.compile(fn, fullgraph=True, backend="aot_eager") if mode == "compile" else fn
+    (checkpoint(fn, x, use_reentrant=False) if mode == "checkpoint" else model(x)).backward()
+    return x.grad, sp.calls - before
 
 
-def test_recorded_on_every_rank() -> None:
-    grads = run_ranks(_frozen, 3)
-    assert grads[0][0, :, 0].tolist() == [0.0, 1.0, 1.0] and grads[1:] == [None, None]
+@pytest.mark.parametrize("mode", ["eager", "compile", "checkpoint"])
+def test_a_rank_where_nothing_requires_grad(mode: str) -> None:
+    """Its neighbours' backward passes (a compiler sees none of it used here) and recomputes still need its part."""
+    got = run_ranks(_frozen, 3, mode, sp_timeout_s=20.0)
+    assert [calls for _, calls in got] == [3 if mode == "checkpoint" else 2] * 3
+    assert got[1][0] is None
+    assert got[0][0][0, :, 0].tolist() == [1.0, 2.0, 2.0] and got[2][0][0, :, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_one_rank_and_bad_input() -> None:

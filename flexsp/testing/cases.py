@@ -17,11 +17,11 @@ __all__ = ["CASES", "Case", "Shape", "random_documents", "random_lengths"]
 
 @dataclass(frozen=True)
 class Shape:
-    """``states`` is the number of initial states, 0 for none; H must be even."""
+    """``states`` is the number of initial states, 0 for none; H must be even (4: two groups of two heads)."""
 
     B: int = 2
     T: int = 70
-    H: int = 2
+    H: int = 4
     K: int = 24
     V: int = 20
     states: int = 0

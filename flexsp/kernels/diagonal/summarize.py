@@ -92,6 +92,8 @@ def summarize_kernel(
             S += mm(tl.trans(xc), yc, DOT, PREC) * scale
         else:
             S += mm(tl.trans(xc), yc, DOT, PREC)
+        if PACKED and REVERSE:
+            S = tl.where(first, 0.0, S)  # nothing flows back past a document's start
 
     slot = (b * (n_seg + 1) + seg + (0 if REVERSE else 1)).to(tl.int64) * H + h
     store_state(states + slot * K * V, S, k0, v0, True, K, V, BK, BV)

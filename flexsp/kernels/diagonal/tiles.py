@@ -40,8 +40,9 @@ class Tiles:
     dv: Tile
 
 
-def _block(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+def _block(n: int, smallest: int) -> int:
+    """Head sizes are padded to one of few tile sizes: `smallest`, 64, 128 or 256."""
+    return next(size for size in (smallest, 64, 128, 256) if n <= size)
 
 
 def choose(dtype: torch.dtype, K: int, V: int) -> Tiles:
@@ -49,43 +50,29 @@ def choose(dtype: torch.dtype, K: int, V: int) -> Tiles:
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
     """
-    bk, bv = _block(K), _block(V)
-    if dtype == torch.bfloat16:
-        return _half_tiles(bk, bv)
-    return _single_tiles(bk, bv)
+    bk, bv = _block(K, 64), _block(V, 16)
+    return _half_tiles(bk, bv) if dtype == torch.bfloat16 else _single_tiles(bk, bv)
 
 
 def _half_tiles(bk: int, bv: int) -> Tiles:
-    side_k, side_v = min(bk, 64), min(bv, 64)
-    warps = 8 if max(bk, bv) > 128 else 4
-    return Tiles(
-        chunk=64,
-        summarize=Tile(min(bk, 128), side_v, 4, 3),
-        output=Tile(bk, side_v, warps, 2),
-        dq=Tile(side_k, bv, warps, 2),
-        dk=Tile(side_k, bv, warps, 2),
-        dv=Tile(bk, side_v, warps, 2),
-    )
+    wide_v = min(bv, 128 if bk <= 128 else 64)
+    walk = Tile(bk, wide_v, 8 if bk * wide_v >= 128 * 128 else 4, 3 if bk <= 128 else 2)
+    across = Tile(64, bv, 8 if bv > 128 else 4, 2)
+    return Tiles(chunk=64, summarize=Tile(min(bk, 128), min(bv, 128), 4, 3), output=walk, dq=across, dk=across, dv=walk)
 
 
 def _single_tiles(bk: int, bv: int) -> Tiles:
-    side_k, side_v = min(bk, 32), min(bv, 32)
-    return Tiles(
-        chunk=32,
-        summarize=Tile(min(bk, 64), side_v, 4, 2),
-        output=Tile(bk, side_v, 4, 1),
-        dq=Tile(side_k, bv, 4, 1),
-        dk=Tile(side_k, bv, 4, 1),
-        dv=Tile(bk, side_v, 4, 1),
-    )
+    walk = Tile(bk, min(bv, 32), 4 if bk <= 128 else 8, 1)
+    across = Tile(32, bv, 4 if bv <= 128 else 8, 1)
+    return Tiles(chunk=32, summarize=Tile(64, min(bv, 64), 4, 2), output=walk, dq=across, dk=across, dv=walk)
 
 
 def all_configs() -> list[tuple[torch.dtype, int, int, Tiles]]:
     """Every distinct choice with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for K in (16, 32, 64, 128, 256):
-            for V in (16, 32, 64, 128, 256):
+    for dtype in (torch.bfloat16, torch.float32):
+        for K in (64, 128, 256):
+            for V in (16, 64, 128, 256):
                 tiles = choose(dtype, K, V)
                 seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())

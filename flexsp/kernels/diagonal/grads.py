@@ -89,10 +89,10 @@ def dq_kernel(
     for c in range(c0, c1):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
-            fresh = tl.zeros([BK, BV], tl.float32)
-            if INITIAL:
-                fresh = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, first, K, V, BK, BV)
-            S = tl.where(first, fresh, S)
+            if first:
+                S = tl.zeros([BK, BV], tl.float32)
+                if INITIAL:
+                    S = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         held = tl.trans(S.to(DOT))
@@ -163,10 +163,10 @@ def dk_kernel(
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
-            fresh = tl.zeros([BK, BV], tl.float32)
-            if FINAL:
-                fresh = load_state(dfinal + (doc * H + h).to(tl.int64) * K * V, k0, 0, last, K, V, BK, BV)
-            dS = tl.where(last, fresh, dS)
+            if last:
+                dS = tl.zeros([BK, BV], tl.float32)
+                if FINAL:
+                    dS = load_state(dfinal + (doc * H + h).to(tl.int64) * K * V, k0, 0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         held = tl.trans(dS.to(DOT))
@@ -232,10 +232,10 @@ def dv_kernel(
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
         if PACKED:
-            fresh = tl.zeros([BV, BK], tl.float32)
-            if FINAL:
-                fresh = load_state(dfinal + at_doc, 0, v0, last, K, V, BK, BV, True)
-            dS = tl.where(last, fresh, dS)
+            if last:
+                dS = tl.zeros([BV, BK], tl.float32)
+                if FINAL:
+                    dS = load_state(dfinal + at_doc, 0, v0, True, K, V, BK, BV, True)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         held = dS.to(DOT)
@@ -258,7 +258,8 @@ def dv_kernel(
         dvc += mm(tl.trans(oc), a, DOT, PREC)
         store_rows(dv + start * dv_st, tl.trans(dvc), dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:
-            store_state(dinitial + at_doc, dS, 0, v0, first, K, V, BK, BV, True)
+            if first:
+                store_state(dinitial + at_doc, dS, 0, v0, True, K, V, BK, BV, True)
 
 
 @triton.jit

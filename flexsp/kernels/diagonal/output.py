@@ -76,10 +76,10 @@ def output_kernel(
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
         if PACKED:
-            fresh = tl.zeros([BV, BK], tl.float32)
-            if INITIAL:
-                fresh = load_state(initial + at_doc, 0, v0, first, K, V, BK, BV, True)
-            S = tl.where(first, fresh, S)
+            if first:
+                S = tl.zeros([BV, BK], tl.float32)
+                if INITIAL:
+                    S = load_state(initial + at_doc, 0, v0, True, K, V, BK, BV, True)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         held = S.to(DOT)
@@ -100,4 +100,5 @@ def output_kernel(
         oc += mm(tl.trans(vc), p, DOT, PREC)
         store_rows(o + start * o_st, tl.trans(oc), o_st, length, v0, C, V, BV)
         if PACKED and FINAL:
-            store_state(final + at_doc, S, 0, v0, last, K, V, BK, BV, True)
+            if last:
+                store_state(final + at_doc, S, 0, v0, True, K, V, BK, BV, True)

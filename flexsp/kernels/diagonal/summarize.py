@@ -74,10 +74,10 @@ def summarize_kernel(
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
             reset = last if REVERSE else first
-            fresh = tl.zeros([BK, BV], tl.float32)
-            if BOUNDARY:
-                fresh = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, reset, K, V, BK, BV)
-            S = tl.where(reset, fresh, S)
+            if reset:
+                S = tl.zeros([BK, BV], tl.float32)
+                if BOUNDARY:
+                    S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, True, K, V, BK, BV)
             cuts = cuts | first.to(tl.int32)
         if GATED:
             bc, b_end = DECAY(gate, c, C)

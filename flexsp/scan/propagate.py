@@ -25,6 +25,7 @@ from flexsp.comm import device as dev
 from flexsp.comm import watchdog
 from flexsp.comm.device import first_failure, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
+from flexsp.scan.launch import launch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -496,12 +497,15 @@ def _launch(
         has_in, has_out = edge.has_in, edge.has_out
     grid = (tiles.count if sp is None else min(tiles.count, MAX_BLOCKS),)
     with _on(states.device):
-        _propagate_kernel[grid](
-            states, log_a, cut, folded, *arenas,
-            slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
-            K=K, V=V, BK=tiles.rows, BV=tiles.cols, DECAY=_DECAYS[kind], HAS_CUT=cut is not None, REVERSE=reverse,
-            FOLD_ONLY=folded is not None, HAS_IN=has_in, HAS_OUT=has_out, REGIONS=regions, PUSH=push, SIGNAL=signal,
-            CLOCK=_CLOCK, CHECK_EVERY=_CHECK_EVERY, num_warps=tiles.warps, num_stages=1, **options,
+        launch(
+            _propagate_kernel,
+            grid,
+            (states, log_a, cut, folded, *arenas, slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank,
+             pe_in, pe_out),
+            {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
+             "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
+             "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY},
+            {"num_warps": tiles.warps, "num_stages": 1} | options,
         )  # fmt: skip
 
 

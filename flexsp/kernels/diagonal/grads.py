@@ -58,7 +58,7 @@ def dq_kernel(
     PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     READS: tl.constexpr,
-    GATED: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -80,6 +80,11 @@ def dq_kernel(
     n_b = tl.num_programs(1) // H
     reads += ((tile * n_b + b) * H + h).to(tl.int64) * T
 
+    if ALIKE:
+        k_st = q_st
+        v_st = q_st
+        do_st = q_st
+        dq_st = q_st
     rows = tl.arange(0, C)
     causal = rows[:, None] >= rows[None, :]
     c0 = seg * per_seg
@@ -128,7 +133,7 @@ def dk_kernel(
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, DG: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j, right to left, tile [BK, BV >= V] of dS.
 
@@ -148,6 +153,11 @@ def dk_kernel(
     n_b = tl.num_programs(1) // H
     vectors = ((tile * n_b + b) * H + h).to(tl.int64) * T
 
+    if ALIKE:
+        k_st = q_st
+        v_st = q_st
+        do_st = q_st
+        dk_st = q_st
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     before = (rows[None, :] < rows[:, None]).to(DOT)
@@ -205,7 +215,7 @@ def dv_kernel(
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):
     """dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS, right to left, dS held transposed, [BV, BK >= K].
 
@@ -221,6 +231,10 @@ def dv_kernel(
     dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
 
+    if ALIKE:
+        k_st = q_st
+        do_st = q_st
+        dv_st = q_st
     rows = tl.arange(0, C)
     causal = rows[:, None] >= rows[None, :]
     c0 = seg * per_seg
@@ -265,8 +279,8 @@ def dv_kernel(
 @triton.jit
 def gate_grad_kernel(
     inner, reads, writes, edges, doc_edges, gate, dg, table, g_sb, g_sh,
-    T, H, n_seg, n_chunks, per_seg, n_tiles, n_reads,
-    C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    T, H, n_seg, n_chunks, per_seg,
+    TILES: tl.constexpr, C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 
@@ -283,9 +297,9 @@ def gate_grad_kernel(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     straddle = 0.0
-    for i in range(n_tiles):
+    for i in tl.static_range(TILES):
         straddle += tl.load(edges + ((i * n_b + b) * n_seg + seg) * H + h)
-    for n in range(c0, c1):
+    for n in tl.range(c0, c1, num_stages=4):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
@@ -299,10 +313,9 @@ def gate_grad_kernel(
         within = tl.zeros([C], tl.float32)
         write = tl.zeros([C], tl.float32)
         read = tl.zeros([C], tl.float32)
-        for i in range(n_tiles):
+        for i in tl.static_range(TILES):
             within += tl.load(inner + i * stride + at, mask=valid, other=0.0)
             write += tl.load(writes + i * stride + at, mask=valid, other=0.0)
-        for i in range(n_reads):
             read += tl.load(reads + i * stride + at, mask=valid, other=0.0)
         total = tl.sum(read, axis=0)
         straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(write, axis=0))

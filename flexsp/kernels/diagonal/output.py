@@ -48,7 +48,7 @@ def output_kernel(
     PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
-    GATED: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -66,6 +66,10 @@ def output_kernel(
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
 
+    if ALIKE:
+        k_st = q_st
+        v_st = q_st
+        o_st = q_st
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     c0 = seg * per_seg

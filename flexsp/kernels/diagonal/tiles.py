@@ -16,16 +16,12 @@ _PROGRAMS = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile [bk, bv] of the state in one program's registers, and how the program is launched.
-
-    `registers` caps the registers a thread, 0 leaves them to the compiler.
-    """
+    """Tile [bk, bv] of the state in one program's registers, and how the program is launched."""
 
     bk: int
     bv: int
     warps: int
     stages: int
-    registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from flexsp.kernels.diagonal.plan import Plan, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.table import chunk_table
+from flexsp.scan.launch import launch
 from flexsp.scan.propagate import propagate
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan) -> t
         g = g_gamma.expand(p.B, p.T, p.H)
     b = torch.empty(p.B, p.H, p.n_chunks * p.tiles.chunk, device=g.device, dtype=torch.float32)
     if p.n_chunks:
-        gate_kernel[(p.n_chunks, p.B * p.H)](
-            g, b, table, *_strides(g), p.T, p.H, C=p.tiles.chunk, PACKED=p.packed, num_warps=2
-        )
+        launch(
+            gate_kernel, (p.n_chunks, p.B * p.H), (g, b, table, *_strides(g), p.T, p.H),
+            {"C": p.tiles.chunk, "PACKED": p.packed}, {"num_warps": 2},
+        )  # fmt: skip
     return b
 
 
@@ -71,9 +73,15 @@ def _dots(dtype: torch.dtype) -> dict[str, Any]:
     return {"DOT": tl.float32, "PREC": precision}
 
 
-def _launch(tile: Tile) -> dict[str, int]:
-    options = {"BK": tile.bk, "BV": tile.bv, "num_warps": tile.warps, "num_stages": tile.stages}
-    return options | ({"maxnreg": tile.registers} if tile.registers else {})
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], tile: Tile, p: Plan, **constants: Any) -> None:
+    """Launches a walk with its tile; `constants` are its own, those of every walk are added here."""
+    shape = {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.tiles.chunk, "PACKED": p.packed}
+    launch(kernel, grid, args, shape | constants, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def _alike(*tensors: torch.Tensor) -> bool:
+    """Whether one token stride serves all: the kernels then share their offsets, which saves them registers."""
+    return len({x.stride(1) for x in tensors}) == 1
 
 
 def _count(n: int, block: int) -> int:
@@ -85,12 +93,14 @@ def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, 
 
     tile = p.tiles.summarize
     grid = (_count(p.K, tile.bk) * _count(p.V, tile.bv), p.B * p.H, p.n_seg)
-    summarize_kernel[grid](
+    args = (
         x, y, gate.tensor, states, log_a, cut, x if boundary is None else boundary, table,
         *_strides(x), *_strides(y), *gate.strides,
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, REVERSE=reverse, PACKED=p.packed,
-        BOUNDARY=boundary is not None, GATED=gate.gated, **_dots(x.dtype), **_launch(tile),
+    )  # fmt: skip
+    _run(
+        summarize_kernel, grid, args, tile, p,
+        DECAY=gate.decay, REVERSE=reverse, BOUNDARY=boundary is not None, GATED=gate.gated, **_dots(x.dtype),
     )  # fmt: skip
 
 
@@ -142,12 +152,14 @@ def _launch_output(p: Plan, q, k, v, gate: _Gate, o, states, initial, final, tab
     from flexsp.kernels.diagonal.output import output_kernel
 
     tile = p.tiles.output
-    output_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
+    args = (
         q, k, v, gate.tensor, o, states, q if initial is None else initial, final, table,
         *_strides(q), *_strides(k), *_strides(v), *gate.strides, *_strides(o),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, INITIAL=initial is not None,
-        FINAL=with_final, GATED=gate.gated, **_dots(q.dtype), **_launch(tile),
+    )  # fmt: skip
+    _run(
+        output_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
+        DECAY=gate.decay, INITIAL=initial is not None, FINAL=with_final, GATED=gate.gated, **_dots(q.dtype), ALIKE=_alike(q, k, v, o),
     )  # fmt: skip
 
 
@@ -223,12 +235,14 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
     n_k = _count(p.K, tile.bk)
     reads = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, device=dq.device, dtype=torch.float32)
     in_walk = s.initial if p.packed else None
-    dq_kernel[(n_k, p.B * p.H, p.n_seg)](
+    args = (
         s.q, s.k, s.v, do, gate.tensor, dq, reads, s.states, s.q if in_walk is None else in_walk, s.table,
         *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dq),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, INITIAL=in_walk is not None, READS=want_dg,
-        GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+    _run(
+        dq_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
+        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dq),
     )  # fmt: skip
     return reads
 
@@ -239,17 +253,20 @@ def _launch_dk(
     from flexsp.kernels.diagonal.grads import dk_kernel
 
     tile = p.tiles.dk
+    assert tile.bk == p.tiles.dq.bk  # reads, inner and writes are summed over the same tiles
     n_k = _count(p.K, tile.bk)
     f32: dict[str, Any] = {"device": dk.device, "dtype": torch.float32}
     inner = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, **f32)
     writes, edges = torch.empty_like(inner), torch.empty((n_k, p.B, p.n_seg, p.H) if want_dg else 0, **f32)
-    dk_kernel[(n_k, p.B * p.H, p.n_seg)](
+    args = (
         s.q, s.k, s.v, do, gate.tensor, dk, inner, writes, edges, s.states, dstates,
         s.q if dfinal is None else dfinal, s.table,
         *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dk),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, DG=want_dg,
-        GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+    _run(
+        dk_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
+        DECAY=gate.decay, FINAL=dfinal is not None, DG=want_dg, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dk),
     )  # fmt: skip
     return inner, writes, edges
 
@@ -258,12 +275,14 @@ def _launch_dv(p: Plan, s: Saved, do, gate: _Gate, dv, dstates, dfinal, dinitial
     from flexsp.kernels.diagonal.grads import dv_kernel
 
     tile = p.tiles.dv
-    dv_kernel[(_count(p.V, tile.bv), p.B * p.H, p.n_seg)](
+    args = (
         s.q, s.k, do, gate.tensor, dv, dstates, s.q if dfinal is None else dfinal, dinitial, s.table,
         *_strides(s.q), *_strides(s.k), *_strides(do), *gate.strides, *_strides(dv),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-        K=p.K, V=p.V, C=p.tiles.chunk, DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None,
-        INITIAL=p.packed and dinitial.numel() > 0, GATED=gate.gated, **_dots(s.q.dtype), **_launch(tile),
+    )  # fmt: skip
+    _run(
+        dv_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
+        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and dinitial.numel() > 0, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, do, dv),
     )  # fmt: skip
 
 
@@ -272,10 +291,13 @@ def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, inner, writes, edge
 
     dg = torch.empty(p.B, p.H, p.T, device=reads.device, dtype=torch.float32)
     doc_edges = edges if dfinal is None else (s.final * dfinal).sum((-1, -2))
-    gate_grad_kernel[(p.B * p.H, p.n_seg)](
+    args = (
         inner, reads, writes, edges, doc_edges, gate.tensor, dg, s.table, *gate.strides,
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, inner.shape[0], reads.shape[0],
-        C=p.tiles.chunk, DROP=-14.0 if s.q.dtype == torch.bfloat16 else -30.0,
-        DECAY=gate.decay, PACKED=p.packed, FINAL=dfinal is not None, num_warps=2,
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg,
     )  # fmt: skip
+    constants = {
+        "TILES": inner.shape[0], "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0, "DECAY": gate.decay,
+        "PACKED": p.packed, "FINAL": dfinal is not None,
+    }  # fmt: skip
+    launch(gate_grad_kernel, (p.B * p.H, p.n_seg), args, constants, {"num_warps": 2})
     return dg

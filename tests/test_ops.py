@@ -11,6 +11,7 @@ import torch
 from flexsp import ops
 from flexsp.testing.cases import CASES, Case, Shape, random_documents
 from flexsp.testing.compare import check_op, relative_error
+from flexsp.testing.oracles import token_loop
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -125,13 +126,19 @@ def test_gradcheck(case: Case) -> None:
     assert torch.autograd.gradcheck(f, tuple(tensors), fast_mode=True)
 
 
+def float32_token_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Any = None, **rest: Any) -> Any:
+    o, state = token_loop(q.float(), k.float(), v.float(), g, **rest)
+    return o.to(v.dtype), state
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["g", "g_gamma", "none"])
 def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
     inputs = fresh(CASES["gamma" if gate == "g_gamma" else "simple_gla"], Shape(T=21, states=2))
     if gate == "none":
         del inputs["g"]
-    check_op(ops.recurrent_simple_gla, CASES["simple_gla"].oracle, inputs, dtype=dtype)
+    oracle = CASES["simple_gla"].oracle
+    check_op(ops.recurrent_simple_gla, oracle, inputs, dtype=dtype, low_engine=float32_token_loop)
 
 
 def test_prompt_in_chunks_then_token_by_token() -> None:
@@ -179,7 +186,7 @@ def test_gates_beyond_the_floor() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = {n: x.to(dtype).requires_grad_() for n, x in fresh(CASES["simple_gla"], Shape(T=130)).items()}
         with torch.no_grad():
-            inputs["g"].copy_(-(10 ** (torch.rand(2, 130, 2) * 8 - 4)))
+            inputs["g"].copy_(-(10 ** (torch.rand(2, 130, 4) * 8 - 4)))
         o, final = ops.chunk_simple_gla(**inputs, output_final_state=True)
         grads = torch.autograd.grad([o.float().sum(), final.sum()], list(inputs.values()))
         assert all(x.isfinite().all() for x in (o, final, *grads))

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
-_PROGRAMS = 512
+_PROGRAMS = 256
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 def _single_tiles(bk: int, bv: int) -> Tiles:
     walk = Tile(bk, min(bv, 32), 4 if bk <= 128 else 8, 1)
     across = Tile(32, bv, 4 if bv <= 128 else 8, 1)
-    return Tiles(chunk=32, summarize=Tile(64, min(bv, 64), 4, 2), output=walk, dq=across, dk=across, dv=walk)
+    return Tiles(chunk=16, summarize=Tile(64, min(bv, 64), 4, 2), output=walk, dq=across, dk=across, dv=walk)
 
 
 def all_configs() -> list[tuple[torch.dtype, int, int, Tiles]]:

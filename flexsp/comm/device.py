@@ -8,15 +8,12 @@ signatures of ``push_store`` and ``signal_store``, handed to a kernel as tl.cons
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language import core
 from triton.language.extra.cuda import globaltimer
-
-if TYPE_CHECKING:
-    from flexsp.comm.heap import SymmetricHeap
 
 __all__ = [
     "clock_device",
@@ -155,30 +152,8 @@ def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse)
         tl.store(record, kind)
 
 
-_nvshmem_kernels: dict[Any, SymmetricHeap] = {}
-
-
-def nvshmem_options(kernel: Any, heap: SymmetricHeap) -> dict[str, Any]:
-    """Launch options for a kernel that calls NVSHMEM: links the bitcode, and has its modules initialised by ``heap``
-    when they are loaded. NotAvailable if the bitcode is missing."""
+def nvshmem_options() -> dict[str, Any]:
+    """Launch options for a kernel that calls NVSHMEM: links the bitcode. NotAvailable if it is missing."""
     from flexsp.comm.nvshmem import find_device_library
 
-    options = {"extern_libs": {"libnvshmem_device": find_device_library()}}
-    _nvshmem_kernels[kernel] = heap
-    hook = triton.knobs.runtime.jit_post_compile_hook
-    if getattr(hook, "__name__", "") != _init_nvshmem_module.__name__:
-        _init_nvshmem_module.__dict__["previous"] = hook
-        triton.knobs.runtime.jit_post_compile_hook = _init_nvshmem_module
-    return options
-
-
-def _init_nvshmem_module(*args: Any, **kwargs: Any) -> Any:
-    """Post-compile hook of Triton; passes every kernel on to the hook that was there before."""
-    function, compiling = kwargs["fn"].jit_function, kwargs["compile"]
-    if function in _nvshmem_kernels and dict(compiling["extern_libs"] or ()).get("libnvshmem_device"):
-        compiled = function.device_caches[compiling["device"]][0].get(kwargs["key"])
-        if compiled is not None:
-            compiled._init_handles()
-            _nvshmem_kernels[function].init_module(compiled.module)
-    previous = _init_nvshmem_module.__dict__.get("previous")
-    return previous(*args, **kwargs) if previous is not None else None
+    return {"extern_libs": {"libnvshmem_device": find_device_library()}}

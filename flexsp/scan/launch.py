@@ -6,6 +6,7 @@ same facts (types, alignment, ones) form a tuple, and the compiled kernel it led
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +26,29 @@ def _facts(value: Any) -> Any:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    prepare: Callable[[Any], None] | None = None,
 ) -> None:
     """Runs `kernel[grid](*args, **constants, **options)` on the current device and stream.
 
-    The kernel's constexpr parameters come after all others.
+    The kernel's constexpr parameters come after all others; option values are hashable or dictionaries. `prepare` is
+    called with a freshly compiled kernel, its module loaded, before its first launch.
     """
     if not args[0].is_cuda:
         kernel[grid](*args, **constants, **options)
         return
     fixed = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
-    key = (kernel, args[0].device.index, tuple(map(_facts, args)), fixed, tuple(options.items()))
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[grid](*args, **constants, **options)
-        return
-    found[grid + (1,) * (3 - len(grid))](*args, *fixed)
+    how = tuple([tuple(v.items()) if isinstance(v, dict) else v for v in options.values()])
+    key = (kernel, args[0].device.index, tuple(map(_facts, args)), fixed, how)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = kernel.warmup(*args, grid=grid, **constants, **options)
+        if prepare is not None:
+            compiled._init_handles()
+            prepare(compiled)
+        _compiled[key] = compiled
+    compiled[grid + (1,) * (3 - len(grid))](*args, *fixed)

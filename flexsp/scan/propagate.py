@@ -351,6 +351,7 @@ class _Channel:
     push: Any
     signal: Any
     options: dict[str, Any]
+    prepare: Any
 
 
 def _channel(sp: SequenceParallel) -> _Channel:
@@ -389,7 +390,8 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
         edges=(edge(False), edge(True)),
         push=dev.push_put if put else dev.push_store,
         signal=dev.signal_put if put else dev.signal_store,
-        options={"maxnreg": 232} | (dev.nvshmem_options(_propagate_kernel, heap) if put else {}),
+        options={"maxnreg": 232} | (dev.nvshmem_options() if put else {}),
+        prepare=(lambda compiled: heap.init_module(compiled.module)) if put else None,
     )
 
 
@@ -484,7 +486,7 @@ def _launch(
     regions, push, signal = 2, dev.push_store, dev.signal_store
     # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
     options: dict[str, Any] = {"maxnreg": 128}
-    has_in, has_out = not seeded, False
+    has_in, has_out, prepare = not seeded, False, None
     if sp is not None:
         channel = _channel(sp)
         if tiles.count > channel.max_tiles:
@@ -494,7 +496,7 @@ def _launch(
         max_tiles, rank, pe_in, pe_out = channel.max_tiles, sp.rank, edge.pe_in, edge.pe_out
         signature, timeout_ns = signature_of(B, H, K, V, kind, reverse), int(sp.timeout_s * 1e9)
         regions, push, signal, options = channel.regions, channel.push, channel.signal, channel.options
-        has_in, has_out = edge.has_in, edge.has_out
+        has_in, has_out, prepare = edge.has_in, edge.has_out, channel.prepare
     grid = (tiles.count if sp is None else min(tiles.count, MAX_BLOCKS),)
     with _on(states.device):
         launch(
@@ -506,6 +508,7 @@ def _launch(
              "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
              "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY},
             {"num_warps": tiles.warps, "num_stages": 1} | options,
+            prepare,
         )  # fmt: skip
 
 

@@ -32,10 +32,10 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 class _Gate:
     """The decay's device function with its tensor: nothing, or b [B, H, chunks * C] (`decay` below)."""
 
-    def __init__(self, decay: torch.Tensor, p: Plan) -> None:
+    def __init__(self, decay: torch.Tensor, p: Plan, gated: bool) -> None:
         from flexsp.kernels import primitives
 
-        self.gated = decay.numel() > 0
+        self.gated = gated
         self.tensor = decay
         self.decay = primitives.decay_scalar if self.gated else primitives.decay_none
         row = p.n_chunks * p.tiles.chunk
@@ -125,7 +125,7 @@ def forward(
     cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
     decay = _cumulate(g, g_gamma, table, p)
-    gate = _Gate(decay, p)
+    gate = _Gate(decay, p, g is not None or g_gamma is not None)
     log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
     final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
@@ -159,7 +159,8 @@ def _launch_output(p: Plan, q, k, v, gate: _Gate, o, states, initial, final, tab
     )  # fmt: skip
     _run(
         output_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, INITIAL=initial is not None, FINAL=with_final, GATED=gate.gated, **_dots(q.dtype), ALIKE=_alike(q, k, v, o),
+        DECAY=gate.decay, INITIAL=initial is not None, FINAL=with_final,
+        GATED=gate.gated, **_dots(q.dtype), ALIKE=_alike(q, k, v, o),
     )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def backward(
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
     f32: dict[str, Any] = {"device": s.q.device, "dtype": torch.float32}
-    gate = _Gate(s.decay, p)
+    gate = _Gate(s.decay, p, s.log_a.numel() > 0)
     dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     if p.packed or dfinal is None:
         dstates[:, p.n_seg].zero_()
@@ -242,7 +243,8 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
     )  # fmt: skip
     _run(
         dq_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dq),
+        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg,
+        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dq),
     )  # fmt: skip
     return reads
 
@@ -266,7 +268,8 @@ def _launch_dk(
     )  # fmt: skip
     _run(
         dk_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, FINAL=dfinal is not None, DG=want_dg, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dk),
+        DECAY=gate.decay, FINAL=dfinal is not None, DG=want_dg,
+        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dk),
     )  # fmt: skip
     return inner, writes, edges
 
@@ -282,7 +285,8 @@ def _launch_dv(p: Plan, s: Saved, do, gate: _Gate, dv, dstates, dfinal, dinitial
     )  # fmt: skip
     _run(
         dv_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and dinitial.numel() > 0, GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, do, dv),
+        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and dinitial.numel() > 0,
+        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, do, dv),
     )  # fmt: skip
 
 
@@ -296,8 +300,8 @@ def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, inner, writes, edge
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg,
     )  # fmt: skip
     constants = {
-        "TILES": inner.shape[0], "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0, "DECAY": gate.decay,
-        "PACKED": p.packed, "FINAL": dfinal is not None,
+        "TILES": inner.shape[0], "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0,
+        "DECAY": gate.decay, "PACKED": p.packed, "FINAL": dfinal is not None,
     }  # fmt: skip
     launch(gate_grad_kernel, (p.B * p.H, p.n_seg), args, constants, {"num_warps": 2})
     return dg

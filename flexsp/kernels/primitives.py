@@ -18,7 +18,7 @@ GATE_MIN = tl.constexpr(-104.0)
 
 @triton.jit
 def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr):
-    """b [B, H, chunks * C] fp32: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk.
+    """b [B, H, chunks * C], fp32 or fp64: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk.
 
     Rows past a chunk's length repeat its last value, so that the walks read b without a mask.
     """
@@ -27,7 +27,7 @@ def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl
     start, length, doc, first, last = chunk_info(table, chunk, T, C, PACKED)
     i = tl.arange(0, C)
     at = g + (row // H).to(tl.int64) * g_sb + (row % H) * g_sh + (start + i) * g_st
-    gate = tl.maximum(tl.load(at, mask=i < length, other=0.0).to(tl.float32), GATE_MIN)
+    gate = tl.maximum(tl.load(at, mask=i < length, other=0.0).to(b.dtype.element_ty), GATE_MIN)
     to = b + (row.to(tl.int64) * tl.num_programs(0) + chunk) * C
     tl.store(to + i, tl.cumsum(gate * LOG2E, axis=0))
 
@@ -43,6 +43,12 @@ def decay_scalar(gate, chunk, C: tl.constexpr):
     """Cumulative log2 decay b [C] of one chunk, as `gate_kernel` left it, and its last value."""
     at = gate + chunk * C
     return tl.load(at + tl.arange(0, C)), tl.load(at + C - 1)
+
+
+@triton.jit
+def power(x):
+    """2^x in fp32, of a difference of cumulative gates."""
+    return tl.exp2(x.to(tl.float32))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Launch of Triton kernels with little host time: a repeated call goes straight to the compiled kernel.
 
 Triton's own launcher describes every argument of every call in text to find the kernel it compiled before. Here the
-same facts (types, alignment, ones) form a tuple, and the compiled kernel it led to is kept.
+numbers of a call and the types and alignments of its tensors form a tuple, and the compiled kernel it led to is kept.
 """
 
 from __future__ import annotations
@@ -16,15 +16,6 @@ __all__ = ["launch"]
 _compiled: dict[Any, Any] = {}
 
 
-def _facts(value: Any) -> Any:
-    """What Triton specialises a kernel on for one argument."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if type(value) is int:
-        return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63)
-    return type(value)
-
-
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -33,7 +24,7 @@ def launch(
     options: dict[str, Any],
     prepare: Callable[[Any], None] | None = None,
 ) -> None:
-    """Runs `kernel[grid](*args, **constants, **options)` on the current device and stream.
+    """Runs `kernel[grid](*args, **constants, **options)` on the first argument's device and its current stream.
 
     The kernel's constexpr parameters come after all others; option values are hashable or dictionaries. `prepare` is
     called with a freshly compiled kernel, its module loaded, before its first launch.
@@ -41,9 +32,13 @@ def launch(
     if not args[0].is_cuda:
         kernel[grid](*args, **constants, **options)
         return
+    if args[0].device.index != torch.cuda.current_device():
+        with torch.cuda.device(args[0].device):
+            return launch(kernel, grid, args, constants, options, prepare)
     fixed = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     how = tuple([tuple(v.items()) if isinstance(v, dict) else v for v in options.values()])
-    key = (kernel, args[0].device.index, tuple(map(_facts, args)), fixed, how)
+    facts = tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x for x in args])
+    key = (kernel, args[0].device.index, facts, fixed, how)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = kernel.warmup(*args, grid=grid, **constants, **options)

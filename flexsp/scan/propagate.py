@@ -12,7 +12,7 @@ sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -317,6 +317,7 @@ class _Tiles:
     warps: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def of(B: int, H: int, K: int, V: int, size: int) -> _Tiles:
         warps = 8 if size == CHAIN_TILE else 4
         if V % 4:
@@ -498,25 +499,17 @@ def _launch(
         regions, push, signal, options = channel.regions, channel.push, channel.signal, channel.options
         has_in, has_out, prepare = edge.has_in, edge.has_out, channel.prepare
     grid = (tiles.count if sp is None else min(tiles.count, MAX_BLOCKS),)
-    with _on(states.device):
-        launch(
-            _propagate_kernel,
-            grid,
-            (states, log_a, cut, folded, *arenas, slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank,
-             pe_in, pe_out),
-            {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
-             "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
-             "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY},
-            {"num_warps": tiles.warps, "num_stages": 1} | options,
-            prepare,
-        )  # fmt: skip
-
-
-def _on(device: torch.device) -> Any:
-    """The device as Triton's current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    launch(
+        _propagate_kernel,
+        grid,
+        (states, log_a, cut, folded, *arenas, slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank,
+         pe_in, pe_out),
+        {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
+         "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
+         "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY},
+        {"num_warps": tiles.warps, "num_stages": 1} | options,
+        prepare,
+    )  # fmt: skip
 
 
 def _over_process_group(

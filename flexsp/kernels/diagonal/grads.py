@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_rows, store_state
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def dq_kernel(
     S = load_state(states + slot * K * V, k0, 0, True, K, V, BK, BV)
     for c in range(c0, c1):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
                 S = tl.zeros([BK, BV], tl.float32)
                 if INITIAL:
@@ -107,14 +107,14 @@ def dq_kernel(
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         if GATED:
-            into = tl.exp2(b_end - bc)
-            out_of = tl.exp2(bc) * scale
+            into = power(b_end - bc)
+            out_of = power(bc) * scale
         dqc = mm(oc, held, DOT, PREC)
         da = mm(oc, tl.trans(vc), DOT, PREC)
         if GATED:
             dqc = dqc * out_of[:, None]
-            da = da * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
-            S = S * tl.exp2(b_end)
+            da = da * (power(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
+            S = S * power(b_end)
             S += mm(tl.trans((kc * into[:, None]).to(DOT)), vc, DOT, PREC)
         else:
             da = tl.where(causal, da * scale, 0.0)
@@ -172,7 +172,7 @@ def dk_kernel(
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 dS = tl.zeros([BK, BV], tl.float32)
                 if FINAL:
@@ -186,14 +186,14 @@ def dk_kernel(
         if DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         if GATED:
-            into = tl.exp2(b_end - bc)
-            out_of = tl.exp2(bc) * scale
+            into = power(b_end - bc)
+            out_of = power(bc) * scale
         dkc = mm(vc, held, DOT, PREC)
         da = mm(vc, tl.trans(oc), DOT, PREC)
         if GATED:
             dkc = dkc * into[:, None]
-            da = da * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
-            dS = dS * tl.exp2(b_end)
+            da = da * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            dS = dS * power(b_end)
             dS += mm(tl.trans((qc * out_of[:, None]).to(DOT)), oc, DOT, PREC)
         else:
             da = tl.where(later, da * scale, 0.0)
@@ -245,7 +245,7 @@ def dv_kernel(
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 dS = tl.zeros([BV, BK], tl.float32)
                 if FINAL:
@@ -257,21 +257,21 @@ def dv_kernel(
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         if GATED:
-            into = tl.exp2(b_end - bc)
-            out_of = tl.exp2(bc) * scale
+            into = power(b_end - bc)
+            out_of = power(bc) * scale
         dvc = mm(held, tl.trans(kc), DOT, PREC)
         a = mm(qc, tl.trans(kc), DOT, PREC)
         if GATED:
             dvc = dvc * into[None, :]
-            a = a * (tl.exp2(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
-            dS = dS * tl.exp2(b_end)
+            a = a * (power(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
+            dS = dS * power(b_end)
             dS += mm(tl.trans((oc * out_of[:, None]).to(DOT)), qc, DOT, PREC)
         else:
             a = tl.where(causal, a * scale, 0.0)
             dS += mm(tl.trans(oc), qc, DOT, PREC) * scale
         dvc += mm(tl.trans(oc), a, DOT, PREC)
         store_rows(dv + start * dv_st, tl.trans(dvc), dv_st, length, v0, C, V, BV)
-        if PACKED and INITIAL:
+        if PACKED and INITIAL:  # noqa: SIM102
             if first:
                 store_state(dinitial + at_doc, dS, 0, v0, True, K, V, BK, BV, True)
 
@@ -280,7 +280,8 @@ def dv_kernel(
 def gate_grad_kernel(
     inner, reads, writes, edges, doc_edges, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
-    TILES: tl.constexpr, C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    TILES: tl.constexpr, C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    FINAL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["diagonal"]
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? initial"
-_SAVED = "Tensor q, Tensor k, Tensor v, Tensor? initial, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table"
+_SAVED = (
+    "Tensor q, Tensor k, Tensor v, Tensor? initial, Tensor final, Tensor states, Tensor log_a, Tensor cut, Tensor table"
+)
 _FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> " + ", ".join(["Tensor"] * 7).join("()")
 _BACKWARD = (
-    f"({_SAVED}, Tensor decay, Tensor do, Tensor? dfinal, int docs, float scale, bool want_dg, bool want_dinitial%s) -> "
+    f"({_SAVED}, Tensor decay, Tensor do, Tensor? dfinal, int docs, float scale, bool want_dg, bool want_dinitial%s)"
+    + " -> "
     + ", ".join(["Tensor"] * 5).join("()")
 )
 _SP = ", Tensor(a!) order, int sp"
@@ -69,7 +72,7 @@ def _fake_forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, o
         q.new_empty((p.B, p.n_seg, p.H) if gated else 0, **f32),
         q.new_empty((p.B, p.n_seg) if docs else 0, dtype=torch.int32),
         q.new_empty((p.n_chunks, 5) if docs else 0, dtype=torch.int32),
-        q.new_empty((p.B, p.H, p.n_chunks * p.tiles.chunk) if gated else 0, **f32),
+        q.new_empty((p.B, p.H, p.n_chunks * p.tiles.chunk) if gated else 0, dtype=plan.decay_dtype(q.dtype)),
     )
 
 

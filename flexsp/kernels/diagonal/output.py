@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_rows, store_state
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def output_kernel(
 ):
     """o = scale (tril(q k^T . E) v + e^b q S), MATH 1.D merge.
 
-    The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and the outputs leave transposed.
+    The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
     v0 = tl.program_id(0) * BV
     b = tl.program_id(1) // H
@@ -79,7 +79,7 @@ def output_kernel(
     for c in range(c0, c1):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = (doc * H + h).to(tl.int64) * K * V if PACKED else 0
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
                 S = tl.zeros([BV, BK], tl.float32)
                 if INITIAL:
@@ -93,16 +93,16 @@ def output_kernel(
         oc = mm(held, tl.trans(qc), DOT, PREC)
         p = mm(kc, tl.trans(qc), DOT, PREC)
         if GATED:
-            p = p * (tl.exp2(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
-            oc = oc * (tl.exp2(bc) * scale)[None, :]
-            S = S * tl.exp2(b_end)
-            S += mm(tl.trans((vc * tl.exp2(b_end - bc)[:, None]).to(DOT)), kc, DOT, PREC)
+            p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            oc = oc * (power(bc) * scale)[None, :]
+            S = S * power(b_end)
+            S += mm(tl.trans((vc * power(b_end - bc)[:, None]).to(DOT)), kc, DOT, PREC)
         else:
             p = tl.where(later, p * scale, 0.0)
             oc = oc * scale
             S += mm(tl.trans(vc), kc, DOT, PREC)
         oc += mm(tl.trans(vc), p, DOT, PREC)
         store_rows(o + start * o_st, tl.trans(oc), o_st, length, v0, C, V, BV)
-        if PACKED and FINAL:
+        if PACKED and FINAL:  # noqa: SIM102
             if last:
                 store_state(final + at_doc, S, 0, v0, True, K, V, BK, BV, True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from flexsp.kernels.diagonal.tiles import Tiles, choose, segment_length
+from flexsp.kernels.diagonal import tiles
+from flexsp.kernels.diagonal.tiles import Tiles
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "decay_dtype", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,19 @@ class Plan:
 
 def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Plan:
     """Plan for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed)."""
-    B, T, H, K = q.shape
-    V = v.shape[-1]
-    tiles = choose(q.dtype, K, V)
-    n_chunks = -(-T // tiles.chunk) + docs
-    per_seg = segment_length(n_chunks, B * H)
-    n_seg = max(1, -(-n_chunks // per_seg))
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg)
+    sizes = (*q.shape, v.shape[-1], docs)
+    build = _build if all(type(n) is int for n in sizes) else _build.__wrapped__  # symbolic sizes have no hash
+    return build(q.dtype, *sizes, tiles._PROGRAMS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _build(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, programs: int) -> Plan:
+    choice = tiles.choose(dtype, K, V)
+    n_chunks = -(-T // choice.chunk) + docs
+    per_seg = tiles.segment_length(n_chunks, B * H, programs)
+    return Plan(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
+
+
+def decay_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of the cumulative gates of inputs in `dtype`: after a closed gate, fp32 would lose digits of fp32 inputs."""
+    return torch.float32 if dtype == torch.bfloat16 else torch.float64

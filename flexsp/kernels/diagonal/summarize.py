@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, store_state
+from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, power, store_state
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def summarize_kernel(
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:
-            w = tl.exp2(bc) * scale if REVERSE else tl.exp2(b_end - bc)
-            S = S * tl.exp2(b_end)
-            total += b_end
+            w = power(bc) * scale if REVERSE else power(b_end - bc)
+            S = S * power(b_end)
+            total += b_end.to(tl.float32)
             S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)
         elif REVERSE:
             S += mm(tl.trans(xc), yc, DOT, PREC) * scale

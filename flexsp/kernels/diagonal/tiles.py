@@ -74,7 +74,7 @@ def all_configs() -> list[tuple[torch.dtype, int, int, Tiles]]:
     return list(seen.values())
 
 
-def segment_length(n_chunks: int, heads: int) -> int:
-    """Chunks a segment: enough segments that heads (B * H) times segments gives about `_PROGRAMS` programs a tile."""
-    segments = max(1, min(n_chunks, -(-_PROGRAMS // max(heads, 1))))
+def segment_length(n_chunks: int, heads: int, programs: int = _PROGRAMS) -> int:
+    """Chunks a segment: enough segments that heads (B * H) times segments gives about `programs` programs a tile."""
+    segments = max(1, min(n_chunks, -(-programs // max(heads, 1))))
     return max(1, -(-n_chunks // segments))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.kernels.diagonal.plan import Plan, make_plan
+from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import launch
@@ -42,16 +41,16 @@ class _Gate:
         self.strides = (p.H * row, row) if self.gated else (0, 0)
 
 
-def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan) -> torch.Tensor:
-    """Cumulative log2 decay of the chunks; empty where there is no gate."""
+def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan, dtype: torch.dtype) -> torch.Tensor:
+    """Cumulative log2 decay of the chunks, for inputs of `dtype`; empty where there is no gate."""
     from flexsp.kernels.primitives import gate_kernel
 
     if g is None and g_gamma is None:
-        return torch.empty(0, device=table.device, dtype=torch.float32)
+        return torch.empty(0, device=table.device, dtype=decay_dtype(dtype))
     if g is None:
         assert g_gamma is not None
         g = g_gamma.expand(p.B, p.T, p.H)
-    b = torch.empty(p.B, p.H, p.n_chunks * p.tiles.chunk, device=g.device, dtype=torch.float32)
+    b = torch.empty(p.B, p.H, p.n_chunks * p.tiles.chunk, device=g.device, dtype=decay_dtype(dtype))
     if p.n_chunks:
         launch(
             gate_kernel, (p.n_chunks, p.B * p.H), (g, b, table, *_strides(g), p.T, p.H),
@@ -63,14 +62,11 @@ def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan) -> t
 def _dots(dtype: torch.dtype) -> dict[str, Any]:
     """Operand type and precision of the kernels' matrix products.
 
-    fp16 goes through tf32, which has its 10-bit mantissa but not its range: states and scores cannot overflow.
+    fp16 goes the way of fp32, three tf32 products for one: its own range would overflow in states and scores.
     """
     import triton.language as tl
 
-    if dtype == torch.bfloat16:
-        return {"DOT": tl.bfloat16, "PREC": "tf32"}
-    precision = "tf32" if dtype == torch.float16 else os.environ.get("FLEXSP_FP32_DOT", "tf32x3")
-    return {"DOT": tl.float32, "PREC": precision}
+    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], tile: Tile, p: Plan, **constants: Any) -> None:
@@ -124,7 +120,7 @@ def forward(
     states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
     cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
-    decay = _cumulate(g, g_gamma, table, p)
+    decay = _cumulate(g, g_gamma, table, p, q.dtype)
     gate = _Gate(decay, p, g is not None or g_gamma is not None)
     log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)

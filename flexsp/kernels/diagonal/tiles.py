@@ -11,7 +11,8 @@ import torch
 
 __all__ = ["Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
-_PROGRAMS = 256
+_PROGRAMS = 128
+_LONGEST = 128
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ def all_configs() -> list[tuple[torch.dtype, int, int, Tiles]]:
 
 
 def segment_length(n_chunks: int, heads: int, programs: int = _PROGRAMS) -> int:
-    """Chunks a segment: enough segments that heads (B * H) times segments gives about `programs` programs a tile."""
-    segments = max(1, min(n_chunks, -(-programs // max(heads, 1))))
+    """Chunks a segment: about `programs` programs a tile over heads (B * H) and segments, at most `_LONGEST` chunks.
+
+    Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
+    """
+    segments = max(1, min(n_chunks, max(-(-programs // max(heads, 1)), -(-n_chunks // _LONGEST))))
     return max(1, -(-n_chunks // segments))

@@ -206,14 +206,16 @@ def backward(
         _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True)
     else:
         dstates[:, 0].zero_()
-    propagate(dstates, s.log_a if gate.gated else None, s.cut if p.packed else None, sp, reverse=True)
-
     dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)
     dk, dv = torch.empty_like(dq), torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype)
     dg = torch.empty(0, **f32)
     dinitial = torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32)
+    last = _waited_for_by_nobody(sp)
+    reads = _launch_dq(p, s, do, gate, dq, want_dg) if p.n_chunks and last else None
+    propagate(dstates, s.log_a if gate.gated else None, s.cut if p.packed else None, sp, reverse=True)
     if p.n_chunks:
-        reads = _launch_dq(p, s, do, gate, dq, want_dg)
+        if reads is None:
+            reads = _launch_dq(p, s, do, gate, dq, want_dg)
         parts = _launch_dk(p, s, do, gate, dk, dstates, in_walk, want_dg)
         _launch_dv(p, s, do, gate, dv, dstates, in_walk, dinitial)
         if want_dg:
@@ -223,6 +225,11 @@ def backward(
     if want_dinitial and not p.packed:
         dinitial = dstates[:, 0].clone()
     return dq, dk, dv, dg, dinitial
+
+
+def _waited_for_by_nobody(sp: SequenceParallel | None) -> bool:
+    """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
+    return sp is not None and sp.rank == 0 and sp.schedule == "chain" and sp.transport != "process_group"
 
 
 def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""The diagonal engine's kernels compiled for sm_90 without a GPU: shared memory, spills, tensor-core instructions.
+
+Spills (ptxas's stack frame, bytes a thread) are bounded in the training shapes, unpacked bf16 heads of 64 and 128, with
+two stated exceptions: `dq` may keep 16 bytes and `dk` 64, since both hold a state tile and two score tiles beside their
+prefetches. Spills into L1 are accepted elsewhere: with K or V of 256 (`output`, `dq`, `dk`, `dv`), where a state tile
+of 256 columns leaves no room for the rest, and in fp32 (the same four), whose products are three tf32 products each:
+both operands are split in two in registers. There only shared memory is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = 227 * 1024
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bf16 128": {"dtype": "bfloat16", "K": 128, "V": 128},
+    "bf16 64": {"dtype": "bfloat16", "K": 64, "V": 64},
+    "bf16 256": {"dtype": "bfloat16", "K": 256, "V": 256},
+    "fp32 128": {"dtype": "float32", "K": 128, "V": 128},
+}
+TRAINING = ("bf16 128", "bf16 64")
+MAY_SPILL = {"dq_kernel": 16, "dk_kernel": 64}
+WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dk_kernel", "dv_kernel"}
+KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel"}
+
+
+def compile_config(dtype: str, K: int, V: int) -> list[dict[str, Any]]:
+    """Body of the child process: a gated forward and backward pass on meta tensors, every launch compiled."""
+    import torch
+
+    from flexsp.kernels.diagonal import triton_engine as engine
+    from flexsp.testing.offline import compile_launch, record_launches
+
+    def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=kind, device="meta")
+
+    engine.propagate = lambda *args, **kwargs: None  # type: ignore[assignment]  # compiled in its own tests
+    B, T, H, scale = 1, 32768, 32, K**-0.5
+    kind = getattr(torch, dtype)
+    q, k, v, do = (meta(B, T, H, n, kind=kind) for n in (K, K, V, V))
+    state = meta(B, H, K, V)
+    with record_launches() as launches:
+        out = engine.forward(q, k, v, meta(B, T, H), None, state, None, None, scale, True)
+        saved = engine.Saved(q, k, v, state, *out[1:], docs=0, scale=scale)
+        engine.backward(saved, do, state, None, True, True)
+    return [_summary(vars(compile_launch(*launch))) for launch in launches]
+
+
+def _summary(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "wgmma": found.pop("ptx").count("wgmma.mma_async")}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def described(kernels: list[dict[str, Any]]) -> str:
+    return "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in kernels)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shared_memory(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
+    found = compiled[name]
+    assert {kernel["name"] for kernel in found} == KERNELS
+    assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction
+    assert all(kernel["shared"] < SHARED_LIMIT for kernel in found), described(found)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_registers_of_training_shapes(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
+    found = compiled[name]
+    over = [kernel["name"] for kernel in found if kernel["stack"] > MAY_SPILL.get(kernel["name"], 0)]
+    assert not over, f"{over} spill:\n{described(found)}"
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("bf16")])
+def test_bf16_products_use_wgmma(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
+    found = compiled[name]
+    assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in WALKS), described(found)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compile_config(**config) for name, config in CONFIGS.items()}))

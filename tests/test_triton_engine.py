@@ -1,0 +1,364 @@
+"""The Triton kernels under the interpreter against float64 token loops: one rank, and ranks over shared memory.
+
+The kernels run in processes of their own with TRITON_INTERPRET=1, and torch fills what `empty` hands out with NaN
+there. bfloat16 has to wait for a GPU: the interpreter multiplies it wrongly. Chunks of fp16 and fp32 have 16 tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flexsp.testing.cases import CASES, Shape, random_documents
+from flexsp.testing.compare import check_op
+from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
+from flexsp.testing.ranks import run_ranks
+
+ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
+GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
+
+Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def poisoned(segments: int, heads: int) -> Iterator[None]:
+    """Fresh memory is NaN; the tokens of each of ``heads`` heads (B * H) are cut into about ``segments`` segments."""
+    from flexsp.kernels.diagonal import tiles
+
+    before, tiles._PROGRAMS = tiles._PROGRAMS, segments * heads
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        tiles._PROGRAMS = before
+
+
+# One rank ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead."""
+
+    case: str
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    bounds: tuple[int, ...] | None = None
+    strided: bool = False
+    gates: bool = False
+    segments: int = MANY_SEGMENTS
+    seed: int = 0
+
+
+def other_strides(x: torch.Tensor) -> torch.Tensor:
+    """The same values behind other strides: heads before tokens, or every second channel of a wider tensor."""
+    if x.dim() == 4:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+
+
+def failures(sp: Any, runs: list[Run]) -> list[str]:
+    """Body of the worker: what is outside its bound."""
+    found = []
+    for run in runs:
+        case = CASES[run.case]
+        inputs = case.inputs(run.shape, run.seed)
+        if run.gates:
+            choice = torch.randint(len(GATES), inputs["g"].shape, generator=torch.Generator().manual_seed(run.seed))
+            inputs["g"] = torch.tensor(GATES, dtype=torch.float64)[choice]
+        if run.bounds:
+            inputs["cu_seqlens"] = torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
+        arrange = other_strides if run.strided else None
+        with poisoned(run.segments, run.shape.B * run.shape.H):
+            try:
+                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
+            except Exception as error:
+                found.append(f"{run}:\n{type(error).__name__}: {error}")
+    return found
+
+
+def check_runs(*runs: Run) -> None:
+    seeded = [replace(run, seed=random.randrange(2**31)) for run in runs]
+    (found,) = run_ranks(failures, 1, seeded, env=ENV)
+    assert not found, "\n".join(found)
+
+
+def heads(name: str, least: int = 1) -> int:
+    return 4 if name == "mamba2_groups" else least
+
+
+def documents(total: int, n: int) -> tuple[int, ...]:
+    return tuple(random_documents(total, n, torch.Generator().manual_seed(random.randrange(2**31))).tolist())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain(name: str) -> None:
+    """fp32 with initial states and several chunks a segment; fp16 without, one chunk a segment, other strides."""
+    K, V = random.choice([(18, 5), (5, 20), (16, 17)])
+    check_runs(
+        Run(name, Shape(B=2, T=53, H=heads(name), K=K, V=V, states=2), segments=SOME_SEGMENTS),
+        Run(name, Shape(B=1, T=35, H=heads(name, 2), K=V, V=K), torch.float16, strided=True),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents(name: str) -> None:
+    n = random.randrange(2, 6)
+    check_runs(
+        Run(
+            name, Shape(B=1, T=51, H=heads(name, 2), K=18, V=5, states=n), bounds=documents(51, n), strided=True,
+            segments=SOME_SEGMENTS,
+        ),
+        Run(name, Shape(B=1, T=37, H=heads(name), K=5, V=18), torch.float16, bounds=documents(37, 3)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("segments", [ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS])
+def test_segments(segments: int) -> None:
+    bounds = (0, 0, 3, 39, 39, 50, 69, 69)  # a document over several segments, empty ones at both ends and between
+    check_runs(
+        Run("simple_gla", Shape(B=1, T=69, H=1, K=7, V=6, states=1), segments=segments),
+        Run("simple_gla", Shape(B=1, T=69, H=1, K=7, V=6, states=7), bounds=bounds, segments=segments),
+        Run("linear", Shape(B=1, T=69, H=1, K=7, V=6, states=7), bounds=bounds, segments=segments),
+    )
+
+
+def test_several_tiles() -> None:
+    """More than one tile of K and of V in every kernel, some of them partly outside."""
+    check_runs(
+        Run("simple_gla", Shape(B=1, T=33, H=1, K=70, V=67, states=1), segments=SOME_SEGMENTS),
+        Run("simple_gla", Shape(B=1, T=20, H=1, K=70, V=67, states=2), bounds=(0, 3, 20)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gates_from_none_to_closed(dtype: torch.dtype) -> None:
+    check_runs(
+        Run("simple_gla", Shape(B=2, T=61, H=1, K=7, V=6, states=2), dtype, gates=True, segments=SOME_SEGMENTS),
+        Run("simple_gla", Shape(B=1, T=61, H=1, K=7, V=6, states=3), dtype, bounds=(0, 30, 30, 61), gates=True),
+    )
+
+
+def test_one_token() -> None:
+    check_runs(*[Run(name, Shape(B=1, T=1, H=heads(name), K=5, V=3, states=1)) for name in CASES])
+
+
+def no_tokens(sp: Any, bounds: list[int] | None) -> list[bool]:
+    from flexsp.ops import chunk_simple_gla
+
+    q, k, v = (torch.randn(1, 0, 1, n, requires_grad=True) for n in (5, 5, 3))
+    g, initial = torch.zeros(1, 0, 1, requires_grad=True), torch.randn(len(bounds or [0, 0]) - 1, 1, 5, 3)
+    cu = None if bounds is None else torch.tensor(bounds)
+    with poisoned(MANY_SEGMENTS, 1):
+        initial.requires_grad_()
+        o, final = chunk_simple_gla(q, k, v, g, initial_state=initial, output_final_state=True, cu_seqlens=cu)
+        cotangent = torch.randn_like(final)
+        grads = torch.autograd.grad([o, final], [initial, q, k, v, g], [torch.zeros_like(o), cotangent])
+    return [torch.equal(final, initial), torch.equal(grads[0], cotangent), all(x.numel() == 0 for x in (o, *grads[1:]))]
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 0, 0]])
+def test_no_tokens(bounds: list[int] | None) -> None:
+    (same,) = run_ranks(no_tokens, 1, bounds, env=ENV)
+    assert all(same), same
+
+
+def sums(sp: Any, seed: int, bounds: list[int] | None) -> list[bool]:
+    """The gradients that sum() hands back have strides of zero; they are ones like any others."""
+    from flexsp.ops import chunk_simple_gla
+
+    made = CASES["simple_gla"].inputs(Shape(B=1, T=20, H=2, K=5, V=3, states=len(bounds or [0, 0]) - 1), seed)
+    inputs = {name: x.float().requires_grad_() for name, x in made.items()}
+    with poisoned(MANY_SEGMENTS, 2):
+        cu = None if bounds is None else torch.tensor(bounds)
+        o, final = chunk_simple_gla(**inputs, output_final_state=True, cu_seqlens=cu)
+        leaves = list(inputs.values())
+        got = torch.autograd.grad(o.sum() + final.sum(), leaves, retain_graph=True)
+        want = torch.autograd.grad([o, final], leaves, [torch.ones_like(o), torch.ones_like(final)])
+    return [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 11, 20]])
+def test_gradients_of_sums(bounds: list[int] | None, seed: int) -> None:
+    (same,) = run_ranks(sums, 1, seed, bounds, env=ENV)
+    assert all(same), same
+
+
+def repeated(sp: Any, seed: int) -> list[bool]:
+    """Two forward passes, then the second's backward, then the first's twice: each as if it were alone."""
+    from flexsp.ops import chunk_simple_gla
+
+    def inputs(seed: int) -> dict[str, torch.Tensor]:
+        made = CASES["simple_gla"].inputs(Shape(B=1, T=29, H=1, K=5, V=3, states=1), seed)
+        return {name: x.float().requires_grad_() for name, x in made.items()}
+
+    def forward(x: dict[str, Any]) -> torch.Tensor:
+        o, final = chunk_simple_gla(**x, output_final_state=True)
+        return o.sum() + final.square().sum()
+
+    with poisoned(MANY_SEGMENTS, 1):
+        one, two = inputs(seed), inputs(seed + 1)
+        first, second = forward(one), forward(two)
+        later = torch.autograd.grad(second, list(two.values()))
+        earlier = torch.autograd.grad(first, list(one.values()), retain_graph=True)
+        again = torch.autograd.grad(first, list(one.values()))
+        alone = [torch.autograd.grad(forward(x), list(x.values())) for x in (one, one, two)]
+    return [
+        torch.equal(a, b)
+        for got, want in zip((earlier, again, later), alone, strict=True)
+        for a, b in zip(got, want, strict=True)
+    ]
+
+
+def test_second_backward_of_two_forwards(seed: int) -> None:
+    (same,) = run_ranks(repeated, 1, seed, env=ENV)
+    assert all(same), same
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One op over ranks; ``documents`` are document lengths, ``how`` an entry of WAYS."""
+
+    op: str
+    lengths: tuple[int, ...]
+    documents: tuple[int, ...] | None = None
+    how: str = "eager"
+    dtype: torch.dtype = torch.float32
+    segments: int = MANY_SEGMENTS
+    B: int = 1
+    H: int = 1
+
+    def problem(self) -> Problem:
+        made = draw(
+            self.op, B=self.B, T=sum(self.lengths), H=self.H, K=7, V=6, documents=self.documents,
+            seed=random.randrange(2**31),
+        )  # fmt: skip
+        return made.rounded(self.dtype)
+
+
+def checkpointed(call: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(call, *args, use_reentrant=False)
+
+
+def compiled(call: Callable[..., Any], x: Tensors, initial: Any, common: dict[str, Any]) -> Any:
+    from flexsp.ops import chunk_simple_gla
+
+    torch._dynamo.reset()
+    step = torch.compile(chunk_simple_gla, fullgraph=True, backend="aot_eager")
+    return step(x["q"], x["k"], x["v"], x["g"], initial_state=initial and initial[0], **common)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "eager": lambda call, *args: call(*args),
+    "checkpoint": checkpointed,
+    "compile": compiled,
+}
+
+
+def shard(sp: Any, problem: Problem, plan: Shards) -> Tensors:
+    """This rank's outputs and gradients. It sees NaN instead of initial states of documents that do not start here."""
+    start, stop = sum(plan.lengths[: sp.rank]), sum(plan.lengths[: sp.rank + 1])
+    last = sp.rank == sp.world_size - 1
+
+    def call(x: Tensors, initial: Any, common: dict[str, Any]) -> Any:
+        if problem.cu_seqlens is not None:
+            mine = [start <= b < stop or (last and b >= stop) for b in problem.cu_seqlens[:-1]]
+            initial = tuple(
+                torch.where(torch.tensor(mine).view(-1, *[1] * (s.dim() - 1)), s, float("nan")) for s in initial
+            )
+        return WAYS[plan.how](OPS[plan.op], x, initial, common)
+
+    with poisoned(plan.segments, plan.B * plan.H):
+        return solve(problem, plan.dtype, "cpu", sp, plan.lengths, call)
+
+
+def shards(sp: Any, problems: list[Problem], plans: list[Shards]) -> list[Tensors]:
+    from flexsp.testing.scans import fill_slots_with_nan
+
+    if sp.heap is not None:
+        fill_slots_with_nan(sp)
+    found = [shard(sp, problem, plan) for problem, plan in zip(problems, plans, strict=True)]
+    sp.check()
+    torch.distributed.barrier(group=sp.cpu_group)
+    return found
+
+
+def check_shards(*plans: Shards, transport: str = "posix") -> None:
+    problems = [plan.problem() for plan in plans]
+    heap = 4 if transport == "posix" else None
+    world = len(plans[0].lengths)
+    answers = run_ranks(
+        shards, world, problems, list(plans), transport=transport, heap_mib=heap, env=ENV, timeout=200
+    )  # fmt: skip
+    wrong = []
+    for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
+        reports = check(problem, plan.dtype, merge(problem, [parts[i] for parts in answers]))
+        wrong += [f"{plan}: {report}" for report in reports if not report.ok]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_uneven_shards() -> None:
+    check_shards(
+        Shards("simple_gla", (37, 20), B=2, segments=SOME_SEGMENTS),
+        Shards("simple_gla_gamma", (5, 50), dtype=torch.float16),
+        Shards("linear_attn", (33, 16)),
+        Shards("mamba2", (18, 33), H=2),
+    )
+
+
+def test_shards_shorter_than_a_chunk() -> None:
+    check_shards(
+        Shards("simple_gla", (1, 1, 1), B=2),
+        Shards("simple_gla", (3, 40, 2), segments=SOME_SEGMENTS),
+        Shards("linear_attn_normalized", (15, 1, 4)),
+        Shards("simple_gla", (2, 15, 16), (6, 0, 20, 7)),
+    )
+
+
+@pytest.mark.parametrize("lengths", [(0, 20, 0), (20, 0, 19), (0, 0, 21), (21, 0, 0)])
+def test_empty_shards(lengths: tuple[int, ...]) -> None:
+    """A rank without tokens decays nothing, yet agrees with its neighbours on the kind of decay."""
+    check_shards(
+        Shards("simple_gla", lengths),
+        Shards(random.choice(["simple_gla_gamma", "linear_attn"]), lengths, B=2),
+        Shards("simple_gla", lengths, (sum(lengths) - 3, 0, 3)),
+    )
+
+
+DOCUMENTS = [
+    (40,),  # one over all ranks
+    (13, 13, 14),  # boundaries between the ranks
+    (0, 0, 20, 0, 20, 0),  # empty ones at both ends and between
+    (12, 2, 26),
+]
+
+
+@pytest.mark.parametrize("lengths", [(13, 13, 14), (1, 33, 6)])
+def test_documents_across_ranks(lengths: tuple[int, ...]) -> None:
+    plans = [Shards("simple_gla", lengths, each, segments=random.choice([ONE_SEGMENT, 2, 256])) for each in DOCUMENTS]
+    check_shards(*plans, Shards(random.choice(["linear_attn", "mamba2"]), lengths, DOCUMENTS[2]))
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile"])
+def test_checkpoint_and_compile(how: str) -> None:
+    check_shards(Shards("simple_gla", (20, 17), how=how), Shards("simple_gla", (20, 17), (5, 0, 32), how=how))
+    check_shards(Shards("simple_gla", (20, 0), how=how))
+
+
+def test_over_torch_distributed() -> None:
+    check_shards(
+        Shards("simple_gla", (20, 17)), Shards("simple_gla", (20, 17), (30, 7)), transport="process_group"
+    )  # fmt: skip

@@ -155,6 +155,30 @@ def test_refuses_a_checkpoint_that_does_not_fit(text_file: Path) -> None:
     assert "--resume: expected a checkpoint" in run_ranks(complain, 1, arguments(text_file, "new", "--resume"))[0]
 
 
+def test_refuses_a_damaged_checkpoint(text_file: Path) -> None:
+    run_ranks(train, 1, arguments(text_file, "run", "--steps", "1"))
+    path = text_file.parent / "run" / "checkpoint.pt"
+    whole = path.read_bytes()
+    for damaged in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
+        path.write_bytes(damaged)
+        said = run_ranks(complain, 2, arguments(text_file, "run"))
+        assert all("cannot be read" in message and "--no-resume" in message for message in said)
+    path.write_bytes(whole)
+    state = torch.load(path)
+    torch.save({key: value for key, value in state.items() if key != "optimizer"}, path)
+    assert "lacks optimizer" in run_ranks(complain, 1, arguments(text_file, "run"))[0]
+
+
+def test_resumes_beside_unfinished_metrics(text_file: Path) -> None:
+    run_ranks(train, 1, arguments(text_file, "run", "--steps", "2"))
+    metrics = text_file.parent / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 2, "lo')
+    run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))
+    assert [row["step"] for row in rows_of(metrics.parent, "loss")] == [1, 2, 3]
+    metrics.unlink()
+    run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))  # nothing left to train
+
+
 def test_under_torchrun_without_triton(text_file: Path) -> None:
     blocker = text_file.parent / "blocked"
     blocker.mkdir()

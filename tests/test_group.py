@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm.group import SequenceParallel, current_sp, get_sp, resolve_sp, sequence_parallel
-from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing import RankFailure, run_ranks
 
@@ -101,7 +101,7 @@ def test_partition_and_shard() -> None:
     assert sp.shard(x).tolist() == [list(range(1, 10))]
     with pytest.raises(ValueError, match=r"x: expected 10 tokens along dim 1 \(set_lengths\), got 9"):
         sp.shard(x[:, 1:])
-    for bad in ([1, 2, 3], [1, 2, 3, -1]):
+    for bad in ([1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 3.5], 9):
         with pytest.raises(ValueError, match="lengths: expected 4 integers >= 0"):
             sp.set_lengths(bad)
     with pytest.raises(ValueError, match="total: expected"):
@@ -142,6 +142,13 @@ def test_token_mean_of_nothing_is_zero() -> None:
         sp.token_mean(torch.zeros(1, 2), torch.ones(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool])
+def test_token_mean_sums_in_float32(dtype: torch.dtype) -> None:
+    losses = torch.ones(9001, dtype=dtype) * (1 if dtype == torch.bool else 11)
+    mean = SequenceParallel().token_mean(losses)
+    assert mean.dtype == torch.float32 and mean.item() == pytest.approx(losses[0].item(), rel=1e-6)
+
+
 # Making groups -------------------------------------------------------------------------------------------------------
 
 
@@ -157,8 +164,10 @@ def _on_mesh(sp: SequenceParallel) -> tuple:
         init_sequence_parallel(mesh)
     rows.close()
     columns.close()
-    with pytest.raises(KeyError):
+    with pytest.raises(FlexspError, match="was closed"):
         get_sp(rows.id)
+    with pytest.raises(FlexspError, match="was closed"):
+        rows.shard_range(1)  # would otherwise talk over the default group
     return joined, rows.global_ranks, rows.rank
 
 
@@ -280,6 +289,9 @@ def test_ambient() -> None:
     assert current_sp() is None
     with pytest.raises(ValueError, match="sp: expected a SequenceParallel, None or False, got str"):
         resolve_sp("sp")
+    for bad in ("sp", False):
+        with pytest.raises(ValueError, match="sp: expected a SequenceParallel or None"), sequence_parallel(bad):
+            pass
     assert get_sp(sp.id) is sp and copy.deepcopy({"sp": sp})["sp"] is sp
     sp.close()
     inner.close()

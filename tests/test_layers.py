@@ -234,6 +234,7 @@ def test_cache_under_ranks() -> None:
         (lambda: ShortConvolution(4, activation="relu"), "activation: expected"),
         (lambda: ShortConvolution(4)(torch.randn(1, 3, 5)), r"x: expected \[B, T, 4\]"),
         (lambda: ShortConvolution(4)(torch.randn(2, 3, 4), torch.tensor([0, 3])), "x: expected batch size 1"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 4), [0, 3]), r"cu_seqlens: expected a 1-D tensor.*got list"),
         (lambda: ShortConvolution(4).prefill(torch.randn(1, 3, 4), torch.randn(1, 4, 3)), "cache: expected"),
         (lambda: Mamba2(24, head_dim=32), "head_dim: expected a divisor"),
         (lambda: Mamba2(32, head_dim=16, n_groups=3), "n_groups: expected a divisor"),

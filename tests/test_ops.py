@@ -156,6 +156,14 @@ def test_prompt_in_chunks_then_token_by_token() -> None:
     assert ops.recurrent_simple_gla(**inputs)[1] is None
 
 
+def test_decoding_ignores_autocast() -> None:
+    inputs = {name: x.float() for name, x in fresh(CASES["simple_gla"], Shape(T=5)).items()}
+    o, state = ops.recurrent_simple_gla(**inputs, output_final_state=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o_cast, state_cast = ops.recurrent_simple_gla(**inputs, output_final_state=True)
+    assert torch.equal(o, o_cast) and torch.equal(state, state_cast)
+
+
 def test_documents_equal_separate_calls() -> None:
     for case in CASES.values():
         inputs = fresh(case, Shape(B=1, T=60, states=3))

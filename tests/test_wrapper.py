@@ -215,6 +215,8 @@ def test_refuses(build: Callable[[], nn.Module], remedy: str) -> None:
     assert type(model) is nn.Sequential
     with pytest.raises(ValueError, match=r"at '\(the layer itself\)'"):
         SequenceParallelLA(build(), sp)
+    with pytest.raises(ValueError, match=r"allow: expected paths of submodules, got \['1.inner.1'\]"):
+        SequenceParallelLA(model, sp, allow=["1.inner.0", "1.inner.1"])
     SequenceParallelLA(model, sp, allow=["1.inner.0"])
 
 

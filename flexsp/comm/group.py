@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -128,9 +129,12 @@ class SequenceParallel:
         if lengths is None:
             self._lengths = None
             return
-        values = [int(n) for n in lengths]
+        try:
+            values = [operator.index(n) for n in lengths]
+        except TypeError:
+            values = []
         if len(values) != self.world_size or min(values) < 0:
-            raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {list(lengths)}")
+            raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {lengths!r}")
         self._lengths = values
 
     def partition(self, total: int) -> list[int]:
@@ -153,7 +157,7 @@ class SequenceParallel:
             return [T_local]
         from flexsp.comm.process_group import exchange_ints
 
-        return exchange_ints(self, T_local)
+        return exchange_ints(get_sp(self.id), T_local)
 
     def shard_range(self, T_local: int) -> tuple[int, int, int]:
         """(start, stop, total) of this rank's tokens in the global sequence; see :meth:`lengths_for`."""
@@ -189,12 +193,16 @@ class SequenceParallel:
             loss: losses of this rank's tokens, any shape, unreduced; may be empty.
             mask: same shape, True (or nonzero) where a token counts.
 
+        Sums in float32 (float64 stays), which is the dtype of what it returns: a sum in float16 overflows after a few
+        thousand tokens.
+
         Returns:
             (sum of local losses / number of tokens on all ranks) * world_size, a scalar. Its average over the ranks
             is the mean over the whole sequence, so DDP or FSDP, which average gradients, give what one rank gives.
         """
         if mask is not None and mask.shape != loss.shape:
             raise ValueError(f"mask: expected the shape of loss {tuple(loss.shape)}, got {tuple(mask.shape)}")
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         if mask is None:
             count = torch.full((), loss.numel(), dtype=torch.float64, device=loss.device)
         else:
@@ -244,13 +252,21 @@ class SequenceParallel:
 
 
 def get_sp(sp_id: int) -> SequenceParallel:
-    """The live SequenceParallel with this id."""
+    """The live SequenceParallel with this id; FlexspError once it is closed."""
+    if sp_id not in _GROUPS:
+        raise FlexspError(f"SequenceParallel {sp_id} was closed: a call or a backward pass still needs it")
     return _GROUPS[sp_id]
 
 
 @contextlib.contextmanager
 def sequence_parallel(sp: SequenceParallel | None) -> Iterator[SequenceParallel | None]:
-    """Ops inside that are called with ``sp=None`` run over ``sp`` (of the same thread only)."""
+    """Ops inside that are called with ``sp=None`` run over ``sp`` (of the same thread only); None: over no ranks.
+
+    Raises:
+        ValueError: ``sp`` is something else.
+    """
+    if sp is not None and not isinstance(sp, SequenceParallel):
+        raise ValueError(f"sp: expected a SequenceParallel or None, got {type(sp).__name__}")
     outer = _ambient.sp, _ambient.entered
     _ambient.sp = sp
     if not torch.compiler.is_compiling():

@@ -156,8 +156,9 @@ class ShortConvolution(nn.Module):
             raise ValueError(f"x: expected [B, T, {self.dim}], got {list(x.shape)}")
         if cu_seqlens is not None and x.shape[0] != 1:
             raise ValueError(f"x: expected batch size 1 with cu_seqlens (documents are packed), got {x.shape[0]}")
-        if cu_seqlens is not None and cu_seqlens.dim() != 1:
-            raise ValueError(f"cu_seqlens: expected a 1-D tensor [N+1], got {list(cu_seqlens.shape)}")
+        if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
+            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise ValueError(f"cu_seqlens: expected a 1-D tensor [N+1], got {got}")
         if since is not None and since.shape != x.shape[1:2]:
             raise ValueError(f"since: expected [{x.shape[1]}], got {list(since.shape)}")
 

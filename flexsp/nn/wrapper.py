@@ -132,7 +132,11 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
         raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
-    modules = list(_accepted(layer, "", frozenset(allow)))
+    allowed = frozenset((allow,) if isinstance(allow, str) else allow)
+    unknown = allowed.difference(path for path, _ in layer.named_modules(remove_duplicate=False))
+    if unknown:
+        raise ValueError(f"allow: expected paths of submodules, got {sorted(unknown)}")
+    modules = list(_accepted(layer, "", allowed))
     for module in modules:
         if module is layer or _own_classes(module):
             _bind(module, sp)

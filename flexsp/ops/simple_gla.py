@@ -114,6 +114,6 @@ def recurrent_simple_gla(
         if decay is not None:
             state = state * decay[:, t, :, None, None]
         state = state + k_t[:, t, :, :, None] * v_t[:, t, :, None, :]
-        o.append((q_t[:, t, :, None, :] @ state).squeeze(-2))
+        o.append((q_t[:, t, :, :, None] * state).sum(-2))  # no matmul: autocast would round the state
     out = torch.stack(o, dim=1) if o else v_t
     return out.to(v.dtype), state if output_final_state else None

@@ -35,7 +35,6 @@ def summarize_kernel(
     n_seg,
     n_chunks,
     per_seg,
-    first_seg,
     scale,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -60,7 +59,7 @@ def summarize_kernel(
     v0 = (tile % n_v) * BV
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    seg = first_seg + tl.program_id(2)
+    seg = tl.program_id(2)
     x += b.to(tl.int64) * x_sb + h * x_sh
     y += b.to(tl.int64) * y_sb + h * y_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh

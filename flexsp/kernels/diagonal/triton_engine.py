@@ -84,20 +84,15 @@ def _count(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _launch_summarize(
-    p: Plan, x, y, gate: _Gate, states, log_a, cut, boundary, table, scale, reverse: bool, segments: range
-) -> None:
-    """F of `segments`, or G if `reverse`."""
+def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, scale, reverse) -> None:
     from flexsp.kernels.diagonal.summarize import summarize_kernel
 
-    if not segments:
-        return
     tile = p.tiles.summarize
-    grid = (_count(p.K, tile.bk) * _count(p.V, tile.bv), p.B * p.H, len(segments))
+    grid = (_count(p.K, tile.bk) * _count(p.V, tile.bv), p.B * p.H, p.n_seg)
     args = (
         x, y, gate.tensor, states, log_a, cut, x if boundary is None else boundary, table,
         *_strides(x), *_strides(y), *gate.strides,
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, segments.start, scale,
+        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
     )  # fmt: skip
     _run(
         summarize_kernel, grid, args, tile, p,
@@ -123,13 +118,11 @@ def forward(
     p = make_plan(q, v, docs)
     f32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
-    cut = torch.zeros((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
+    cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
     table = _table(cu_seqlens, p, sp, q.device)
     decay = _cumulate(g, g_gamma, table, p, q.dtype)
     gate = _Gate(decay, p, g is not None or g_gamma is not None)
-    # The last segment's sum leaves the rank: on one rank, without a final state, nobody reads it.
-    skip = 1 if sp is None and not want_final and p.n_chunks else 0
-    log_a = (torch.zeros if skip else torch.empty)((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
+    log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
     final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
 
@@ -139,13 +132,10 @@ def forward(
         states[:, 0].copy_(initial)
     in_walk = initial if p.packed else None
     if p.n_chunks:
-        _launch_summarize(
-            p, k, v, gate, states, log_a, cut, in_walk, table, scale, False, range(p.n_seg - skip)
-        )
+        _launch_summarize(p, k, v, gate, states, log_a, cut, in_walk, table, scale, False)
     else:
+        states[:, 1].zero_()
         log_a.zero_()
-    if skip or not p.n_chunks:
-        states[:, p.n_seg].zero_()
     propagate(states, log_a if gate.gated else None, cut if p.packed else None, sp)
     if p.n_chunks:
         _launch_output(p, q, k, v, gate, o, states, in_walk, final, table, scale, p.packed and want_final)
@@ -213,10 +203,7 @@ def backward(
         dstates[:, p.n_seg].copy_(dfinal)
     in_walk = dfinal if p.packed else None
     if p.n_chunks:
-        skip = 1 if sp is None and not want_dinitial else 0  # nobody reads what leaves the first segment
-        _launch_summarize(
-            p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True, range(skip, p.n_seg)
-        )
+        _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True)
     else:
         dstates[:, 0].zero_()
     dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)

@@ -150,7 +150,7 @@ def test_gates_from_none_to_closed(dtype: torch.dtype) -> None:
 
 
 def test_one_token() -> None:
-    """In fp16, whose bound is wide: in fp32 the gradient of so few gates may round worse than the reference by chance."""
+    """In fp16, whose bound is wide: in fp32 so few gates may round worse than the reference by chance."""
     check_runs(*[Run(name, Shape(B=1, T=1, H=heads(name), K=7, V=6, states=1), torch.float16) for name in CASES])
 
 

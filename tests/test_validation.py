@@ -192,3 +192,19 @@ def test_values_are_not_read_where_that_would_synchronise(monkeypatch: pytest.Mo
     monkeypatch.setenv("FLEXSP_CHECK", "1")
     _validate.check_non_positive("g", gate, "gates <= 0")  # meta has no values to read
     assert _validate.readable(torch.ones(1))
+
+
+def test_boundaries_on_the_cpu_must_be_those_of_the_device() -> None:
+    q, k, v = torch.randn(3, 1, 5, 1, 4).unbind(0)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: expected None without cu_seqlens, got a list"):
+        ops.chunk_simple_gla(q, k, v, cu_seqlens_cpu=[0, 5])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: expected the values of cu_seqlens"):
+        ops.chunk_simple_gla(q, k, v, cu_seqlens=torch.tensor([0, 2, 5]), cu_seqlens_cpu=torch.tensor([0, 3, 5]))
+
+
+def test_autocast_leaves_the_state_alone() -> None:
+    q, k, v = torch.randn(3, 1, 80, 2, 8).unbind(0)
+    want = ops.chunk_simple_gla(q, k, v, output_final_state=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ops.chunk_simple_gla(q, k, v, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

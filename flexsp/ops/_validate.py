@@ -142,7 +142,8 @@ def check_cu_seqlens(
     """Global document boundaries [N+1] for inputs ``x`` [1, T, ...]."""
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
-            fail("cu_seqlens_cpu", "None without cu_seqlens", f"shape {list(cu_seqlens_cpu.shape)}")
+            got = getattr(cu_seqlens_cpu, "shape", None)
+            fail("cu_seqlens_cpu", "None without cu_seqlens", "a list" if got is None else f"shape {list(got)}")
         return
     integers = (torch.int32, torch.int64)
     check_tensor("cu_seqlens", cu_seqlens, None, "[N + 1]", dtypes=integers, device=x.device)
@@ -164,6 +165,8 @@ def check_cu_seqlens(
     if readable(values):
         total = x.shape[1] if sp is None else sp.shard_range(x.shape[1])[2]
         _check_boundaries("cu_seqlens" if values is cu_seqlens else "cu_seqlens_cpu", values.tolist(), total)
+        if readable(cu_seqlens) and cu_seqlens.tolist() != values.tolist():
+            fail("cu_seqlens_cpu", f"the values of cu_seqlens, {cu_seqlens.tolist()}", values.tolist())
 
 
 def _check_boundaries(name: str, bounds: list[int], total: int) -> None:

@@ -123,6 +123,8 @@ class _DiagonalFunction(torch.autograd.Function):
         q, k, v, g, g_gamma, initial, *rest = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(v)
+        if dfinal is not None:
+            dfinal = dfinal.contiguous()
         want_dg = (g is not None and ctx.needs_input_grad[3]) or (g_gamma is not None and ctx.needs_input_grad[4])
         want_dinitial = initial is not None and ctx.needs_input_grad[5]
         args = (q, k, v, initial, *rest, do, dfinal, ctx.docs, ctx.scale, want_dg, want_dinitial)
@@ -158,12 +160,15 @@ def diagonal(
     if not _use_triton(q):
         from flexsp.kernels.diagonal.reference import diagonal_reference
 
-        return diagonal_reference(
-            q, k, v, g, g_gamma, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
-        )  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
+            return diagonal_reference(
+                q, k, v, g, g_gamma, scale=scale, initial_state=initial_state,
+                output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+            )  # fmt: skip
     anchor = None
     want_final = output_final_state
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
     if sp is not None:
         anchor = sp.anchor if torch.is_grad_enabled() else None
         if cu_seqlens is None:

@@ -218,3 +218,18 @@ def test_ranks_that_disagree_are_told_under_flexsp_check() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(disagree, 2, fresh_sp=True)
     assert isinstance(failure.value.__cause__, PeerMismatch)
+
+
+def _boundaries_that_differ(sp: SequenceParallel, differ: int) -> str:
+    q, k, v = torch.randn(3, 1, 5, 1, 4).unbind(0)
+    try:
+        ops.chunk_simple_gla(q, k, v, cu_seqlens=torch.tensor([0, 4 + differ * sp.rank, 10]), sp=sp)
+    except PeerMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_agree_on_the_documents() -> None:
+    check = {"FLEXSP_CHECK": "1"}
+    assert run_ranks(_boundaries_that_differ, 2, 0, env=check, sp_timeout_s=30.0) == ["", ""]
+    assert all("cu_seqlens" in said for said in run_ranks(_boundaries_that_differ, 2, 1, env=check, sp_timeout_s=30.0))

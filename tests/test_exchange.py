@@ -243,7 +243,7 @@ def test_ranks_that_disagree(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["shape", "dtype", "order"])
 def test_check_mode_tells_every_rank(how: str) -> None:
-    results = run_ranks(_disagree, 2, how, env={"FLEXSP_CHECK": "1"}, sp_timeout_s=30.0)
+    results = run_ranks(_disagree, 2, how, env={"FLEXSP_CHECK": "1"}, sp_timeout_s=30.0, fresh_sp=True)
     for r, error in enumerate(results):
         assert isinstance(error, PeerMismatch), results
         assert (error.rank, error.peer) == (r, 1 - r)

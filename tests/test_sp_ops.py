@@ -230,6 +230,6 @@ def _boundaries_that_differ(sp: SequenceParallel, differ: int) -> str:
 
 
 def test_ranks_must_agree_on_the_documents() -> None:
-    check = {"FLEXSP_CHECK": "1"}
-    assert run_ranks(_boundaries_that_differ, 2, 0, env=check, sp_timeout_s=30.0) == ["", ""]
-    assert all("cu_seqlens" in said for said in run_ranks(_boundaries_that_differ, 2, 1, env=check, sp_timeout_s=30.0))
+    settings = {"env": {"FLEXSP_CHECK": "1"}, "sp_timeout_s": 30.0, "fresh_sp": True}
+    assert run_ranks(_boundaries_that_differ, 2, 0, **settings) == ["", ""]
+    assert all("cu_seqlens" in said for said in run_ranks(_boundaries_that_differ, 2, 1, **settings))

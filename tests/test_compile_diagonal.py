@@ -25,8 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 128": {"dtype": "float32", "K": 128, "V": 128},
 }
 TRAINING = ("bf16 128", "bf16 64")
-MAY_SPILL = {"dq_kernel": 16, "dk_kernel": 64}
-WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dk_kernel", "dv_kernel"}
+MAY_SPILL = {"dkv_kernel": 96}
+WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel"}
 
 

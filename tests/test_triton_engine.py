@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,12 +43,30 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
         tiles._PROGRAMS = before
 
 
+@contextmanager
+def one_walk() -> Iterator[None]:
+    from flexsp.kernels.diagonal import plan, tiles
+    from flexsp.kernels.diagonal.tiles import Tile, Tiles
+
+    whole, choose = Tile(64, 16, 8, 1), tiles.choose
+    tiles.choose = lambda dtype, K, V: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
+    plan._build.cache_clear()
+    try:
+        yield
+    finally:
+        tiles.choose = choose
+        plan._build.cache_clear()
+
+
 # One rank ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead."""
+    """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead.
+
+    ``one_walk``: tiles as bf16 has them, one walk for dk and dv, several warp groups.
+    """
 
     case: str
     shape: Shape
@@ -57,6 +75,7 @@ class Run:
     strided: bool = False
     gates: bool = False
     segments: int = MANY_SEGMENTS
+    one_walk: bool = False
     seed: int = 0
 
 
@@ -79,7 +98,7 @@ def failures(sp: Any, runs: list[Run]) -> list[str]:
         if run.bounds:
             inputs["cu_seqlens"] = torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
         arrange = other_strides if run.strided else None
-        with poisoned(run.segments, run.shape.B * run.shape.H):
+        with poisoned(run.segments, run.shape.B * run.shape.H), one_walk() if run.one_walk else nullcontext():
             try:
                 check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
             except Exception as error:
@@ -130,6 +149,18 @@ def test_segments(segments: int) -> None:
         Run("simple_gla", Shape(B=1, T=69, H=1, K=7, V=6, states=1), segments=segments),
         Run("simple_gla", Shape(B=1, T=69, H=1, K=7, V=6, states=7), bounds=bounds, segments=segments),
         Run("linear", Shape(B=1, T=69, H=1, K=7, V=6, states=7), bounds=bounds, segments=segments),
+    )
+
+
+@pytest.mark.parametrize("segments", [ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS])
+def test_dk_and_dv_from_one_walk(segments: int) -> None:
+    shape = Shape(B=1, T=69, H=2, K=20, V=13, states=1)
+    bounds = (0, 0, 3, 39, 39, 50, 69, 69)
+    check_runs(
+        Run("simple_gla", shape, segments=segments, one_walk=True),
+        Run("simple_gla", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
+        Run("simple_gla", shape, gates=True, segments=segments, one_walk=True),
+        Run("linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
     )
 
 

@@ -75,6 +75,23 @@ def store_rows(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
+def store_columns(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores x [BLOCK, C], the transposed tile.
+
+    Written as [C, BLOCK / 32, 32]: the shape makes Triton turn the tile in one exchange through shared memory where
+    [C, BLOCK] takes four.
+    """
+    WIDTH: tl.constexpr = 32 if BLOCK >= 32 else BLOCK
+    rows = tl.arange(0, C)[:, None, None]
+    cols = col0 + tl.arange(0, BLOCK // WIDTH)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    mask = rows < length
+    if DIM % BLOCK != 0:
+        mask = mask & (cols < DIM)
+    x = tl.reshape(tl.trans(x.to(base.dtype.element_ty)), [C, BLOCK // WIDTH, WIDTH])
+    tl.store(base + rows * stride_t + cols, x, mask=mask)
+
+
+@triton.jit
 def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr):
     if FLIP:
         rows = k0 + tl.arange(0, BK)[None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state
 
 
 @triton.jit
@@ -90,19 +90,25 @@ def output_kernel(
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
+        if length > 0:  # on its own, Triton splits this product over all warps (see ARCHITECTURE.md, "Walks")
+            p = mm(kc, tl.trans(qc), DOT, PREC)
+            if GATED:
+                p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+            else:
+                p = tl.where(later, p * scale, 0.0)
+            p = p.to(DOT)
+        else:
+            p = tl.zeros([C, C], DOT)
         oc = mm(held, tl.trans(qc), DOT, PREC)
-        p = mm(kc, tl.trans(qc), DOT, PREC)
         if GATED:
-            p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
             oc = oc * (power(bc) * scale)[None, :]
             S = S * power(b_end)
-            S += mm(tl.trans((vc * power(b_end - bc)[:, None]).to(DOT)), kc, DOT, PREC)
+            S += mm(tl.trans(vc) * power(b_end - bc)[None, :], kc, DOT, PREC)
         else:
-            p = tl.where(later, p * scale, 0.0)
             oc = oc * scale
             S += mm(tl.trans(vc), kc, DOT, PREC)
         oc += mm(tl.trans(vc), p, DOT, PREC)
-        store_rows(o + start * o_st, tl.trans(oc), o_st, length, v0, C, V, BV)
+        store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
         if PACKED and FINAL:  # noqa: SIM102
             if last:
                 store_state(final + at_doc, S, 0, v0, True, K, V, BK, BV, True)

@@ -24,17 +24,25 @@ class Tile:
     warps: int
     stages: int
 
+    @property
+    def parts(self) -> int:
+        """Parts in which a tile leaves its sums over channels: one for each warp group."""
+        return self.warps // 4
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel."""
+    """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel.
+
+    Where `dv` is None, the walk of dk holds all of dS and gives dv too.
+    """
 
     chunk: int
     summarize: Tile
     output: Tile
     dq: Tile
     dk: Tile
-    dv: Tile
+    dv: Tile | None
 
 
 def _block(n: int, smallest: int) -> int:
@@ -53,9 +61,14 @@ def choose(dtype: torch.dtype, K: int, V: int) -> Tiles:
 
 def _half_tiles(bk: int, bv: int) -> Tiles:
     wide_v = min(bv, 128 if bk <= 128 else 64)
-    walk = Tile(bk, wide_v, 8 if bk * wide_v >= 128 * 128 else 4, 3 if bk <= 128 else 2)
+    walk_warps = 8 if wide_v > 64 or bk * wide_v >= 128 * 128 else 4
+    output = Tile(bk, wide_v, walk_warps, 3 if bk <= 128 else 2)
+    summarize = Tile(min(bk, 128), min(bv, 128), 4, 3)
+    if bk <= 128 and bv <= 128:
+        warps = 8 if bk * bv >= 64 * 128 else 4
+        return Tiles(64, summarize, output, dq=Tile(bk, bv, warps, 3), dk=Tile(bk, bv, warps, 2), dv=None)
     across = Tile(64, bv, 8 if bv > 128 else 4, 2)
-    return Tiles(chunk=64, summarize=Tile(min(bk, 128), min(bv, 128), 4, 3), output=walk, dq=across, dk=across, dv=walk)
+    return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
 
 
 def _single_tiles(bk: int, bv: int) -> Tiles:

@@ -216,10 +216,11 @@ def backward(
     if p.n_chunks:
         if reads is None:
             reads = _launch_dq(p, s, do, gate, dq, want_dg)
-        parts = _launch_dk(p, s, do, gate, dk, dstates, in_walk, want_dg)
-        _launch_dv(p, s, do, gate, dv, dstates, in_walk, dinitial)
+        sums = _launch_dkv(p, p.tiles.dk, s, do, gate, dk, dv, dstates, in_walk, dinitial, p.tiles.dv is None, want_dg)
+        if p.tiles.dv is not None:
+            _launch_dkv(p, p.tiles.dv, s, do, gate, None, dv, dstates, in_walk, dinitial, True, False)
         if want_dg:
-            dg = _launch_gate_grad(p, s, gate, reads, *parts, in_walk)
+            dg = _launch_gate_grad(p, s, gate, reads, *sums, in_walk)
     elif want_dg:
         dg = torch.zeros(p.B, p.H, p.T, **f32)
     if want_dinitial and not p.packed:
@@ -237,7 +238,7 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
 
     tile = p.tiles.dq
     n_k = _count(p.K, tile.bk)
-    reads = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, device=dq.device, dtype=torch.float32)
+    reads = _sums(p, n_k, tile.parts, want_dg, dq.device)
     in_walk = s.initial if p.packed else None
     args = (
         s.q, s.k, s.v, do, gate.tensor, dq, reads, s.states, s.q if in_walk is None else in_walk, s.table,
@@ -246,64 +247,55 @@ def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.T
     )  # fmt: skip
     _run(
         dq_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg,
+        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg, PARTS=tile.parts,
         GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dq),
     )  # fmt: skip
     return reads
 
 
-def _launch_dk(
-    p: Plan, s: Saved, do, gate: _Gate, dk, dstates, dfinal, want_dg: bool
+def _sums(p: Plan, tiles: int, parts: int, wanted: bool, device: torch.device) -> torch.Tensor:
+    """Room for the sums that tokens of a chunk leave to the gate gradient."""
+    shape = (p.B, p.H, p.n_chunks, tiles, parts, p.tiles.chunk) if wanted else 0
+    return torch.empty(shape, device=device, dtype=torch.float32)
+
+
+def _launch_dkv(
+    p: Plan, tile: Tile, s: Saved, do, gate: _Gate, dk: Optional, dv, dstates, dfinal, dinitial, with_dv: bool, dg: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from flexsp.kernels.diagonal.grads import dk_kernel
+    """Walks dk (unless it is None), dv, or both at once; what the gate gradient needs of it, if `dg`."""
+    from flexsp.kernels.diagonal.grads import dkv_kernel
 
-    tile = p.tiles.dk
-    assert tile.bk == p.tiles.dq.bk  # reads, inner and writes are summed over the same tiles
-    n_k = _count(p.K, tile.bk)
-    f32: dict[str, Any] = {"device": dk.device, "dtype": torch.float32}
-    inner = torch.empty((n_k, p.B, p.H, p.T) if want_dg else 0, **f32)
-    writes, edges = torch.empty_like(inner), torch.empty((n_k, p.B, p.n_seg, p.H) if want_dg else 0, **f32)
+    n = _count(p.K, tile.bk) if dk is not None else _count(p.V, tile.bv)
+    pairs, writes = _sums(p, n, 4 + tile.parts, dg, dv.device), _sums(p, n, tile.parts, dg, dv.device)
+    edges = torch.empty((n, p.B, p.n_seg, p.H) if dg else 0, device=dv.device, dtype=torch.float32)
+    to_k = dv if dk is None else dk
     args = (
-        s.q, s.k, s.v, do, gate.tensor, dk, inner, writes, edges, s.states, dstates,
-        s.q if dfinal is None else dfinal, s.table,
-        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dk),
+        s.q, s.k, s.v, do, gate.tensor, to_k, dv, pairs, writes, edges, s.states, dstates,
+        s.q if dfinal is None else dfinal, dinitial, s.table,
+        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(to_k), *_strides(dv),
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
     )  # fmt: skip
     _run(
-        dk_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, FINAL=dfinal is not None, DG=want_dg,
-        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dk),
+        dkv_kernel, (n, p.B * p.H, p.n_seg), args, tile, p,
+        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and with_dv and dinitial.numel() > 0,
+        DK=dk is not None, DV=with_dv, DG=dg, PARTS=tile.parts,
+        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, to_k, dv),
     )  # fmt: skip
-    return inner, writes, edges
+    return pairs, writes, edges
 
 
-def _launch_dv(p: Plan, s: Saved, do, gate: _Gate, dv, dstates, dfinal, dinitial) -> None:
-    from flexsp.kernels.diagonal.grads import dv_kernel
-
-    tile = p.tiles.dv
-    args = (
-        s.q, s.k, do, gate.tensor, dv, dstates, s.q if dfinal is None else dfinal, dinitial, s.table,
-        *_strides(s.q), *_strides(s.k), *_strides(do), *gate.strides, *_strides(dv),
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-    )  # fmt: skip
-    _run(
-        dv_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and dinitial.numel() > 0,
-        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, do, dv),
-    )  # fmt: skip
-
-
-def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, inner, writes, edges, dfinal) -> torch.Tensor:
+def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, pairs, writes, edges, dfinal) -> torch.Tensor:
     from flexsp.kernels.diagonal.grads import gate_grad_kernel
 
     dg = torch.empty(p.B, p.H, p.T, device=reads.device, dtype=torch.float32)
     doc_edges = edges if dfinal is None else (s.final * dfinal).sum((-1, -2))
     args = (
-        inner, reads, writes, edges, doc_edges, gate.tensor, dg, s.table, *gate.strides,
+        pairs, reads, writes, edges, doc_edges, gate.tensor, dg, s.table, *gate.strides,
         p.T, p.H, p.n_seg, p.n_chunks, p.per_seg,
     )  # fmt: skip
     constants = {
-        "TILES": inner.shape[0], "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0,
+        "TILES": writes.shape[3], "READ_TILES": reads.shape[3], "PARTS": writes.shape[4], "READ_PARTS": reads.shape[4],
+        "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0,
         "DECAY": gate.decay, "PACKED": p.packed, "FINAL": dfinal is not None,
     }  # fmt: skip
     launch(gate_grad_kernel, (p.B * p.H, p.n_seg), args, constants, {"num_warps": 2})

@@ -45,13 +45,15 @@ def summarize_kernel(
     REVERSE: tl.constexpr,
     PACKED: tl.constexpr,
     BOUNDARY: tl.constexpr,
+    ZERO: tl.constexpr,
     GATED: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
-    boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents.
+    boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
+    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0.
     """
     tile = tl.program_id(0)
     n_v: tl.constexpr = (V + BV - 1) // BV
@@ -97,6 +99,10 @@ def summarize_kernel(
 
     slot = (b * (n_seg + 1) + seg + (0 if REVERSE else 1)).to(tl.int64) * H + h
     store_state(states + slot * K * V, S, k0, v0, True, K, V, BK, BV)
+    if ZERO:
+        enters = seg == (n_seg - 1 if REVERSE else 0)
+        beside = slot + H if REVERSE else slot - H
+        store_state(states + beside * K * V, tl.zeros([BK, BV], tl.float32), k0, v0, enters, K, V, BK, BV)
     if not REVERSE:
         at = b * n_seg + seg
         if GATED:

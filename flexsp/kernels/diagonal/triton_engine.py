@@ -84,7 +84,7 @@ def _count(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, scale, reverse) -> None:
+def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, scale, reverse, zero) -> None:
     from flexsp.kernels.diagonal.summarize import summarize_kernel
 
     tile = p.tiles.summarize
@@ -96,7 +96,7 @@ def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, 
     )  # fmt: skip
     _run(
         summarize_kernel, grid, args, tile, p,
-        DECAY=gate.decay, REVERSE=reverse, BOUNDARY=boundary is not None, GATED=gate.gated, **_dots(x.dtype),
+        DECAY=gate.decay, REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero, GATED=gate.gated, **_dots(x.dtype),
     )  # fmt: skip
 
 
@@ -126,16 +126,14 @@ def forward(
     o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
     final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
 
-    if p.packed or initial is None:
-        states[:, 0].zero_()
-    else:
-        states[:, 0].copy_(initial)
     in_walk = initial if p.packed else None
     if p.n_chunks:
-        _launch_summarize(p, k, v, gate, states, log_a, cut, in_walk, table, scale, False)
+        _launch_summarize(p, k, v, gate, states, log_a, cut, in_walk, table, scale, False, p.packed or initial is None)
     else:
-        states[:, 1].zero_()
+        states.zero_()
         log_a.zero_()
+    if not p.packed and initial is not None:
+        states[:, 0].copy_(initial)
     propagate(states, log_a if gate.gated else None, cut if p.packed else None, sp)
     if p.n_chunks:
         _launch_output(p, q, k, v, gate, o, states, in_walk, final, table, scale, p.packed and want_final)
@@ -197,15 +195,14 @@ def backward(
     f32: dict[str, Any] = {"device": s.q.device, "dtype": torch.float32}
     gate = _Gate(s.decay, p, s.log_a.numel() > 0)
     dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
-    if p.packed or dfinal is None:
-        dstates[:, p.n_seg].zero_()
-    else:
-        dstates[:, p.n_seg].copy_(dfinal)
     in_walk = dfinal if p.packed else None
+    zero = p.packed or dfinal is None
     if p.n_chunks:
-        _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True)
+        _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True, zero)
     else:
-        dstates[:, 0].zero_()
+        dstates.zero_()
+    if not p.packed and dfinal is not None:
+        dstates[:, p.n_seg].copy_(dfinal)
     dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)
     dk, dv = torch.empty_like(dq), torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype)
     dg = torch.empty(0, **f32)

@@ -96,11 +96,11 @@ def dq_kernel(
                 da = tl.where(causal, da * scale, 0.0)
                 dqc = dqc * scale
             da = da.to(DOT)
+            if READS:
+                _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
         else:
             da = tl.zeros([C, C], DOT)
             dqc = tl.zeros([C, BK], tl.float32)
-        if READS:
-            _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
         if GATED:
             S = S * power(b_end)
             S += mm(tl.trans(kc) * power(b_end - bc)[None, :], vc, DOT, PREC)

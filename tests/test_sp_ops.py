@@ -229,6 +229,21 @@ def _boundaries_that_differ(sp: SequenceParallel, differ: int) -> str:
     return ""
 
 
+def _lengths_that_differ(sp: SequenceParallel, differ: int) -> str:
+    sp.set_lengths([5 - differ * sp.rank, 5])
+    try:
+        sp.shard_range(5)
+    except PeerMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_agree_on_their_lengths() -> None:
+    settings = {"env": {"FLEXSP_CHECK": "1"}, "sp_timeout_s": 30.0, "fresh_sp": True}
+    assert run_ranks(_lengths_that_differ, 2, 0, **settings) == ["", ""]
+    assert all("set_lengths" in said for said in run_ranks(_lengths_that_differ, 2, 1, **settings))
+
+
 def test_ranks_must_agree_on_the_documents() -> None:
     settings = {"env": {"FLEXSP_CHECK": "1"}, "sp_timeout_s": 30.0, "fresh_sp": True}
     assert run_ranks(_boundaries_that_differ, 2, 0, **settings) == ["", ""]

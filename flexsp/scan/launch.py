@@ -37,8 +37,16 @@ def launch(
             return launch(kernel, grid, args, constants, options, prepare)
     fixed = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     how = tuple([tuple(v.items()) if isinstance(v, dict) else v for v in options.values()])
-    facts = tuple([(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x for x in args])
-    key = (kernel, args[0].device.index, facts, fixed, how)
+    facts, values = [], []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            address = x.data_ptr()
+            facts.append((x.dtype, address % 16 == 0))
+            values.append(address if x.is_cuda else x)  # the driver need not look up what is known to be on the GPU
+        else:
+            facts.append(x)
+            values.append(x)
+    key = (kernel, args[0].device.index, tuple(facts), fixed, how)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = kernel.warmup(*args, grid=grid, **constants, **options)
@@ -46,4 +54,4 @@ def launch(
             compiled._init_handles()
             prepare(compiled)
         _compiled[key] = compiled
-    compiled[grid + (1,) * (3 - len(grid))](*args, *fixed)
+    compiled[grid + (1,) * (3 - len(grid))](*values, *fixed)

@@ -1,0 +1,81 @@
+"""The launcher that goes straight to compiled kernels, with a kernel and tensors that only pretend to be on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.scan.launch import launch
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+class Kernel:
+    """Counts compilations and keeps the arguments of launches."""
+
+    arg_names = ("x", "n", "scale", "BLOCK", "FLAG")
+
+    def __init__(self) -> None:
+        self.compilations: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[Any, ...]] = []
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> Kernel:
+        self.compilations.append((args, grid, kwargs))
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launches.append((grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def gpu(numbers: int, dtype: torch.dtype = torch.float32, skip: int = 0) -> torch.Tensor:
+    return torch.zeros(numbers + skip, dtype=dtype)[skip:].as_subclass(OnGPU)
+
+
+def test_a_repeated_call_is_not_compiled_again(kernel: Kernel) -> None:
+    first, second = gpu(8), gpu(8)
+    for x in (first, second):
+        launch(kernel, (2, 3), (x, 5, 0.5), {"FLAG": True, "BLOCK": 16}, {"num_warps": 4})
+    assert len(kernel.compilations) == 1
+    assert kernel.launches == [((2, 3, 1), (x.data_ptr(), 5, 0.5, 16, True)) for x in (first, second)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": gpu(8, torch.float64)},
+        {"x": gpu(8, skip=1)},
+        {"n": 6},
+        {"scale": 0.25},
+        {"constants": {"BLOCK": 32, "FLAG": True}},
+        {"options": {"num_warps": 8}},
+        {"options": {"num_warps": 4, "extern_libs": {"lib": "path"}}},
+    ],
+    ids=["dtype", "alignment", "number", "float", "constant", "option", "library"],
+)
+def test_what_changes_the_compiled_kernel_compiles_again(kernel: Kernel, other: dict[str, Any]) -> None:
+    usual = {
+        "x": gpu(8), "n": 5, "scale": 0.5, "constants": {"BLOCK": 16, "FLAG": True}, "options": {"num_warps": 4}
+    }  # fmt: skip
+    for call in (usual, usual | other):
+        launch(kernel, (1,), (call["x"], call["n"], call["scale"]), call["constants"], call["options"])
+    assert len(kernel.compilations) == 2
+
+
+def test_memory_of_the_host_is_left_to_the_driver(kernel: Kernel) -> None:
+    class Pinned(Kernel):
+        arg_names = ("x", "record")
+
+    pinned, record = Pinned(), torch.zeros(4)
+    launch(pinned, (1,), (gpu(8), record), {}, {})
+    assert pinned.launches[0][1][1] is record

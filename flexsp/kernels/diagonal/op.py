@@ -101,16 +101,18 @@ for _name, _real, _fake in (("forward", _forward, _fake_forward), ("backward", _
 _ops = torch.ops.flexsp
 
 
+def _call_forward(q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, sp):  # type: ignore[no-untyped-def]
+    inputs = (q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final)
+    return _ops.diagonal_forward(*inputs) if sp < 0 else _ops.diagonal_forward_sp(*inputs, get_sp(sp).order, sp)
+
+
 class _DiagonalFunction(torch.autograd.Function):
     """One call of the fused engine; `anchor` makes autograd record the node on every rank under `sp`."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, g, g_gamma, initial, cu_seqlens, scale, want_final, sp, anchor):  # type: ignore[no-untyped-def]
         inputs = (q, k, v, g, g_gamma, initial)
-        if sp < 0:
-            out = _ops.diagonal_forward(*inputs, cu_seqlens, scale, want_final)
-        else:
-            out = _ops.diagonal_forward_sp(*inputs, cu_seqlens, scale, want_final, get_sp(sp).order, sp)
+        out = _call_forward(*inputs, cu_seqlens, scale, want_final, sp)
         o, final, states = out[:3]
         ctx.save_for_backward(*inputs, final if cu_seqlens is not None else states.new_empty(0), *out[2:])
         ctx.scale, ctx.sp = scale, sp
@@ -173,6 +175,8 @@ def diagonal(
         anchor = sp.anchor if torch.is_grad_enabled() else None
         if cu_seqlens is None:
             want_final = output_final_state and sp.rank == sp.world_size - 1
-    return _DiagonalFunction.apply(
-        q, k, v, g, g_gamma, initial_state, cu_seqlens, scale, want_final, -1 if sp is None else sp.id, anchor
-    )
+    args = (q, k, v, g, g_gamma, initial_state, cu_seqlens, scale, want_final, -1 if sp is None else sp.id)
+    if not torch.is_grad_enabled():  # the Function would cost the host a third of a short call
+        o, final = _call_forward(*args)[:2]
+        return o, final if want_final else None
+    return _DiagonalFunction.apply(*args, anchor)

@@ -265,17 +265,19 @@ def gate_grad_kernel(
         valid = rows < length
         pair = tl.zeros([C], tl.float32)
         write = tl.zeros([C], tl.float32)
+        previous = tl.zeros([C], tl.float32)  # writes of the token before: their running sum leaves a token's own out
         read = tl.zeros([C], tl.float32)
         for i in tl.static_range(TILES * (4 + PARTS)):
             part = tl.load(pairs + at * (TILES * (4 + PARTS)) + i * C + rows, mask=valid, other=0.0)
             pair += part if i % (4 + PARTS) < 4 else -part
         for i in tl.static_range(TILES * PARTS):
-            write += tl.load(writes + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
+            part_of = writes + at * (TILES * PARTS) + i * C + rows
+            write += tl.load(part_of, mask=valid, other=0.0)
+            previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
         straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(write, axis=0))
-        here = pair + read
-        after = tl.sum(here, axis=0) - tl.cumsum(here, axis=0) + here
+        after = tl.cumsum(pair + read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
-        tl.store(to, after + tl.cumsum(write, axis=0) - write + straddle, mask=valid)
+        tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
         straddle += tl.sum(read, axis=0)

@@ -164,6 +164,29 @@ def test_dk_and_dv_from_one_walk(segments: int) -> None:
     )
 
 
+def _gradient_at_closed_gates(sp: Any, gate: float, joint: bool) -> float:
+    """Relative error of dg at nearly closed gates alone, which the norm over all gates would hide."""
+    from flexsp.kernels.diagonal.reference import diagonal_reference
+    from flexsp.ops import chunk_simple_gla
+
+    q, k, v, do = torch.randn(4, 1, 64, 1, 16).unbind(0)
+    g = torch.full((1, 64, 1), -1e-3)
+    g[:, ::8] = gate
+    found, exact = g.clone().requires_grad_(), g.double().requires_grad_()
+    with one_walk() if joint else nullcontext():
+        chunk_simple_gla(q, k, v, found)[0].backward(do)
+    diagonal_reference(q.double(), k.double(), v.double(), exact, scale=0.25)[0].backward(do.double())
+    assert found.grad is not None and exact.grad is not None
+    return float((found.grad - exact.grad)[:, 8::8].norm() / exact.grad[:, 8::8].norm())
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("gate", [-5.0, -10.0, -18.0])
+def test_gradient_at_nearly_closed_gates(gate: float, joint: bool) -> None:
+    (error,) = run_ranks(_gradient_at_closed_gates, 1, gate, joint, env=ENV)
+    assert error < 1e-4
+
+
 def test_several_tiles() -> None:
     """More than one tile of K and of V in every kernel, some of them partly outside."""
     check_runs(

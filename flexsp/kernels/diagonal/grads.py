@@ -1,9 +1,9 @@
 """Step 3 backward: dq walks left to right with S in registers; dk and dv walk right to left with dS (MATH 1.D).
 
 The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). The usual reverse cumulative sum of
-q.dq - k.dk subtracts sums that were rounded apart; here each kind of pair is counted in fp32 where it is at hand: both
-ends in the chunk (`pairs`, by row and by column of one and the same A.dA), read here but written before (`reads`),
-written here but read later (`writes`). Pairs that straddle the whole chunk are carried from the segment's edge, where
+q.dq - k.dk subtracts nearly equal numbers, which leaves noise at closed gates; here each pair is counted once and nothing
+is subtracted: both ends in the chunk (`pairs`), read here but written before (`reads`), written here but read later
+(`writes`). Pairs that straddle the whole chunk are carried from the segment's edge, where
 they are <S, dS> in fp32 (`edges`). `gate_grad_kernel` puts the four together.
 
 A tile leaves these sums in parts, as many as the warps between which its matrix products split the summed axis: adding
@@ -26,13 +26,6 @@ def _row_sums(to, x, C: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _column_sums(to, x, C: tl.constexpr):
-    """to [4, C] = sums of x [C, C] over rows, in four parts."""
-    at = tl.arange(0, 4)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(to + at, tl.sum(tl.reshape(x, [4, C // 4, C]), axis=1))
-
-
-@triton.jit
 def dq_kernel(
     q, k, v, do, gate, dq, reads, states, initial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
@@ -48,7 +41,7 @@ def dq_kernel(
     tile = tl.program_id(0)
     k0 = tile * BK
     b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
     q += b.to(tl.int64) * q_sb + h * q_sh
     k += b.to(tl.int64) * k_sb + h * k_sh
@@ -124,15 +117,14 @@ def dkv_kernel(
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
     Right to left. DK needs a tile of dS with all of V, DV one with all of K; both at once, all of dS. DG goes with DK:
-    pairs [B, H, chunks, K tiles, 4 + PARTS, C], writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg,
-    H], all fp32, are then this tile's channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of
+    pairs and writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg, H], all fp32, are then this tile's channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of
     packed documents.
     """
     tile = tl.program_id(0)
     k0 = tile * BK if DK else 0
     v0 = tile * BV if DV else 0
     b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
     q += b.to(tl.int64) * q_sb + h * q_sh
     k += b.to(tl.int64) * k_sb + h * k_sh
@@ -141,8 +133,7 @@ def dkv_kernel(
     dk += b.to(tl.int64) * dk_sb + h * dk_sh
     dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    PAIRS: tl.constexpr = (4 + PARTS) * C
-    WRITES: tl.constexpr = PARTS * C
+    SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     sums = tl.program_id(1) * n_chunks * per_chunk + tile
 
@@ -154,7 +145,7 @@ def dkv_kernel(
         dv_st = q_st
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
-    strictly = rows[None, :] > rows[:, None]
+    before = (rows[None, :] < rows[:, None]).to(DOT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
@@ -184,6 +175,7 @@ def dkv_kernel(
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
+        pair = tl.zeros([C, C], DOT)
         if length > 0:  # on their own, Triton splits these products over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
                 decay = power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
@@ -196,9 +188,11 @@ def dkv_kernel(
                 ac = mm(kc, tl.trans(qc), DOT, PREC) * decay
                 a = ac.to(DOT)
             if DG:
-                pair = tl.where(strictly, ac * dac, 0.0)
-                _column_sums(pairs + at_sums * PAIRS, pair, C)
-                _row_sums(pairs + at_sums * PAIRS + 4 * C, pair, C, C, PARTS)
+                pair = (ac * dac).to(DOT)
+        if DG:  # noqa: SIM102
+            if length > 0:  # of the pairs written before p, those read at p or later
+                both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
+                _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if GATED:
             into = power(b_end - bc)
         if DK:
@@ -208,7 +202,7 @@ def dkv_kernel(
                 if GATED:
                     dkc = dkc * into[:, None]
                 if DG:
-                    _row_sums(writes + at_sums * WRITES, dkc * kc.to(tl.float32), C, BK, PARTS)
+                    _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
         if GATED:
             dS = dS * power(b_end)
             dS += mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
@@ -267,17 +261,15 @@ def gate_grad_kernel(
         write = tl.zeros([C], tl.float32)
         previous = tl.zeros([C], tl.float32)  # writes of the token before: their running sum leaves a token's own out
         read = tl.zeros([C], tl.float32)
-        for i in tl.static_range(TILES * (4 + PARTS)):
-            part = tl.load(pairs + at * (TILES * (4 + PARTS)) + i * C + rows, mask=valid, other=0.0)
-            pair += part if i % (4 + PARTS) < 4 else -part
         for i in tl.static_range(TILES * PARTS):
+            pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
             part_of = writes + at * (TILES * PARTS) + i * C + rows
             write += tl.load(part_of, mask=valid, other=0.0)
             previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
         straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(write, axis=0))
-        after = tl.cumsum(pair + read, axis=0, reverse=True)
+        after = pair + tl.cumsum(read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
         tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
         straddle += tl.sum(read, axis=0)

@@ -58,7 +58,7 @@ def output_kernel(
     """
     v0 = tl.program_id(0) * BV
     b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
     q += b.to(tl.int64) * q_sb + h * q_sh
     k += b.to(tl.int64) * k_sb + h * k_sh

@@ -60,7 +60,7 @@ def summarize_kernel(
     k0 = (tile // n_v) * BK
     v0 = (tile % n_v) * BV
     b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
     x += b.to(tl.int64) * x_sb + h * x_sh
     y += b.to(tl.int64) * y_sb + h * y_sh

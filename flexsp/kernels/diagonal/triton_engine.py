@@ -263,7 +263,7 @@ def _launch_dkv(
     from flexsp.kernels.diagonal.grads import dkv_kernel
 
     n = _count(p.K, tile.bk) if dk is not None else _count(p.V, tile.bv)
-    pairs, writes = _sums(p, n, 4 + tile.parts, dg, dv.device), _sums(p, n, tile.parts, dg, dv.device)
+    pairs, writes = _sums(p, n, tile.parts, dg, dv.device), _sums(p, n, tile.parts, dg, dv.device)
     edges = torch.empty((n, p.B, p.n_seg, p.H) if dg else 0, device=dv.device, dtype=torch.float32)
     to_k = dv if dk is None else dk
     args = (

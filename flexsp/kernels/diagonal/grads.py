@@ -1,10 +1,10 @@
 """Step 3 backward: dq walks left to right with S in registers; dk and dv walk right to left with dS (MATH 1.D).
 
 The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). The usual reverse cumulative sum of
-q.dq - k.dk subtracts nearly equal numbers, which leaves noise at closed gates; here each pair is counted once and nothing
-is subtracted: both ends in the chunk (`pairs`), read here but written before (`reads`), written here but read later
-(`writes`). Pairs that straddle the whole chunk are carried from the segment's edge, where
-they are <S, dS> in fp32 (`edges`). `gate_grad_kernel` puts the four together.
+q.dq - k.dk subtracts nearly equal numbers, which leaves noise at closed gates; here each pair is counted once: both
+ends in the chunk (`pairs`), read here but written before (`reads`), written here but read later (`writes`). Pairs that
+straddle the whole chunk are carried from the segment's edge, where they are <S, dS> in fp32 (`edges`).
+`gate_grad_kernel` puts the four together.
 
 A tile leaves these sums in parts, as many as the warps between which its matrix products split the summed axis: adding
 them up later costs less than a barrier a chunk.
@@ -117,8 +117,8 @@ def dkv_kernel(
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
     Right to left. DK needs a tile of dS with all of V, DV one with all of K; both at once, all of dS. DG goes with DK:
-    pairs and writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg, H], all fp32, are then this tile's channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of
-    packed documents.
+    pairs and writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg, H], all fp32, are then this tile's
+    channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
     tile = tl.program_id(0)
     k0 = tile * BK if DK else 0

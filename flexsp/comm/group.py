@@ -152,7 +152,7 @@ class SequenceParallel:
                     f"rank {self.rank}: expected a shard of {self._lengths[self.rank]} tokens (set_lengths), "
                     f"got {T_local}"
                 )
-            if not torch.compiler.is_compiling():
+            if self.check_calls and not torch.compiler.is_compiling():
                 self.check_signature(("set_lengths", *self._lengths))
             return self._lengths
         if self.world_size == 1:

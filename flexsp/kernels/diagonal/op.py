@@ -176,7 +176,7 @@ def diagonal(
         if cu_seqlens is None:
             want_final = output_final_state and sp.rank == sp.world_size - 1
     args = (q, k, v, g, g_gamma, initial_state, cu_seqlens, scale, want_final, -1 if sp is None else sp.id)
-    if not torch.is_grad_enabled():  # the Function would cost the host a third of a short call
+    if not torch.is_grad_enabled():  # the Function costs the host time and keeps tensors
         o, final = _call_forward(*args)[:2]
         return o, final if want_final else None
     return _DiagonalFunction.apply(*args, anchor)

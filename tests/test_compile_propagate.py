@@ -62,7 +62,8 @@ def compile_variant(
         else:
             module.propagate(meta(*shape), log_a, cuts, sp, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
-    return vars(compile_launch(*launches[0]))
+    found = compile_launch(*launches[0])
+    return vars(found) | {"waits_first": found.waits_first}
 
 
 def run_child(names: list[str]) -> dict[str, Any]:
@@ -85,6 +86,7 @@ def test_resources(compiled: dict[str, Any], name: str) -> None:
     found = compiled[name]
     assert found["spills"] == 0, found["spills"]
     assert found["shared"] < SHARED_LIMIT
+    assert found["waits_first"], "memory is touched before the kernel before is done"
 
 
 def instructions(ptx: str) -> tuple[list[str], list[list[int]]]:

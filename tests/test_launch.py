@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.scan import launch as module
 from flexsp.scan.launch import launch
 
 
@@ -18,7 +19,7 @@ class OnGPU(torch.Tensor):
 class Kernel:
     """Counts compilations and keeps the arguments of launches."""
 
-    arg_names = ("x", "n", "scale", "BLOCK", "FLAG")
+    arg_names = ("x", "n", "scale", "BLOCK", "FLAG", "PDL")
 
     def __init__(self) -> None:
         self.compilations: list[tuple[Any, ...]] = []
@@ -35,6 +36,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_dependent", lambda device: True)
     return Kernel()
 
 
@@ -47,7 +49,7 @@ def test_a_repeated_call_is_not_compiled_again(kernel: Kernel) -> None:
     for x in (first, second):
         launch(kernel, (2, 3), (x, 5, 0.5), {"FLAG": True, "BLOCK": 16}, {"num_warps": 4})
     assert len(kernel.compilations) == 1
-    assert kernel.launches == [((2, 3, 1), (x.data_ptr(), 5, 0.5, 16, True)) for x in (first, second)]
+    assert kernel.launches == [((2, 3, 1), (x.data_ptr(), 5, 0.5, 16, True, True)) for x in (first, second)]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,24 @@ def test_what_changes_the_compiled_kernel_compiles_again(kernel: Kernel, other: 
 
 def test_memory_of_the_host_is_left_to_the_driver(kernel: Kernel) -> None:
     class Pinned(Kernel):
-        arg_names = ("x", "record")
+        arg_names = ("x", "record", "PDL")
 
     pinned, record = Pinned(), torch.zeros(4)
     launch(pinned, (1,), (gpu(8), record), {}, {})
     assert pinned.launches[0][1][1] is record
+
+
+@pytest.mark.parametrize(("capability", "dependent"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_dependent_launch_needs_hopper(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dependent: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    module._dependent.cache_clear()
+    kernel = Kernel()
+    try:
+        launch(kernel, (1,), (gpu(8), 5, 0.5), {"BLOCK": 16, "FLAG": True}, {})
+    finally:
+        module._dependent.cache_clear()
+    options = kernel.compilations[0][2]
+    assert (options["PDL"], options["launch_pdl"], kernel.launches[0][1][-1]) == (dependent,) * 3

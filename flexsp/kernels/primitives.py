@@ -11,17 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.scan.launch import begin
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GATE_MIN = tl.constexpr(-104.0)
 
 
 @triton.jit
-def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr):
+def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr):
     """b [B, H, chunks * C], fp32 or fp64: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk.
 
     Rows past a chunk's length repeat its last value, so that the walks read b without a mask.
     """
+    begin(PDL)
     row = tl.program_id(1)
     chunk = tl.program_id(0)
     start, length, doc, first, last = chunk_info(table, chunk, T, C, PACKED)

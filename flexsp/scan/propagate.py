@@ -25,7 +25,7 @@ from flexsp.comm import device as dev
 from flexsp.comm import watchdog
 from flexsp.comm.device import first_failure, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
-from flexsp.scan.launch import launch
+from flexsp.scan.launch import begin, launch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -230,6 +230,7 @@ def _propagate_kernel(
     DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
     HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
     PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
 
@@ -237,6 +238,7 @@ def _propagate_kernel(
     the initial state unless HAS_IN. Otherwise a hop of the chain; blocks take their tiles in ascending order on every
     rank, and no block waits for another block of its rank.
     """
+    begin(PDL)
     K_TILES: tl.constexpr = (K + BK - 1) // BK
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         bh = tile // K_TILES

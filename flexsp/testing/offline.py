@@ -36,6 +36,13 @@ class Compiled:
     spills: int
     ptx: str
 
+    @property
+    def waits_first(self) -> bool:
+        """Whether the wait for the kernel before comes before every access to global memory, and comes once."""
+        memory = re.search(r"\b(?:ld|st|atom|red|cp\.async)\.[\w.]*global|\bcp\.async\.bulk", self.ptx)
+        waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", self.ptx)]
+        return memory is not None and len(waits) == 1 and waits[0] < memory.start()
+
 
 @contextmanager
 def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
@@ -56,11 +63,12 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
-    """Compiles one recorded launch for sm_90 and reads registers, spills, shared memory and PTX."""
+    """Compiles one recorded launch as `launch` would for sm_90; reads registers, spills, shared memory and PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    kwargs = kwargs | {"PDL": True, "launch_pdl": True}
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
     named = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     signature: dict[str, str] = {}

@@ -19,7 +19,7 @@ from flexsp.testing.compare import FEW, FLOAT32_ROUNDING, FLOAT64_BOUND, Report,
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["OPS", "Problem", "check", "draw", "merge", "solve"]
+__all__ = ["OPS", "Problem", "check", "draw", "merge", "solve", "together"]
 
 Tensors = dict[str, torch.Tensor]
 # A float32 product on tensor cores (tf32x3) keeps 22 of float32's 24 bits.
@@ -275,3 +275,18 @@ def check(
         error = relative_error(found[name], exact)
         reports.append(Report(f"{problem.op} {name}", error, _UNIT.get(dtype, 1.0) * yardstick, rounding))
     return reports
+
+
+def together(draws: Sequence[Sequence[Report]]) -> list[Report]:
+    """One report a tensor, root mean squares over several draws of a problem.
+
+    A gradient of few numbers may cancel by chance in one draw and tell nothing.
+    """
+
+    def mean(numbers: Sequence[float]) -> float:
+        return (sum(x * x for x in numbers) / len(numbers)) ** 0.5
+
+    return [
+        Report(same[0].name, *(mean([getattr(r, field) for r in same]) for field in ("error", "low_error", "rounding")))
+        for same in zip(*draws, strict=True)
+    ]

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state
+from flexsp.scan.launch import begin
 
 
 @triton.jit
@@ -32,12 +33,13 @@ def dq_kernel(
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, PARTS: tl.constexpr,
-    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>.
     """
+    begin(PDL)
     tile = tl.program_id(0)
     k0 = tile * BK
     b = tl.program_id(1) // H
@@ -79,7 +81,7 @@ def dq_kernel(
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
-        if length > 0:  # on their own, Triton splits these products over all warps (see ARCHITECTURE.md, "Walks")
+        if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
             dqc = mm(oc, held, DOT, PREC)
             if GATED:
@@ -112,7 +114,7 @@ def dkv_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr,
-    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -120,6 +122,7 @@ def dkv_kernel(
     pairs and writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg, H], all fp32, are then this tile's
     channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
+    begin(PDL)
     tile = tl.program_id(0)
     k0 = tile * BK if DK else 0
     v0 = tile * BV if DV else 0
@@ -176,7 +179,7 @@ def dkv_kernel(
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
         pair = tl.zeros([C, C], DOT)
-        if length > 0:  # on their own, Triton splits these products over all warps (see ARCHITECTURE.md, "Walks")
+        if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
                 decay = power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
             else:
@@ -190,14 +193,14 @@ def dkv_kernel(
             if DG:
                 pair = (ac * dac).to(DOT)
         if DG:  # noqa: SIM102
-            if length > 0:  # of the pairs written before p, those read at p or later
+            if length >= 0:  # of the pairs written before p, those read at p or later
                 both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
                 _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if GATED:
             into = power(b_end - bc)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
-            if length > 0:
+            if length >= 0:
                 dkc = mm(vc, tl.trans(held), DOT, PREC)
                 if GATED:
                     dkc = dkc * into[:, None]
@@ -213,7 +216,7 @@ def dkv_kernel(
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
-            if length > 0:
+            if length >= 0:
                 dvc = mm(kc, held, DOT, PREC)
                 if GATED:
                     dvc = dvc * into[:, None]
@@ -230,11 +233,13 @@ def gate_grad_kernel(
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
     C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 
     A chunk whose total log2 decay is below DROP lets nothing measurable straddle it: the carried rounding ends there.
     """
+    begin(PDL)
     row = tl.program_id(0)
     b = row // H
     h = row % H

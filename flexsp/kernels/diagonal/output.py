@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state
+from flexsp.scan.launch import begin
 
 
 @triton.jit
@@ -51,11 +52,13 @@ def output_kernel(
     ALIKE: tl.constexpr, GATED: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """o = scale (tril(q k^T . E) v + e^b q S), MATH 1.D merge.
 
     The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
+    begin(PDL)
     v0 = tl.program_id(0) * BV
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -90,7 +93,7 @@ def output_kernel(
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        if length > 0:  # on its own, Triton splits this product over all warps (see ARCHITECTURE.md, "Walks")
+        if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
             p = mm(kc, tl.trans(qc), DOT, PREC)
             if GATED:
                 p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)

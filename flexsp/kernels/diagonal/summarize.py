@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, power, store_state
+from flexsp.scan.launch import begin
 
 
 @triton.jit
@@ -49,12 +50,14 @@ def summarize_kernel(
     GATED: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
     enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0.
     """
+    begin(PDL)
     tile = tl.program_id(0)
     n_v: tl.constexpr = (V + BV - 1) // BV
     k0 = (tile // n_v) * BK

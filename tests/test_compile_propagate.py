@@ -89,6 +89,11 @@ def test_resources(compiled: dict[str, Any], name: str) -> None:
     assert found["waits_first"], "memory is touched before the kernel before is done"
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "put"])
+def test_only_the_first_rank_paces_its_tiles(compiled: dict[str, Any], name: str) -> None:
+    assert ("%clock64" in compiled[name]["ptx"]) == (name == "first")
+
+
 def instructions(ptx: str) -> tuple[list[str], list[list[int]]]:
     """The kernel's instructions and, for each, those that may run after it."""
     lines = [line.strip() for line in ptx.splitlines()]

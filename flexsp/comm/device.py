@@ -18,12 +18,14 @@ from triton.language.extra.cuda import globaltimer
 __all__ = [
     "clock_device",
     "clock_host",
+    "cycles",
     "first_failure",
     "nvshmem_options",
     "push_put",
     "push_store",
     "signal_put",
     "signal_store",
+    "wait_cycles",
     "wait_epoch",
 ]
 
@@ -41,6 +43,20 @@ def clock_host():
     """Nanoseconds under the interpreter; yields the core, since the rank waited for may want it."""
     time.sleep(0.0002)
     return time.monotonic_ns()
+
+
+@triton.jit
+def cycles():
+    """Cycles of this SM."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_cycles(start, duration):
+    """Returns `duration` cycles after `start`; every thread looks for itself, so no barrier may be in here."""
+    now = cycles()
+    while now - start < duration:
+        now = cycles()
 
 
 @triton.jit

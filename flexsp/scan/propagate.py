@@ -23,7 +23,7 @@ import triton.language as tl
 
 from flexsp.comm import device as dev
 from flexsp.comm import watchdog
-from flexsp.comm.device import first_failure, wait_epoch
+from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.scan.launch import begin, launch
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["propagate"]
 
-MAX_BLOCKS = 64  # of a kernel that waits for a neighbour: all resident, the other SMs stay free
+MAX_BLOCKS = 128  # of a kernel that waits for a neighbour
+# SM cycles from one tile to the next that the first rank sends. All at once, they would share the link and arrive
+# together, and every hop would wait for the whole state; one after another, the hops overlap.
+PACE = 160
 CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
 LOCAL_TILE = 1024
 CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
@@ -229,7 +232,7 @@ def _propagate_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
     HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
-    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
+    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr, PACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
@@ -239,6 +242,7 @@ def _propagate_kernel(
     rank, and no block waits for another block of its rank.
     """
     begin(PDL)
+    began = cycles() if PACE > 0 else 0
     K_TILES: tl.constexpr = (K + BK - 1) // BK
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         bh = tile // K_TILES
@@ -284,6 +288,8 @@ def _propagate_kernel(
                 if alive:
                     if HAS_IN:
                         F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
+                    elif PACE > 0:
+                        wait_cycles(began, tile * PACE)
                     stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
                     nbytes = tl.full((), BK * BV * 4, tl.int64)
                     PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
@@ -508,7 +514,8 @@ def _launch(
          pe_in, pe_out),
         {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
          "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
-         "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY},
+         "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY,
+         "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE},
         {"num_warps": tiles.warps, "num_stages": 1} | options,
         prepare,
     )  # fmt: skip

@@ -82,7 +82,8 @@ def _three_ways(
     total = sum(lengths)
     generator = torch.Generator().manual_seed(1000 * total + seed)
     x, dy = torch.randn(2, 1 if packed else 2, total, DIM, generator=generator).to(sp.device, dtype).unbind(0)
-    cu = torch.tensor([0, total // 3, total // 3, total - 5, total], device=sp.device) if packed else None
+    third = total // 3
+    cu = torch.tensor([0, third, third, max(third, total - 5), total], device=sp.device) if packed else None
     sp.set_lengths(lengths)
     model = SequenceParallelLA(make(dtype, sp.device), sp)
     cut = results(model, sp.shard(x), sp.shard(dy), cu)

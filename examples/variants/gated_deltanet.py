@@ -1,0 +1,50 @@
+"""Gated DeltaNet, in error form (Yang et al. 2024):
+
+e_t = v_t - k_t e^{g_t} S_{t-1}, S_t = e^{g_t} S_{t-1} + beta_t k_t e_t^T, o_t = scale q_t S_t, a scalar gate a head.
+"""
+
+import torch
+
+from flexsp.compiler import (
+    ConstExpr,
+    LinearAttention,
+    SymbTensor,
+    cache_result,
+    decayed_scores,
+    identity,
+    unit_lower_inverse,
+)
+
+
+def chunk(k, v, beta, g):
+    b = g.cumsum(0)
+    p = k * beta[:, None]
+    inverse = unit_lower_inverse(identity(k, k.size(0)) + decayed_scores(k, p, b).tril(-1))
+    cache_result(inverse @ v, "u")
+    cache_result(inverse @ (k * b.exp()[:, None]), "w")
+    return (p * (b[-1] - b).exp()[:, None]).T @ (inverse @ v)
+
+
+def decay(prev_s, k, beta, g, w, chunk_state):
+    p = k * beta[:, None] * (g.sum(0) - g.cumsum(0)).exp()[:, None]
+    return prev_s * g.sum(0).exp() - p.T @ (w @ prev_s) + chunk_state
+
+
+def merge(q, k, beta, g, u, w, chunk_state, scale):
+    b = g.cumsum(0)
+    errors = u - w @ chunk_state
+    return (decayed_scores(q, k * beta[:, None], b) @ errors + (q * b.exp()[:, None]) @ chunk_state) * scale
+
+
+def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
+    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
+    meta = {
+        "q": SymbTensor(["T", h, k], dtype),
+        "k": SymbTensor(["T", h, k], dtype),
+        "v": SymbTensor(["T", h, v], dtype),
+        "beta": SymbTensor(["T", h], dtype),
+        "g": SymbTensor(["T", h]),
+        "prev_s": SymbTensor(["NS", h, k, v]),
+        "scale": K**-0.5,
+    }
+    return LinearAttention(meta, chunk, decay, merge, **options)

@@ -1,0 +1,36 @@
+"""GLA whose mask has a learned bias for the token itself, a number u a head (no library has it):
+
+S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale (q_t S_t + (e^u - 1) (q_t . k_t) v_t).
+"""
+
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+
+
+def chunk(k, v, g):
+    return (k * (g.sum(0) - g.cumsum(0)).exp()).T @ v
+
+
+def decay(prev_s, chunk_state, g):
+    return prev_s * g.sum(0).exp()[:, None] + chunk_state
+
+
+def merge(q, k, v, g, u, chunk_state, scale):
+    b = g.cumsum(0)
+    own = (u.exp() - 1) * (q * k).sum(-1)
+    return (decayed_scores(q, k, b) @ v + own[:, None] * v + (q * b.exp()) @ chunk_state) * scale
+
+
+def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
+    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
+    meta = {
+        "q": SymbTensor(["T", h, k], dtype),
+        "k": SymbTensor(["T", h, k], dtype),
+        "v": SymbTensor(["T", h, v], dtype),
+        "g": SymbTensor(["T", h, k]),
+        "u": SymbTensor([h]),
+        "prev_s": SymbTensor(["NS", h, k, v]),
+        "scale": K**-0.5,
+    }
+    return LinearAttention(meta, chunk, decay, merge, **options)

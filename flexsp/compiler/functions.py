@@ -1,0 +1,201 @@
+"""The three functions run in PyTorch, on any device: all chunks at once, the states chunk after chunk.
+
+Every chunk has its true length, so the functions never see padding. Differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.func import jvp, vmap
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.compiler.check import Program, call
+from flexsp.compiler.meta import CHUNK_STATE, STATE
+from flexsp.compiler.trace import Traced
+from flexsp.scan.affine import Relay, affine_exchange, tie
+
+__all__ = ["run"]
+
+Tensors = dict[str, torch.Tensor]
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    start: int
+    length: int
+    doc: int
+    first: bool
+    last: bool
+
+
+def _cut(bounds: list[int] | None, start: int, stop: int, C: int, last_rank: bool) -> list[_Chunk]:
+    """The chunks of tokens [start, stop), in order; they never straddle documents. Empty documents have length 0."""
+    if bounds is None:
+        return [_Chunk(t, min(C, stop - start - t), 0, False, False) for t in range(0, stop - start, C)]
+    chunks = []
+    for doc, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if begin == end:
+            if start <= begin < stop or (last_rank and begin >= stop):
+                chunks.append(_Chunk(min(begin, stop) - start, 0, doc, True, True))
+            continue
+        low, high = max(begin, start), min(end, stop)
+        for t in range(low, high, C):
+            chunks.append(_Chunk(t - start, min(C, high - t), doc, t == begin, min(t + C, high) == end))
+    return chunks
+
+
+class _Local:
+    """One call on this rank's tokens [B, T, H, ...]; states are [B, H, ...]."""
+
+    def __init__(
+        self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk]
+    ) -> None:
+        self.program, self.params, self.numbers, self.chunks = program, params, numbers, chunks
+        self.tokens = tokens
+        self.inputs: list[Tensors] = [{} for _ in chunks]
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, chunk in enumerate(chunks):
+            groups[chunk.length].append(i)
+        self.groups = {length: members for length, members in groups.items() if length}
+        for length, members in self.groups.items():
+            at = torch.tensor([list(range(chunks[i].start, chunks[i].start + length)) for i in members])
+            for name, x in tokens.items():
+                cut = x[:, at.to(x.device)].movedim(3, 1)  # [B, H, n, C, ...]
+                for i, part in zip(members, cut.unbind(2), strict=True):
+                    self.inputs[i][name] = part
+
+    def _on_heads(self, traced: Traced, values: Tensors, many: bool = False) -> tuple[torch.Tensor, Tensors]:
+        """One function on values [B, H, ...] of one chunk, or [B, H, n, ...] of n chunks of one length if `many`."""
+        tensors = {name: values[name] for name in traced.arguments if name in values}
+        params = {name: x for name, x in self.params.items() if name in traced.arguments}
+
+        def one(x: Tensors, p: Tensors) -> tuple[torch.Tensor, Tensors]:
+            return call(traced, {**self.numbers, **p, **x})
+
+        mapped: Callable[..., tuple[torch.Tensor, Tensors]] = one
+        if many:
+            mapped = vmap(mapped, in_dims=(0, None))
+        mapped = vmap(mapped, in_dims=(0, 0))  # heads
+        return vmap(mapped, in_dims=(0, None))(tensors, params)
+
+    def _over_chunks(self, traced: Traced, values: list[Tensors]) -> tuple[list[torch.Tensor | None], list[Tensors]]:
+        results: list[torch.Tensor | None] = [None] * len(self.chunks)
+        cached: list[Tensors] = [{} for _ in self.chunks]
+        for members in self.groups.values():
+            names = [name for name in traced.arguments if name in values[members[0]]]
+            stacked = {name: torch.stack([values[i][name] for i in members], dim=2) for name in names}
+            result, kept = self._on_heads(traced, stacked, many=True)
+            for at, i in enumerate(members):
+                results[i] = result[:, :, at]
+                cached[i] = {name: x[:, :, at] for name, x in kept.items()}
+        return results, cached
+
+    def contribute(self) -> None:
+        """Phase 1: what every chunk adds to the state, and what it caches."""
+        F, cached = self._over_chunks(self.program.chunk, self.inputs)
+        for i, f in enumerate(F):
+            if f is not None:
+                self.inputs[i] = {**self.inputs[i], **cached[i], CHUNK_STATE: f}
+
+    def walk(
+        self, entering: torch.Tensor, initial: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Phase 2: (state entering each chunk, state leaving it, state leaving the shard)."""
+        S, before, after = entering, [], []
+        for chunk, values in zip(self.chunks, self.inputs, strict=True):
+            if chunk.first:
+                S = torch.zeros_like(S) if initial is None else initial[chunk.doc : chunk.doc + 1]
+            before.append(S)
+            if chunk.length:
+                S = self._on_heads(self.program.decay, {**values, STATE: S})[0]
+            after.append(S)
+        return before, after, S
+
+    def transition(self, like: torch.Tensor) -> torch.Tensor:
+        """A of the whole shard: [B, H, *state] elementwise, or [B, H, K, K] where it is dense (MATH §8, [0 | I])."""
+        dense = self.program.transition == "dense"
+        K = like.shape[2]
+        X = torch.ones_like(like)
+        if dense:
+            X = torch.eye(K, dtype=like.dtype, device=like.device).expand(*like.shape[:2], K, K)
+        for chunk, values in zip(self.chunks, self.inputs, strict=True):
+            if chunk.first:
+                return torch.zeros_like(X)
+            if chunk.length:
+                X = self._push(X, values, like, dense)
+        return X
+
+    def _push(self, X: torch.Tensor, values: Tensors, like: torch.Tensor, dense: bool) -> torch.Tensor:
+        def step(S: torch.Tensor) -> torch.Tensor:
+            return self._on_heads(self.program.decay, {**values, STATE: S})[0]
+
+        def linear(block: torch.Tensor) -> torch.Tensor:
+            return jvp(step, (torch.zeros_like(like),), (block,))[1]
+
+        if not dense:
+            return linear(X)
+        V, K = like.shape[3], X.shape[3]
+        padded = torch.nn.functional.pad(X, (0, -K % V))
+        return torch.cat([linear(block) for block in padded.split(V, dim=3)], dim=3)[..., :K]
+
+    def merge(self, before: list[torch.Tensor], width: int) -> torch.Tensor:
+        """Phase 3: outputs [B, T, H, V]."""
+        values = [{**x, CHUNK_STATE: S} for x, S in zip(self.inputs, before, strict=True)]
+        o, _ = self._over_chunks(self.program.merge, values)
+        parts = [x for x in o if x is not None]
+        if parts:
+            return torch.cat(parts, dim=2).transpose(1, 2)
+        x = next(iter(self.tokens.values()))
+        nothing = torch.stack([y.sum() for y in self.tokens.values()]).sum()  # so that the tokens have gradients
+        return x.new_zeros(x.shape[0], 0, x.shape[2], width) + nothing
+
+
+def run(
+    program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, initial: torch.Tensor, *,
+    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, width: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`."""
+    x = next(iter(tokens.values()))
+    B, T = x.shape[:2]
+    start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
+    chunks = _cut(bounds, start, stop, C, sp is None or sp.is_last)
+    local = _Local(program, tokens, params, numbers, chunks)
+    local.contribute()
+    zero = initial.new_zeros(B, *initial.shape[1:])
+    entering = initial if bounds is None and (sp is None or sp.is_first) else zero
+    in_walk = initial if bounds is not None and given else None
+    ranks = sp if sp is not None and sp.world_size > 1 else None
+    relay = Relay(ranks) if ranks is not None and program.transition == "not affine" else None
+    arrived = None
+    if relay is not None:
+        arrived = relay.from_left(entering)
+        entering = arrived
+    elif ranks is not None:
+        F = local.walk(entering, in_walk)[2]
+        arrived = affine_exchange(F, local.transition(zero), ranks, dense=program.transition == "dense")
+        entering = entering + arrived
+    before, after, leaving = local.walk(entering, in_walk)
+    o = local.merge(before, width)
+    if relay is not None:
+        o = relay.to_right(o, leaving)
+    if arrived is not None:
+        o = tie(o, arrived)
+    return o, _final(initial, after, leaving, chunks, bounds, sp)
+
+
+def _final(
+    initial: torch.Tensor, after: list[torch.Tensor], leaving: torch.Tensor, chunks: list[_Chunk],
+    bounds: list[int] | None, sp: SequenceParallel | None,
+) -> torch.Tensor | None:  # fmt: skip
+    if bounds is None:
+        return leaving if sp is None or sp.is_last else None
+    rows = list(torch.zeros_like(initial).unbind(0))
+    for chunk, S in zip(chunks, after, strict=True):
+        if chunk.last:
+            rows[chunk.doc] = S[0]
+    return torch.stack(rows)

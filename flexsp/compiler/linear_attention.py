@@ -1,0 +1,202 @@
+"""The object that a user makes of three functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flexsp.comm.group import SequenceParallel, resolve_sp
+from flexsp.compiler import functions
+from flexsp.compiler.check import Program, check
+from flexsp.compiler.meta import STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.trace import trace
+
+__all__ = ["LinearAttention"]
+
+_CHUNK = 64
+_KINDS = {
+    "none": "the state is kept: ranks add up",
+    "scalar": "one factor for the state: ranks exchange the state and multiply",
+    "vector": "one factor a row of the state: ranks exchange the state and multiply",
+    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
+    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
+    "not affine": "not affine in the state: ranks run one after the other, exactly",
+}
+
+
+class LinearAttention:
+    """A linear-attention variant from three PyTorch functions, each on one chunk of one head.
+
+    ``chunk_mode(k, v, ...)`` gives what a chunk adds to the state, from its own tokens. ``decay_mode(prev_s,
+    chunk_state, ...)`` gives the state after the chunk. ``merge_mode(q, ..., chunk_state, ...)`` gives the chunk's
+    outputs [C, V]; its ``chunk_state`` is the state that enters the chunk. Arguments are inputs of ``input_meta`` or
+    names given to `cache_result` in chunk_mode. On one chunk inputs are [C, ...], parameters lose their heads, states
+    are [K, V] or [K].
+    The notation is that of Forge (Listings 1 and 3).
+
+    The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider; casts in them
+    are dropped. No kernels are generated from them yet.
+
+    Args:
+        input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
+            are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
+            "chunk_state" may repeat its shape.
+        chunk_mode, decay_mode, merge_mode: the functions.
+        sp_group: SequenceParallel over whose ranks calls run that give no ``sp``.
+        chunk_size: tokens of a chunk; results do not depend on it beyond rounding, unless the functions do.
+
+    Raises:
+        CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
+        ValueError: bad input_meta.
+        NotImplementedError: enable_aot, code_dir or autotune, which belong to kernel generation.
+    """
+
+    def __init__(
+        self,
+        input_meta: Mapping[str, Any],
+        chunk_mode: Callable[..., torch.Tensor],
+        decay_mode: Callable[..., torch.Tensor],
+        merge_mode: Callable[..., torch.Tensor],
+        sp_group: SequenceParallel | None = None,
+        enable_aot: bool = False,
+        code_dir: str | None = None,
+        chunk_size: int = _CHUNK,
+        autotune: bool = False,
+    ) -> None:
+        for name, value in (("enable_aot", enable_aot), ("code_dir", code_dir), ("autotune", autotune)):
+            if value:
+                raise NotImplementedError(f"{name}: kernels are not generated yet; the functions run in PyTorch")
+        if sp_group is not None and not isinstance(sp_group, SequenceParallel):
+            raise ValueError(
+                f"sp_group: expected what flexsp.init_sequence_parallel(group) returns, got {type(sp_group).__name__}"
+            )
+        if type(chunk_size) is not int or chunk_size < 1:
+            raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
+        meta = InputMeta.of(input_meta)
+        self._sizes = meta.sizes()
+        self._sp, self._C = sp_group, chunk_size
+        self.program: Program = check(
+            meta, trace(chunk_mode, "chunk_mode"), trace(decay_mode, "decay_mode"), trace(merge_mode, "merge_mode")
+        )
+
+    def __call__(
+        self,
+        *,
+        prev_s: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        sp: SequenceParallel | bool | None = None,
+        **inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs and final states.
+
+        Args:
+            inputs: the tensors of ``input_meta`` by name, [T, H, ...] or [B, T, H, ...]; parameters [H, ...].
+            prev_s: initial states [N, H, *state], N = B or the number of documents; zeros if None. Under ``sp``
+                without ``cu_seqlens`` only the first rank has them.
+            cu_seqlens: [N+1] global boundaries of packed documents; B must be 1. Its values are read on the host.
+            sp: as for the ops: None takes the ambient group or ``sp_group``, False runs on this rank alone.
+
+        Returns:
+            o [T, H, V] or [B, T, H, V] in the dtype of the first tensor of ``input_meta``, and the final states
+            [N, H, *state]; under ``sp`` without ``cu_seqlens`` None on all ranks but the last.
+        """
+        meta = self.program.meta
+        group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+        tokens, params, batched = self._sorted(inputs)
+        first = next(iter(tokens.values()))
+        wide = torch.float32
+        for x in (*tokens.values(), *params.values()):
+            wide = torch.promote_types(wide, x.dtype)
+        B, T, H = first.shape[:3]
+        bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group)
+        N = B if bounds is None else len(bounds) - 1
+        names = self._known(tokens, params)
+        shape = (N, H, *(names[s.name] if isinstance(s, ConstExpr) else int(s) for s in meta.state_sizes))
+        initial = self._initial(prev_s, shape, first.device, wide, bounds, group)
+        tokens, params = ({name: x.to(wide) for name, x in each.items()} for each in (tokens, params))
+        o, final = functions.run(
+            self.program, tokens, params, meta.numbers, initial,
+            given=prev_s is not None, bounds=bounds, C=self._C, sp=group, width=self._width(names),
+        )  # fmt: skip
+        o = o.to(first.dtype)
+        return (o if batched else o[0]), final
+
+    def explain(self) -> str:
+        """What was made of the functions: graphs, kind of transition, how ranks work together, where it runs."""
+        program = self.program
+        lines = [f"transition: {program.transition} ({_KINDS[program.transition]})", f"chunk size: {self._C}"]
+        lines.append(
+            "runs: the functions in PyTorch, all chunks at once, states chunk after chunk; no generated kernels"
+        )
+        for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
+            lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
+            lines += [f"    {node.format_node()}" for node in traced.graph.nodes]
+        return "\n".join(lines)
+
+    def _sorted(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+        meta = self.program.meta
+        expected = {*meta.tokens, *meta.params}
+        if inputs.keys() != expected:
+            missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
+            raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
+        for name, x in inputs.items():
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                raise ValueError(f"{name}: expected a floating tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        leading = next(iter(meta.tokens))
+        extra = inputs[leading].dim() - len(meta.tokens[leading].shape)
+        if extra not in (0, 1):
+            raise ValueError(f"{leading}: expected [T, H, ...] or [B, T, H, ...], got {tuple(inputs[leading].shape)}")
+        tokens = {name: inputs[name] if extra else inputs[name].unsqueeze(0) for name in meta.tokens}
+        return tokens, {name: inputs[name] for name in meta.params}, bool(extra)
+
+    def _known(self, tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, int]:
+        """Sizes by name; ValueError where two inputs disagree or a size is not among its choices."""
+        meta = self.program.meta
+        found: dict[str, int] = {}
+        lead = next(iter(tokens.values()))
+        for name, x in (tokens | params).items():
+            sizes: list[Size] = ["B", *meta.tokens[name].shape] if name in tokens else list(meta.params[name].shape)
+            if x.dim() != len(sizes) or x.device != lead.device:
+                raise ValueError(
+                    f"{name}: expected {len(sizes)} dimensions on {lead.device}, got {tuple(x.shape)} on {x.device}"
+                )
+            for size, n in zip(sizes, x.shape, strict=True):
+                key = size.name if isinstance(size, ConstExpr) else size
+                if isinstance(key, int):
+                    good = key == n
+                else:
+                    allowed = self._sizes.get(key)
+                    good = found.setdefault(key, n) == n and (allowed is None or n in allowed)
+                if not good:
+                    want = key if isinstance(key, int) else f"{key} = {found[key]} of {self._sizes.get(key, 'any')}"
+                    raise ValueError(f"{name}: expected size {want}, got {n} in {tuple(x.shape)}")
+        return found
+
+    def _width(self, names: dict[str, int]) -> int:
+        """Width of one token's output where no chunk is there to tell: V, or K of a vector state."""
+        last = self.program.meta.state_sizes[-1]
+        return names[last.name] if isinstance(last, ConstExpr) else int(last)
+
+    def _initial(
+        self, prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype,
+        bounds: list[int] | None, sp: SequenceParallel | None,
+    ) -> torch.Tensor:  # fmt: skip
+        if prev_s is None:
+            return torch.zeros(shape, device=device, dtype=dtype)
+        if tuple(prev_s.shape) != shape or prev_s.device != device:
+            raise ValueError(f"{STATE}: expected {shape} on {device}, got {tuple(prev_s.shape)} on {prev_s.device}")
+        if sp is not None and bounds is None and not sp.is_first:
+            raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
+        return prev_s.to(dtype)
+
+
+def _bounds(cu_seqlens: torch.Tensor, B: int, T: int, sp: SequenceParallel | None) -> list[int]:
+    bounds = [int(n) for n in cu_seqlens.tolist()]
+    total = T if sp is None else sp.shard_range(T)[2]
+    if B != 1:
+        raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
+    return bounds

@@ -1,0 +1,100 @@
+"""What a variant's inputs look like: symbolic shapes, dtypes and constants, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ConstExpr", "InputMeta", "SymbTensor"]
+
+STATE, CHUNK_STATE = "prev_s", "chunk_state"
+
+
+@dataclass(frozen=True)
+class ConstExpr:
+    """A size that kernels specialise on, with the value or values it may take: ``ConstExpr("K", [64, 128])``."""
+
+    name: str
+    values: int | Sequence[int]
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return (self.values,) if isinstance(self.values, int) else tuple(self.values)
+
+    def __post_init__(self) -> None:
+        if not self.choices or any(type(n) is not int or n < 1 for n in self.choices):
+            raise ValueError(f"ConstExpr {self.name!r}: expected positive integers, got {self.values!r}")
+
+
+Size = str | int | ConstExpr
+
+
+@dataclass(frozen=True)
+class SymbTensor:
+    """Shape and dtype of one input. Sizes are ConstExprs, integers or names of sizes that vary ("T", "NS", "NC")."""
+
+    shape: Sequence[Size]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class InputMeta:
+    """`input_meta` sorted by role: `tokens` [T, H, ...], `params` [H, ...], numbers, and the state [NS, H, ...]."""
+
+    tokens: dict[str, SymbTensor]
+    params: dict[str, SymbTensor]
+    numbers: dict[str, float]
+    state: SymbTensor
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> InputMeta:
+        """Sorts what the user gave; ValueError names the entry that does not fit."""
+        tokens: dict[str, SymbTensor] = {}
+        params: dict[str, SymbTensor] = {}
+        numbers: dict[str, float] = {}
+        for name, what in given.items():
+            if isinstance(what, (int, float)) and not isinstance(what, bool):
+                numbers[name] = what
+            elif not isinstance(what, SymbTensor):
+                raise ValueError(f"input_meta[{name!r}]: expected a SymbTensor or a number, got {what!r}")
+            elif name in (STATE, CHUNK_STATE):
+                continue
+            elif what.shape and what.shape[0] == "T":
+                tokens[name] = what
+            else:
+                params[name] = what
+        state = given.get(STATE)
+        if not isinstance(state, SymbTensor) or len(state.shape) not in (3, 4):
+            raise ValueError(
+                f"input_meta[{STATE!r}]: expected SymbTensor([NS, H, K, V]) or ([NS, H, K]), got {state!r}"
+            )
+        if not tokens:
+            raise ValueError("input_meta: expected at least one SymbTensor whose first size is 'T', got none")
+        other = given.get(CHUNK_STATE, state)
+        if not isinstance(other, SymbTensor) or list(other.shape[1:]) != list(state.shape[1:]):
+            raise ValueError(f"input_meta[{CHUNK_STATE!r}]: expected sizes {list(state.shape[1:])} after the first")
+        heads = state.shape[1]
+        for name, what in (tokens | params).items():
+            at = 1 if name in tokens else 0
+            if len(what.shape) <= at or what.shape[at] != heads:
+                raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {at}, got {what.shape!r}")
+        return cls(tokens, params, numbers, state)
+
+    @property
+    def state_sizes(self) -> tuple[Size, ...]:
+        """Sizes of one head's state: (K, V) or (K,)."""
+        return tuple(self.state.shape[2:])
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Every ConstExpr with its choices; ValueError where one name has two different lists."""
+        found: dict[str, tuple[int, ...]] = {}
+        for what in (*self.tokens.values(), *self.params.values(), self.state):
+            for size in what.shape:
+                if isinstance(size, ConstExpr) and found.setdefault(size.name, size.choices) != size.choices:
+                    raise ValueError(
+                        f"ConstExpr {size.name!r}: two lists of values, {found[size.name]} and {size.choices}"
+                    )
+        return found

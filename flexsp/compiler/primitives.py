@@ -1,0 +1,70 @@
+"""What the three functions of a variant may call besides PyTorch: each on one chunk of one head.
+
+Under the tracer they leave one node each, whichever way they were imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+__all__ = ["cache_result", "decayed_scores", "identity", "matmul_out_fp32", "unit_lower_inverse"]
+
+
+def _primitive(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.fx.Proxy):
+                return x.tracer.create_proxy("call_function", call, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_primitive
+def identity(like: torch.Tensor, n: int) -> torch.Tensor:
+    """The unit matrix [n, n] in the dtype and on the device of ``like``."""
+    return torch.eye(n, dtype=like.dtype, device=like.device)
+
+
+@_primitive
+def matmul_out_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, accumulated and returned in float32 (float64 for float64 operands)."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
+
+
+@_primitive
+def cache_result(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Hands x of the chunk phase to the functions that follow, as their argument ``name``; returns x."""
+    return x
+
+
+@_primitive
+def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[q.k]_E of MATH §1: sum_d q_id k_jd e^{b_id - b_jd} for j <= i and 0 elsewhere, without overflow.
+
+    Args:
+        q, k: [C, K].
+        b: cumulative log decay (natural logarithm, non-increasing along the chunk), [C] or [C, K].
+
+    Returns:
+        [C, C]. The exponent is masked before the exponential, so strong decay gives 0, never inf or NaN.
+    """
+    later = torch.ones(b.shape[0], b.shape[0], dtype=torch.bool, device=b.device).tril()
+    exponent = b.unsqueeze(1) - b.unsqueeze(0)
+    if b.dim() == 1:
+        return (q @ k.transpose(0, 1)) * exponent.masked_fill(~later, float("-inf")).exp()
+    decay = exponent.masked_fill(~later.unsqueeze(-1), float("-inf")).exp()
+    return (q.unsqueeze(1) * k.unsqueeze(0) * decay).sum(-1)
+
+
+@_primitive
+def unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
+    """Inverse of a lower triangular matrix [C, C] with ones on the diagonal; what is on or above it is not read."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)

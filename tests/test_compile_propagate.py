@@ -177,7 +177,7 @@ def test_put_links_the_nvshmem_bitcode() -> None:
     except NotAvailable as error:
         pytest.skip(str(error))
     found = run_child(["put"])["put"]
-    assert found["spills"] == 0
+    assert found["spills"] == 0 and found["waits_first"]
     assert found["shared"] < SHARED_LIMIT
     assert not re.search(r"\.extern\s+\.func[^;]*nvshmem", found["ptx"], re.DOTALL), "bitcode not linked"
 

@@ -80,6 +80,26 @@ def test_half_precision_inputs_keep_states_in_float32(name: str, seed: int) -> N
     assert relative_error(final, last) < 1e3 * torch.finfo(torch.float32).eps
 
 
+def test_casts_do_not_round(seed: int) -> None:
+    """What the functions cast stays in the accumulation dtype: here in float64, so the answers are exact."""
+
+    def chunk(k: Any, v: Any) -> Any:
+        return (k.to(torch.bfloat16).T @ v.half()).float()
+
+    def merge(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
+        return ((q @ k.T).tril(0).to(v.dtype) @ v + q @ chunk_state.bfloat16()) * scale
+
+    tokens, params = draw("linear", 2, 30, seed)
+    o, _ = build(chunk_mode=chunk, merge_mode=merge)(**tokens)
+    want, _ = token_loop("linear", tokens, params, torch.zeros(2, H, K, V, dtype=torch.float64), None)
+    assert relative_error(o, want) < EXACT
+
+
+def test_inverse_of_the_listing_becomes_a_triangular_solve() -> None:
+    nodes = load("deltanet").make(H, K, V).program.chunk.graph.nodes
+    assert [node.target for node in nodes if node.target in ("inverse", unit_lower_inverse)] == [unit_lower_inverse]
+
+
 def test_without_a_batch_axis(seed: int) -> None:
     tokens, _ = draw("simple_gla", 1, 20, seed)
     model = load("simple_gla").make(H, K, V)

@@ -54,8 +54,10 @@ def test_ranks_over_shared_memory_match_float64(world: int, seed: int) -> None:
 
 def test_more_tiles_than_blocks(seed: int) -> None:
     """Blocks stride over the tiles; the same slots serve many tiles."""
-    calls = [ScanCall(1, 67, 2, 3, (1, 0), reverse=reverse) for reverse in (False, True)]
-    errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", heap_mib=8, env=ENV)
+    from flexsp.scan.propagate import MAX_BLOCKS
+
+    calls = [ScanCall(1, MAX_BLOCKS + 3, 2, 3, (1, 0), reverse=reverse) for reverse in (False, True)]
+    errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", heap_mib=16, env=ENV)
     assert max(map(max, errors)) < 1e-5, errors
 
 

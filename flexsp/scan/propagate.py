@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["propagate"]
 
 MAX_BLOCKS = 128  # of a kernel that waits for a neighbour
-# SM cycles from one tile to the next that the first rank sends. All at once, they would share the link and arrive
+# SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
 # together, and every hop would wait for the whole state; one after another, the hops overlap.
 PACE = 160
 CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
@@ -515,7 +515,7 @@ def _launch(
         {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
          "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
          "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY,
-         "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE},
+         "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE},
         {"num_warps": tiles.warps, "num_stages": 1} | options,
         prepare,
     )  # fmt: skip

@@ -280,7 +280,8 @@ def check(
 def together(draws: Sequence[Sequence[Report]]) -> list[Report]:
     """One report a tensor, root mean squares over several draws of a problem.
 
-    A gradient of few numbers may cancel by chance in one draw and tell nothing.
+    A gradient of few numbers may cancel by chance in one draw and tell nothing. What is wrong in one draw of n alone
+    counts 1 / sqrt(n).
     """
 
     def mean(numbers: Sequence[float]) -> float:

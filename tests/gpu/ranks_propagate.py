@@ -48,6 +48,8 @@ def many_epochs(sp: SequenceParallel, epochs: int) -> str:
         ScanCall(1, HEADS, SIZE, SIZE, (3,) * sp.world_size, "scalar", cuts, reverse)
         for cuts in (False, True) for reverse in (False, True)
     ]  # fmt: skip
+    wide = (2,) * sp.world_size  # more tiles than blocks
+    calls += [ScanCall(3, HEADS, SIZE, SIZE, wide, "scalar", True, reverse) for reverse in (False, True)]
     for seed, call in enumerate(calls):
         worst = max(worst, scan_error(sp, call, seed, sp.device))
         sp.check()

@@ -1,0 +1,53 @@
+"""How the state decays. Each function returns a component for FlexLinearAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["Decay", "exponential", "fixed", "gated", "none"]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """`inputs` are the tensors that a call must bring for it, `vector` whether every key channel has its own gate."""
+
+    kind: Literal["none", "fixed", "gated", "exponential"]
+    inputs: tuple[str, ...] = ()
+    vector: bool = False
+    log_decay: tuple[float, ...] | None = None
+
+
+def none() -> Decay:
+    """S_t = S_{t-1} + ..."""
+    return Decay("none")
+
+
+def fixed(log_decay: Sequence[float] | torch.Tensor | None = None) -> Decay:
+    """A constant for each head, natural logarithm, <= 0; None: RetNet's log(1 - 2^{-5 - h}) (Sun et al. 2023)."""
+    values = None if log_decay is None else tuple(float(x) for x in log_decay)
+    if values is not None and any(not x <= 0 for x in values):
+        raise ValueError(f"log_decay: expected natural logarithms <= 0, got {values}")
+    return Decay("fixed", log_decay=values)
+
+
+def gated(per_head: bool = True) -> Decay:
+    """A gate a token: the call's ``decay`` holds natural logarithms <= 0.
+
+    [B, T, H] if ``per_head`` (simple GLA, Gated DeltaNet), else [B, T, H, K], one a key channel (GLA, KDA).
+    """
+    return Decay("gated", ("decay",), vector=not per_head)
+
+
+def exponential(data_dependent: bool = True, discretization: str = "euler") -> Decay:
+    """e^{dt A}, as in Mamba-2: the call's ``A`` [H] is < 0.
+
+    If ``data_dependent`` its ``decay`` holds the steps dt >= 0 [B, T, H], and what a token writes is multiplied by its
+    dt. Else dt = 1.
+    """
+    if discretization != "euler":
+        raise NotImplementedError(f"decay.exponential(discretization={discretization!r}): only 'euler' is there yet")
+    return Decay("exponential", ("decay", "A") if data_dependent else ("A",))

@@ -1,0 +1,41 @@
+"""What queries and keys pass through first. Each function returns a component for FlexLinearAttention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FeatureMap", "elu", "identity", "relu", "rope"]
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """`inputs` are the tensors that a call must bring for it."""
+
+    kind: Literal["identity", "elu", "relu", "rope"]
+    inputs: tuple[str, ...] = ()
+    base: float = 10000.0
+
+
+def identity() -> FeatureMap:
+    """q and k as they are."""
+    return FeatureMap("identity")
+
+
+def elu() -> FeatureMap:
+    """elu(x) + 1 (Katharopoulos et al. 2020)."""
+    return FeatureMap("elu")
+
+
+def relu() -> FeatureMap:
+    """max(x, 0)."""
+    return FeatureMap("relu")
+
+
+def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:
+    """Rotates the pairs (x_{2i}, x_{2i+1}) of q and k; K must be even.
+
+    By position times base^{-2i/K}, positions counted over the whole sequence from its start (from each document's
+    where packed), or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2] (radians).
+    """
+    return FeatureMap("rope", ("theta",) if data_dependent else (), base)

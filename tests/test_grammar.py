@@ -1,0 +1,231 @@
+"""Variants from components against token loops in float64, on one rank and on several; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import elu, logsigmoid, normalize
+
+from flexsp.compiler import CompileError
+from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+
+H, K, V = 2, 4, 3
+EXACT = 1e-10
+Tensors = dict[str, torch.Tensor]
+
+
+def model(d: Any, f: Any = None, t: Any = None) -> FlexLinearAttention:
+    return FlexLinearAttention(decay=d, features=f or feature_map.identity(), transition=t or transition.one_step_gd())
+
+
+# name: (the model, its inputs besides q, k and v, whether keys have length 1)
+MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
+    "mamba2": lambda: model(decay.exponential(data_dependent=True)),
+    "mamba2, constant": lambda: model(decay.exponential(data_dependent=False)),
+    "gla": lambda: model(decay.gated(per_head=True)),
+    "gla, a gate a channel": lambda: model(decay.gated(per_head=False)),
+    "gated_delta_net": lambda: model(decay.gated(per_head=True), t=transition.delta_rule()),
+    "kda": lambda: model(decay.gated(per_head=False), t=transition.delta_rule()),
+    "delta_net": lambda: model(decay.none(), t=transition.delta_rule()),
+    "delta_rope": lambda: model(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule()),
+    "linear, elu": lambda: model(decay.none(), feature_map.elu()),
+    "linear, relu": lambda: model(decay.none(), feature_map.relu()),
+    "retnet": lambda: model(decay.fixed(), feature_map.rope()),
+    "fixed delta": lambda: model(decay.fixed([-0.1, -0.5]), t=transition.delta_rule()),
+}
+SMALL = ("mamba2", "gla, a gate a channel", "delta_rope", "retnet")
+
+
+def draw(name: str, B: int, T: int, seed: int) -> Tensors:
+    made, found = torch.Generator().manual_seed(seed), {}
+    what = MODELS[name]()
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    found = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    if what.transition.kind == "delta_rule":
+        found["k"] = normalize(found["k"], dim=-1)
+        found["beta"] = normal(B, T, H).sigmoid()
+    if "theta" in what.inputs:
+        found["theta"] = normal(B, T, H, K // 2)
+    if what.decay.kind == "gated":
+        found["decay"] = logsigmoid(normal(B, T, H, K) if what.decay.vector else normal(B, T, H))
+    if what.decay.kind == "exponential":
+        found["A"] = -normal(H).exp()
+        if "decay" in what.inputs:
+            found["decay"] = normal(B, T, H).exp()
+    return found
+
+
+def rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def token_loop(name: str, x: Tensors, initial: torch.Tensor, bounds: list[int] | None) -> tuple[Any, Any]:
+    what = MODELS[name]()
+    q, k = x["q"], x["k"]
+    T = q.shape[1]
+    spans = [(0, T)] if bounds is None else list(zip(bounds, bounds[1:], strict=False))
+    if what.features.kind in ("elu", "relu"):
+        q, k = ((elu(y) + 1 if what.features.kind == "elu" else y.clamp(min=0)) for y in (q, k))
+    if what.features.kind == "rope":
+        place = torch.cat([torch.arange(end - begin) for begin, end in spans]).double()
+        speed = torch.tensor([10000.0 ** (-2 * i / K) for i in range(K // 2)], dtype=torch.float64)
+        angle = (
+            x["theta"].cumsum(1)
+            if "theta" in x
+            else (place[:, None] * speed).view(1, T, 1, -1).expand(q[..., ::2].shape)
+        )
+        q, k = rotated(q, angle), rotated(k, angle)
+    constants = what.decay.log_decay or [math.log1p(-(2.0 ** (-5 - h))) for h in range(H)]
+    fixed = torch.tensor(constants, dtype=torch.float64)
+    outputs, finals = [], []
+    for begin, end in spans:
+        S = initial[len(finals)].unsqueeze(0) if bounds else initial
+        for t in range(begin, end):
+            S = token_step(what, {key: y if key == "A" else y[:, t] for key, y in x.items()}, k[:, t], fixed, S)
+            outputs.append(K**-0.5 * (q[:, t].unsqueeze(-1) * S).sum(-2))
+        finals.append(S)
+    return torch.stack(outputs, 1), torch.cat(finals)
+
+
+def token_step(
+    what: FlexLinearAttention, x: Tensors, k: torch.Tensor, fixed: torch.Tensor, S: torch.Tensor
+) -> torch.Tensor:
+    v = x["v"]
+    if what.decay.kind == "fixed":
+        S = fixed.exp().view(1, H, 1, 1) * S
+    elif what.decay.kind == "gated":
+        S = x["decay"].exp().view(-1, H, K if what.decay.vector else 1, 1) * S
+    elif what.decay.kind == "exponential":
+        dt = x.get("decay", torch.ones(S.shape[0], H, dtype=torch.float64))
+        S, v = (dt * x["A"]).exp().view(-1, H, 1, 1) * S, dt.unsqueeze(-1) * v
+    if what.transition.kind == "delta_rule":
+        v = x["beta"].unsqueeze(-1) * (v - (k.unsqueeze(-1) * S).sum(-2))
+    return S + k.unsqueeze(-1) * v.unsqueeze(-2)
+
+
+def gradients(call: Callable[..., Any], x: Tensors, initial: torch.Tensor, seed: int) -> Tensors:
+    """Output, final state and every gradient of a sum of both with random weights."""
+    leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
+    state = initial.clone().requires_grad_()
+    o, final = call(leaves, state)
+    made = torch.Generator().manual_seed(seed + 1)
+    loss = sum((y * torch.randn(y.shape, generator=made, dtype=torch.float64)).sum() for y in (o, final))
+    given = leaves | {"initial": state}
+    found = torch.autograd.grad(loss, list(given.values()))
+    return {"o": o, "final": final} | {f"d{key}": y for key, y in zip(given, found, strict=True)}
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 38, 70]], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_against_token_loop(name: str, bounds: list[int] | None, seed: int) -> None:
+    x = draw(name, 1 if bounds else 2, 70, seed)
+    made_state = torch.Generator().manual_seed(seed)
+    initial = torch.randn(3 if bounds else 2, H, K, V, dtype=torch.float64, generator=made_state)
+    cu = torch.tensor(bounds) if bounds else None
+    made = MODELS[name]()
+
+    def call(values: Tensors, state: torch.Tensor) -> Any:
+        return made(**values, initial_state=state, output_final_state=True, cu_seqlens=cu)
+
+    if bounds and "theta" in x:
+        with pytest.raises(NotImplementedError, match="rope"):
+            call(x, initial)
+        return
+    found = gradients(call, x, initial, seed)
+    want = gradients(lambda values, state: token_loop(name, values, state, bounds), x, initial, seed)
+    errors = {key: relative_error(found[key], want[key]) for key in want}
+    assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_explain_says_what_runs(name: str) -> None:
+    text = MODELS[name]().explain()
+    assert ("diagonal engine" in text) == (name not in {"gla, a gate a channel", "kda", "delta_net", "delta_rope",
+                                                        "gated_delta_net", "fixed delta"})  # fmt: skip
+
+
+def on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> list[float]:
+    x = draw(name, 2, sum(lengths), seed)
+    cotangent = torch.randn(2, sum(lengths), H, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    sp.set_lengths(lengths)
+    start, stop, _ = sp.shard_range(lengths[sp.rank])
+    made = MODELS[name]()
+
+    def run(part: slice, ranks: Any) -> tuple[torch.Tensor, Tensors]:
+        leaves = {key: (y if key == "A" else y[:, part]).clone().requires_grad_() for key, y in x.items()}
+        o, _ = made(**leaves, sp=ranks)
+        (o * cotangent[:, part]).sum().backward()
+        return o.detach(), {key: y.grad for key, y in leaves.items() if y.grad is not None}
+
+    o, mine = run(slice(start, stop), sp)
+    want, whole = run(slice(0, sum(lengths)), False)
+    if start == stop:
+        return [0.0]
+    pairs = [(o, want[:, start:stop])] + [(mine[key], whole[key][:, start:stop]) for key in mine if key != "A"]
+    return [relative_error(a, b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ranks_equal_one_rank(name: str, seed: int) -> None:
+    answers = run_ranks(on_ranks, 3, name, [20, 0, 17], seed)
+    assert max(max(errors) for errors in answers) < EXACT, answers
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: decay.exponential(discretization="trapezoidal"), "trapezoidal"),
+        (lambda: transition.one_step_gd(mimo_rank=4), "mimo_rank=4"),
+        (lambda: transition.preconditioned_gd(preconditioner="diagonal", mimo_rank=4), "preconditioned_gd"),
+        (lambda: transition.contrastive(feedback="chunk_lagged"), "contrastive"),
+        (lambda: transition.temporal_difference(), "temporal_difference"),
+        (
+            lambda: FlexLinearAttention(
+                decay.none(), feature_map.identity(), transition.one_step_gd(), custom_mask=len
+            ),
+            "mask",
+        ),
+    ],
+)
+def test_components_that_are_not_there_say_so(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gla", {"decay": None}, r"expected \['decay'\] besides q, k and v, got \[\]"),
+        ("gla", {"beta": torch.ones(1, 5, H)}, r"got \['beta', 'decay'\]"),
+        ("gla", {"decay": torch.zeros(1, 5, H, K)}, r"decay: expected shape \(1, 5, 2\)"),
+        ("kda", {"beta": torch.ones(1, 5)}, r"beta: expected shape \(1, 5, 2\)"),
+        ("gla", {"k": torch.ones(1, 4, H, K, dtype=torch.float64)}, "q, k, v: expected"),
+        ("gla", {"decay": torch.ones(1, 5, H, dtype=torch.float64)}, "g"),
+    ],
+)
+def test_errors_of_a_call(name: str, changes: dict[str, Any], message: str) -> None:
+    x = {key: value for key, value in (draw(name, 1, 5, 0) | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        MODELS[name]()(**x)
+
+
+def test_errors_of_components() -> None:
+    with pytest.raises(ValueError, match="decay: expected a component"):
+        model("gated")
+    with pytest.raises(ValueError, match="log_decay: expected natural logarithms"):
+        decay.fixed([0.5])
+    with pytest.raises(ValueError, match="expected 2 values, one a head, got 1"):
+        model(decay.fixed([-1.0]))(*(torch.randn(1, 3, H, n) for n in (K, K, V)))
+    with pytest.raises(ValueError, match="even K"):
+        model(decay.none(), feature_map.rope())(*(torch.randn(1, 3, H, n) for n in (3, 3, V)))
+    assert issubclass(CompileError, ValueError)

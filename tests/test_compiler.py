@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import random
 from typing import Any
 
@@ -20,7 +23,8 @@ from flexsp.compiler import (
 )  # fmt: skip
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.variants import VARIANTS, H, K, V, draw, gradients, load, token_loop
+from tests import variants
+from tests.variants import VARIANTS, Function, H, K, V, draw, gradients, load, token_loop
 
 EXACT = 1e-10
 
@@ -83,14 +87,8 @@ def test_half_precision_inputs_keep_states_in_float32(name: str, seed: int) -> N
 def test_casts_do_not_round(seed: int) -> None:
     """What the functions cast stays in the accumulation dtype: here in float64, so the answers are exact."""
 
-    def chunk(k: Any, v: Any) -> Any:
-        return (k.to(torch.bfloat16).T @ v.half()).float()
-
-    def merge(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
-        return ((q @ k.T).tril(0).to(v.dtype) @ v + q @ chunk_state.bfloat16()) * scale
-
     tokens, params = draw("linear", 2, 30, seed)
-    o, _ = build(chunk_mode=chunk, merge_mode=merge)(**tokens)
+    o, _ = build(chunk_mode=variants.narrow_chunk, merge_mode=variants.narrow_merge)(**tokens)
     want, _ = token_loop("linear", tokens, params, torch.zeros(2, H, K, V, dtype=torch.float64), None)
     assert relative_error(o, want) < EXACT
 
@@ -115,6 +113,169 @@ def test_strong_gates_overflow_nowhere() -> None:
     o, _ = load("simple_gla").make(H, 4, 4)(q=q, k=k, v=v, g=g)
     o.sum().backward()
     assert o.isfinite().all() and g.grad is not None and g.grad.isfinite().all()
+
+
+# Against the functions as they are ------------------------------------------------------------------------------------
+
+
+GATED: dict[str, Any] = {"g": SymbTensor(["T", ConstExpr("H", H)])}
+
+
+def assert_as_written(changes: dict[str, Any] | None = None, **options: Function) -> LinearAttention:
+    """Compiled equals variants.untraced; parameters are drawn."""
+    declared = GATED | (changes or {})
+    model = build(declared, chunk_size=8, **options)
+    x = variants.gated_inputs()
+    shapes = {name: y.shape for name, y in model.program.meta.params.items()}
+    params = {name: torch.rand([H, *(int(n) for n in shape[1:])]).double() for name, shape in shapes.items()}
+    o, _ = model(**x, **params)
+    functions = {
+        "chunk_mode": variants.chunk_ok,
+        "decay_mode": variants.decay_ok,
+        "merge_mode": variants.merge_ok,
+    } | options
+    assert relative_error(o, variants.untraced(functions, x, params, 8)) < EXACT
+    return model
+
+
+@pytest.mark.parametrize("name", [*variants.EXPONENTS, *variants.CASTS])
+def test_exponents_masked_and_masks_as_numbers(name: str) -> None:
+    """Only exponents as large as the scores are masked; casts of masks make numbers."""
+    assert_as_written(merge_mode=variants.scored((variants.EXPONENTS | variants.CASTS)[name]))
+
+
+def test_exponent_of_a_parameter_is_not_masked() -> None:
+    for sizes in ([], [1, 1]):
+        assert_as_written({"u": SymbTensor([ConstExpr("H", H), *sizes])}, merge_mode=variants.by_a_parameter)
+
+
+def test_dtype_keywords_do_not_narrow() -> None:
+    assert_as_written(chunk_mode=lambda k, v: k.T @ torch.ones_like(v, dtype=k.dtype))
+    x = variants.gated_inputs()
+    model = build(GATED, chunk_mode=lambda k, v: (k * 2).T @ torch.ones_like(v, dtype=torch.float32))
+    want = build(GATED, chunk_mode=lambda k, v: (k * 2).T @ torch.ones_like(v))
+    assert torch.equal(model(**x)[0], want(**x)[0])
+
+
+@pytest.mark.parametrize("name", variants.DECAYED)
+def test_decay_masked_in_other_ways(name: str) -> None:
+    merge = variants.sized(variants.DECAYED[name])
+    model = assert_as_written(merge_mode=merge)
+    x = {key: y.requires_grad_() for key, y in variants.gated_inputs(64, torch.float32).items()}
+    x["g"] = torch.full((1, 64, H), -3.0, requires_grad=True)
+    model = build(GATED, merge_mode=merge)
+    o, _ = model(**x)
+    o.sum().backward()
+    assert o.isfinite().all() and all(y.grad is not None and y.grad.isfinite().all() for y in x.values())
+
+
+def test_programs_can_be_pickled_and_copied() -> None:
+    for name in ("two diagonals", "where"):
+        model = build(GATED, merge_mode=variants.sized(variants.DECAYED[name]))
+        x = variants.gated_inputs()
+        for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert torch.equal(model(**x)[0], again(**x)[0])
+
+
+def test_decay_that_overflows_is_refused() -> None:
+    with pytest.raises(CompileError, match=r"not finite where 'g' is -400: the exponential at .*decayed_scores"):
+        build(GATED, merge_mode=variants.sized(lambda s, d: (s * (d.exp() + 0)).tril()))
+
+
+def test_exponential_features_are_not_decay() -> None:
+    assert_as_written(merge_mode=variants.exponential_features)
+
+
+@pytest.mark.parametrize("name", variants.KINDS)
+def test_kind_is_read_from_the_graph(name: str) -> None:
+    decay, kind = variants.KINDS[name]
+    assert assert_as_written(decay_mode=decay).program.transition == kind
+
+
+def test_autocast_changes_nothing(seed: int) -> None:
+    tokens = {key: x.float() for key, x in draw("deltanet", 1, 40, seed)[0].items()}
+    model = load("deltanet").make(H, K, V)
+    o, final = model(**tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, last = model(**tokens)
+    assert torch.equal(o, again) and final is not None and last is not None and torch.equal(final, last)
+
+
+def normalised(**sizes: Any) -> LinearAttention:
+    key = SymbTensor(["T", sizes["h"], sizes["k"]])
+    state = SymbTensor(["NS", sizes["h"], sizes["k"], sizes["wide"]])
+    changes = {"q": key, "k": key, "v": SymbTensor(["T", sizes["h"], sizes["v"]]), "prev_s": state}
+    return LinearAttention(changes, variants.Normalised.chunk, variants.decay_ok, variants.Normalised.merge)
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_output_narrower_than_the_state(literal: bool) -> None:
+    heads, k = ConstExpr("H", H), ConstExpr("K", K)
+    v, wide = (V, V + 1) if literal else (ConstExpr("V", V), ConstExpr("Vn", V + 1))
+    model = normalised(h=heads, k=k, v=v, wide=wide)
+    for T in (0, 3):
+        x = {name: torch.rand(1, T, H, V if name == "v" else K) for name in "qkv"}
+        assert model(**x)[0].shape == (1, T, H, V)
+    assert model.program.value_sizes == (v,)
+
+
+def test_value_sizes_are_symbols() -> None:
+    heads, k, v = ConstExpr("H", H), ConstExpr("K", 4), ConstExpr("V", 4)
+    key = SymbTensor(["T", heads, k])
+    changes = {"q": key, "k": key, "v": SymbTensor(["T", heads, v]), "prev_s": SymbTensor(["NS", heads, k, v])}
+    assert build(changes).program.value_sizes == (v,)
+    reads = build(
+        changes, merge_mode=lambda q, k, chunk_state: (q @ k.T).tril() @ k + q @ (chunk_state @ chunk_state.T)
+    )
+    assert reads.program.value_sizes == (k,)
+
+
+def test_inputs_of_one_sign() -> None:
+    gates = variants.LogGates
+    model = build(GATED, chunk_mode=gates.chunk, decay_mode=gates.decay, merge_mode=gates.merge)
+    assert model.program.transition == "scalar"
+    root = build(GATED, decay_mode=lambda prev_s, chunk_state, g: prev_s * (1 - g.exp()).sqrt().sum() + chunk_state)
+    assert root.program.transition == "scalar"
+    opposite = GATED | {"u": SymbTensor([ConstExpr("H", H)])}
+    both = build(
+        opposite, decay_mode=lambda prev_s, chunk_state, g, u: prev_s * (g.log() + (-u).log()).sum() + chunk_state
+    )
+    assert both.program.transition == "scalar"
+    with pytest.raises(CompileError, match="chunk_mode 'bad': results are not finite, whether inputs"):
+        build(GATED, chunk_mode=variants.bad)
+
+
+def test_building_leaves_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.inference_mode():
+        build()
+    assert torch.equal(before, torch.get_rng_state()) and not reseeded
+
+
+def test_sizes_that_belong_together() -> None:
+    """Functions that hold for the sizes given, and not for any: pairs of channels, a literal number of them."""
+    heads, v = ConstExpr("H", H), ConstExpr("V", V)
+    functions = {"chunk_mode": variants.Rotated.chunk, "merge_mode": variants.Rotated.merge}
+    for k, half in ((ConstExpr("K", 6), ConstExpr("K2", 3)), (ConstExpr("K", 64), ConstExpr("K2", 32))):
+        key, angle = SymbTensor(["T", heads, k]), SymbTensor(["T", heads, half])
+        state = SymbTensor(["NS", heads, k, v])
+        build({"q": key, "k": key, "v": SymbTensor(["T", heads, v]), "prev_s": state, "angle": angle}, **functions)
+    build({"n": K}, chunk_mode=lambda k, v, n: k.reshape(-1, n).T @ v)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [variants.Chunks().chunk, variants.Chunks(), variants.Module(), functools.partial(variants.doubled, factor=1.0)],
+)
+def test_what_is_called_like_a_function(chunk: Function) -> None:
+    assert build(chunk_mode=chunk).program.chunk.arguments == ("k", "v")
+
+
+def test_defaults_are_kept() -> None:
+    assert_as_written(chunk_mode=variants.doubled)
+    assert_as_written(chunk_mode=lambda k, v: torch.nn.functional.logsigmoid(k).T @ v)
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
@@ -189,11 +350,7 @@ def test_documents_across_ranks(name: str, seed: int) -> None:
 def saturating(decay: Any = None) -> LinearAttention:
     """A state that saturates after every chunk: not affine, so ranks run one after the other."""
     module = load("linear")
-
-    def saturated(prev_s: Any, chunk_state: Any) -> Any:
-        return (prev_s + chunk_state).tanh()
-
-    return LinearAttention(meta(), module.chunk, decay or saturated, module.merge, chunk_size=8)
+    return LinearAttention(meta(), module.chunk, decay or variants.saturated, module.merge, chunk_size=8)
 
 
 def meta(**changes: Any) -> dict[str, Any]:
@@ -238,113 +395,122 @@ def test_what_is_not_affine_runs_rank_after_rank(lengths: list[int], seed: int) 
     assert max(max(errors) for errors in answers) < EXACT, answers
 
 
+def final_only(sp: Any, saturates: bool, lengths: list[int], bounds: list[int] | None) -> list[float]:
+    """A loss on final states alone, where there are none on outputs: every rank's gradients, against one rank's."""
+    model = saturating() if saturates else load("simple_gla").make(H, K, V, chunk_size=8)
+    tokens, _ = draw("linear" if saturates else "simple_gla", 1, sum(lengths), 7)
+    sp.set_lengths(lengths)
+    start, stop, _ = sp.shard_range(lengths[sp.rank])
+    cu = None if bounds is None else torch.tensor(bounds)
+    leaves = {key: x[:, start:stop].clone().requires_grad_() for key, x in tokens.items()}
+    whole = {key: x.clone().requires_grad_() for key, x in tokens.items()}
+    o, final = model(**leaves, cu_seqlens=cu, sp=sp)
+    ((o * 0).sum() if final is None else final.square().sum()).backward()
+    want = model(**whole, cu_seqlens=cu, sp=False)[1]
+    assert want is not None
+    want.square().sum().backward()
+    errors = [0.0]
+    for key in ("k", "v"):
+        got, exact = leaves[key].grad, whole[key].grad
+        assert got is not None and exact is not None
+        errors += (
+            [relative_error(got, exact[:, start:stop])] if exact[:, start:stop].any() else [float(got.abs().max())]
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("saturates", "lengths", "bounds"),
+    [
+        (False, [16, 16], [0, 5, 20, 32]),
+        (False, [16, 16, 16], [0, 5, 20, 48]),
+        (True, [16, 16], None),
+        (True, [16, 16, 16], [0, 8, 24, 40, 48]),
+    ],
+    ids=str,
+)
+def test_a_loss_on_final_states_alone(saturates: bool, lengths: list[int], bounds: list[int] | None) -> None:
+    answers = run_ranks(final_only, len(lengths), saturates, lengths, bounds, sp_timeout_s=5.0)
+    assert max(max(errors) for errors in answers) < EXACT, answers
+
+
+def under_autocast(sp: Any) -> float:
+    tokens = {key: x.float() for key, x in draw("linear", 1, 32, 7)[0].items()}
+    sp.set_lengths([16, 16])
+    part = slice(16 * sp.rank, 16 * sp.rank + 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = saturating(variants.mixed)(**{key: x[:, part] for key, x in tokens.items()}, sp=sp)
+    want, _ = saturating(variants.mixed)(**tokens, sp=False)
+    return relative_error(o, want[:, part])
+
+
+def test_autocast_changes_nothing_over_ranks() -> None:
+    assert max(run_ranks(under_autocast, 2)) < 1e-5
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-def chunk_ok(k: Any, v: Any) -> Any:
-    return k.T @ v
-
-
-def decay_ok(prev_s: Any, chunk_state: Any) -> Any:
-    return prev_s + chunk_state
-
-
-def merge_ok(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
-    return ((q @ k.T).tril(0) @ v + q @ chunk_state) * scale
-
-
 def build(changes: dict[str, Any] | None = None, **options: Any) -> LinearAttention:
-    functions = {"chunk_mode": chunk_ok, "decay_mode": decay_ok, "merge_mode": merge_ok}
+    functions = {"chunk_mode": variants.chunk_ok, "decay_mode": variants.decay_ok, "merge_mode": variants.merge_ok}
     return LinearAttention(meta(**(changes or {})), **(functions | options))
 
 
-def branching(k: Any, v: Any) -> Any:
-    return k.T @ v if k.sum() > 0 else v.T @ k
-
-
-def in_place(k: Any, v: Any) -> Any:
-    return (k.T @ v).add_(1.0)
-
-
-def item(k: Any, v: Any) -> Any:
-    state = k.T @ v
-    state[0] = 0
-    return state
-
-
-def unsupported(k: Any, v: Any) -> Any:
-    return torch.fft.fft(k).real.T @ v
-
-
-def wrong_shape(k: Any, v: Any) -> Any:
-    return v.T @ k
-
-
-def mismatched(k: Any, v: Any) -> Any:
-    return k @ v
-
-
-def not_causal(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
-    return ((q @ k.T) @ v + q @ chunk_state) * scale
-
-
-def wrong_output(q: Any, chunk_state: Any) -> Any:
-    return (q @ chunk_state).sum(0)
-
-
-def unknown_cached(q: Any, w: Any, chunk_state: Any) -> Any:
-    return q @ chunk_state + w
-
-
-def hides(k: Any, v: Any) -> Any:
-    return cache_result(k.T @ v, "q")
-
-
-def twice(k: Any, v: Any) -> Any:
-    cache_result(v, "u")
-    return cache_result(k.T @ v, "u")
-
-
-def caches_late(prev_s: Any, chunk_state: Any) -> Any:
-    return cache_result(prev_s + chunk_state, "after")
-
-
-def from_the_right(prev_s: Any, chunk_state: Any, v: Any) -> Any:
-    return prev_s @ (v.T @ v) + chunk_state
-
-
-def forgets(chunk_state: Any) -> Any:
-    return chunk_state * 2
-
-
-def general_inverse(k: Any, v: Any) -> Any:
-    return (k @ k.T).inverse() @ v
-
-
-def two_results(k: Any, v: Any) -> Any:
-    return k.T @ v, v
-
-
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "control flow": ({"chunk_mode": branching}, "control flow depends on a tensor"),
-    "in place": ({"chunk_mode": in_place}, r"add_ changes a tensor in place at .*test_compiler.py:\d+ \(return"),
-    "item assignment": ({"chunk_mode": item}, "assigns to part of a tensor"),
-    "operator": ({"chunk_mode": unsupported}, r"operator 'fft_fft' at .*test_compiler.py:\d+ .*not supported"),
-    "shape of F": ({"chunk_mode": wrong_shape}, r"expected the shape of the state, \[.*got \["),
-    "shapes inside": ({"chunk_mode": mismatched}, r"fails on one chunk of one head, k \[6, \d\], v \[6, \d\]"),
-    "not causal": ({"merge_mode": not_causal}, "not causal: token 1 of 'k'"),
-    "output": ({"merge_mode": wrong_output}, r"expected a result \[C, V\]"),
+    "control flow": ({"chunk_mode": variants.branching}, "control flow depends on a tensor"),
+    "in place": ({"chunk_mode": variants.in_place}, r"add_ changes a tensor in place at .*variants.py:\d+ \(return"),
+    "item assignment": ({"chunk_mode": variants.item}, "assigns to part of a tensor"),
+    "operator": ({"chunk_mode": variants.unsupported}, r"operator 'fft_fft' at .*variants.py:\d+ .*not supported"),
+    "shape of F": ({"chunk_mode": variants.wrong_shape}, r"expected the shape of the state, \[.*got \["),
+    "shapes inside": ({"chunk_mode": variants.mismatched}, r"fails on one chunk of one head, k \[6, \d\], v \[6, \d\]"),
+    "not causal": ({"merge_mode": variants.not_causal}, "not causal: token 1 of 'k'"),
+    "output": ({"merge_mode": variants.wrong_output}, r"expected a result \[C, V\]"),
     "unknown name": (
-        {"merge_mode": unknown_cached},
+        {"merge_mode": variants.unknown_cached},
         "argument 'w' is no input and no cached value",
     ),
-    "hidden input": ({"chunk_mode": hides}, "cache_result name 'q' hides an input"),
-    "cached twice": ({"chunk_mode": twice}, "needs a name of its own"),
-    "cached late": ({"decay_mode": caches_late}, "only chunk_mode may cache results"),
-    "from the right": ({"decay_mode": from_the_right}, "write the state transposed"),
-    "no state": ({"decay_mode": forgets}, "expected an argument 'prev_s'"),
-    "inverse": ({"chunk_mode": general_inverse}, "not seen to be unit lower"),
-    "two results": ({"chunk_mode": two_results}, "expected one tensor as result"),
+    "hidden input": ({"chunk_mode": lambda k, v: cache_result(k.T @ v, "q")}, "cache_result name 'q' hides an input"),
+    "cached twice": (
+        {"chunk_mode": lambda k, v: cache_result(cache_result(k.T @ v, "u"), "u")},
+        "needs a name of its own",
+    ),
+    "cached late": (
+        {"decay_mode": lambda prev_s, chunk_state: cache_result(prev_s + chunk_state, "after")},
+        "only chunk_mode may cache results",
+    ),
+    "from the right": ({"decay_mode": variants.from_the_right}, "write the state transposed"),
+    "no state": ({"decay_mode": variants.forgets}, "expected an argument 'prev_s'"),
+    "inverse": ({"chunk_mode": variants.general_inverse}, "not seen to be unit lower"),
+    "integers": ({"chunk_mode": variants.whole_numbers}, r"casts to torch.int32 at .*variants.py"),
+    "alpha": (
+        {"chunk_mode": lambda k, v: torch.add(k.tril(-1), identity(k, k.size(0)), alpha=2).inverse() @ v},
+        "not seen to be unit lower",
+    ),
+    "closure": ({"chunk_mode": variants.closure}, "uses a tensor that is no argument at .*give it as an input"),
+    "constant": ({"chunk_mode": variants.constant}, "uses a tensor that is no argument"),
+    "module": ({"chunk_mode": torch.nn.Linear(K, K)}, "a module with tensors of its own"),
+    "loop over a size": (
+        {"chunk_mode": variants.loops},
+        r"cannot be traced at .*variants.py:\d+ .*no loop over a size",
+    ),
+    "len": ({"chunk_mode": lambda k, v: k.T @ v * len(k)}, "cannot be traced at"),
+    "ones of a size": ({"chunk_mode": variants.makes_ones}, "cannot be traced at .*with ones_like"),
+    "view": (
+        {"decay_mode": variants.flat_view},
+        "decay_mode 'flat_view': runs on one chunk of one head, but not on many",
+    ),
+    "rows by mask": (
+        {"merge_mode": variants.picks_rows},
+        "merge_mode 'picks_rows': runs on one chunk of one head, but not",
+    ),
+    "cached number": (
+        {"chunk_mode": lambda k, v: k.T @ v * cache_result(k.size(0), "n")},
+        "expected a tensor as n, got 6",
+    ),
+    "no tokens": ({"chunk_mode": variants.no_tokens}, "expected at least one argument of the tokens"),
+    "any arguments": ({"chunk_mode": variants.many_arguments}, "name every argument"),
+    "not a function": ({"chunk_mode": 3}, "expected a Python function"),
+    "two results": ({"chunk_mode": variants.two_results}, "expected one tensor as result"),
 }
 
 
@@ -363,6 +529,8 @@ def test_errors_name_cause_and_remedy(name: str) -> None:
         ({"q": SymbTensor(["T", ConstExpr("heads", H), K])}, "expected the heads"),
         ({"v": SymbTensor(["T", ConstExpr("H", H), ConstExpr("K", 9)])}, "two lists of values"),
         ({"chunk_state": SymbTensor(["NC", ConstExpr("H", H), 3])}, "chunk_state.*expected sizes"),
+        ({"u": SymbTensor([ConstExpr("H", H), "D"])}, "input_meta\\['u'\\]: expected ConstExprs or .*got 'D'"),
+        ({"sp": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta\\['sp'\\]: expected another name"),
     ],
 )
 def test_errors_of_input_meta(changes: dict[str, Any], message: str) -> None:
@@ -387,6 +555,13 @@ def test_what_is_not_there_says_so() -> None:
         ({"v": torch.randn(1, 8, H, V + 1)}, "v: expected size V"),
         ({"k": torch.ones(1, 8, H, K, dtype=torch.int64)}, "k: expected a floating tensor"),
         ({"prev_s": torch.randn(2, H, K, V)}, "prev_s: expected"),
+        ({"prev_s": torch.randn(1, H, K, V).double()}, "prev_s: expected .* of torch.float32 on cpu, got .*float64"),
+        ({"prev_s": torch.ones(1, H, K, V, dtype=torch.int64)}, "prev_s: expected .* got .*int64"),
+        ({"prev_s": torch.ones(1, H, K, V, dtype=torch.complex64)}, "prev_s: expected .* got .*complex64"),
+        ({"prev_s": 1.0}, "prev_s: expected a tensor"),
+        ({"cu_seqlens": [0, 8]}, r"cu_seqlens: expected a tensor \[N \+ 1\] of int32 or int64, got list"),
+        ({"cu_seqlens": torch.tensor([0.0, 2.5, 8.0])}, "cu_seqlens: expected a tensor .* got torch.float32"),
+        ({"cu_seqlens": torch.tensor([[0, 8]])}, r"cu_seqlens: expected a tensor .* got torch.int64 \[1, 2\]"),
         ({"cu_seqlens": torch.tensor([0, 5, 9])}, "cu_seqlens: expected non-decreasing boundaries from 0 to 8"),
         ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, "cu_seqlens: expected non-decreasing"),
     ],

@@ -37,6 +37,7 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "linear, elu": lambda: model(decay.none(), feature_map.elu()),
     "linear, relu": lambda: model(decay.none(), feature_map.relu()),
     "retnet": lambda: model(decay.fixed(), feature_map.rope()),
+    "exponential delta": lambda: model(decay.exponential(), t=transition.delta_rule()),
     "fixed delta": lambda: model(decay.fixed([-0.1, -0.5]), t=transition.delta_rule()),
 }
 SMALL = ("mamba2", "gla, a gate a channel", "delta_rope", "retnet")
@@ -150,8 +151,8 @@ def test_against_token_loop(name: str, bounds: list[int] | None, seed: int) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_says_what_runs(name: str) -> None:
     text = MODELS[name]().explain()
-    assert ("diagonal engine" in text) == (name not in {"gla, a gate a channel", "kda", "delta_net", "delta_rope",
-                                                        "gated_delta_net", "fixed delta"})  # fmt: skip
+    others = {"gla, a gate a channel", "kda", "fixed delta", "exponential delta", "gated_delta_net", "delta_net"}
+    assert ("diagonal engine" in text) == (name not in others | {"delta_rope"})
 
 
 def on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> list[float]:
@@ -207,16 +208,65 @@ def test_components_that_are_not_there_say_so(make: Callable[[], Any], message: 
     [
         ("gla", {"decay": None}, r"expected \['decay'\] besides q, k and v, got \[\]"),
         ("gla", {"beta": torch.ones(1, 5, H)}, r"got \['beta', 'decay'\]"),
-        ("gla", {"decay": torch.zeros(1, 5, H, K)}, r"decay: expected shape \(1, 5, 2\)"),
-        ("kda", {"beta": torch.ones(1, 5)}, r"beta: expected shape \(1, 5, 2\)"),
+        ("gla", {"decay": torch.zeros(1, 5, H, K)}, r"decay: expected shape \[B, T, H\] = \[1, 5, 2\]"),
+        ("kda", {"beta": torch.ones(1, 5)}, r"beta: expected shape \[B, T, H\] = \[1, 5, 2\]"),
         ("gla", {"k": torch.ones(1, 4, H, K, dtype=torch.float64)}, "q, k, v: expected"),
-        ("gla", {"decay": torch.ones(1, 5, H, dtype=torch.float64)}, "g"),
+        ("gla", {"decay": torch.ones(1, 5, H, dtype=torch.float64)}, "decay: expected natural-log gates <= 0"),
+        ("gated_delta_net", {"decay": torch.ones(1, 5, H, dtype=torch.float64)}, "decay: expected natural-log gates"),
+        ("kda", {"decay": torch.ones(1, 5, H, K, dtype=torch.float64)}, "decay: expected natural-log gates <= 0"),
+        ("exponential delta", {"A": torch.ones(H, dtype=torch.float64)}, "A: expected values <= 0"),
+        ("exponential delta", {"decay": -torch.ones(1, 5, H, dtype=torch.float64)}, "decay: expected step sizes >= 0"),
+        ("kda", {"beta": torch.ones(1, 5, H, dtype=torch.int64)}, "beta: expected dtype"),
+        ("kda", {"beta": 1.0}, r"beta: expected a tensor \[B, T, H\], got float"),
+        ("kda", {"v": torch.ones(1, 5, H, V)}, "v: expected dtype float64, got torch.float32"),
+        ("kda", {"q": torch.ones(1, 5, H, K, dtype=torch.int64)}, "q: expected dtype"),
+        ("kda", {"initial_state": torch.ones(2, H, K, V, dtype=torch.float64)}, "initial_state: expected shape"),
+        ("kda", {"initial_state": torch.ones(1, H, K, V)}, "initial_state: expected dtype float64"),
     ],
 )
 def test_errors_of_a_call(name: str, changes: dict[str, Any], message: str) -> None:
     x = {key: value for key, value in (draw(name, 1, 5, 0) | changes).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         MODELS[name]()(**x)
+
+
+def test_beta_must_be_a_tensor() -> None:
+    x = draw("kda", 1, 5, 0) | {"beta": None}
+    with pytest.raises(ValueError, match="beta: expected a tensor"):
+        MODELS["kda"]()(**x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strength", [-1e3, -1e6, -math.inf])
+@pytest.mark.parametrize("name", ["gla, a gate a channel", "kda", "gated_delta_net"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_closed_gate_starts_anew(name: str, strength: float, dtype: torch.dtype, seed: int) -> None:
+    """What follows is as without what was before, in the same chunk too."""
+    x = {key: y.to(dtype) for key, y in draw(name, 1, 16, seed).items()}
+    x["decay"][:, 6] = strength
+    leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
+    o, _ = MODELS[name]()(**leaves)
+    o.sum().backward()
+    after, _ = MODELS[name]()(**{key: y[:, 6:] for key, y in x.items()})
+    assert relative_error(o[:, 6:], after) < 1e3 * torch.finfo(dtype).eps
+    assert all(y.grad is not None and y.grad.isfinite().all() for y in leaves.values())
+
+
+def test_a_fixed_decay_of_zero(seed: int) -> None:
+    x = draw("fixed delta", 1, 9, seed)
+    o, _ = model(decay.fixed([-math.inf] * H), t=transition.delta_rule())(**x)
+    alone = x["beta"].unsqueeze(-1) * (x["q"] * x["k"]).sum(-1, keepdim=True) * x["v"] * K**-0.5
+    assert relative_error(o, alone) < EXACT
+
+
+@pytest.mark.parametrize("name", ["gla, a gate a channel", "exponential delta"])
+def test_half_precision_inputs_are_rounded_once(name: str, seed: int) -> None:
+    """Neither the scaled queries nor the values times dt: the error is that of rounding the output."""
+    x = {key: y.bfloat16() for key, y in draw(name, 1, 400, seed).items()}
+    want, _ = MODELS[name]()(**{key: y.double() for key, y in x.items()}, scale=0.3)
+    o, _ = MODELS[name]()(**x, scale=0.3)
+    assert o.dtype == torch.bfloat16
+    beyond = (o.double() - want).abs() - 0.5 * torch.finfo(torch.bfloat16).eps * want.abs()
+    assert beyond.max() < 1e-4 * want.abs().max()
 
 
 def test_errors_of_components() -> None:

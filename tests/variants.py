@@ -1,8 +1,12 @@
-"""The variants of examples/variants as token loops in float64, with inputs for them. Shares no code with flexsp."""
+"""The variants of examples/variants as token loops in float64, with inputs, and functions to compile or to refuse.
+
+Shares no code with flexsp.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +19,7 @@ from torch.nn.functional import logsigmoid, normalize
 FOLDER = Path(__file__).parents[1] / "examples" / "variants"
 H, K, V = 2, 5, 4
 Tensors = dict[str, torch.Tensor]
+Function = Callable[..., Any]
 
 
 def load(name: str) -> ModuleType:
@@ -140,3 +145,311 @@ def gradients(
     for (key, leaf), grad in zip(leaves.items(), grads, strict=True):
         found[f"d{key}"] = torch.zeros_like(leaf) if grad is None else grad
     return found
+
+
+# Linear attention in other forms --------------------------------------------------------------------------------------
+
+
+def chunk_ok(k: Any, v: Any) -> Any:
+    return k.T @ v
+
+
+def decay_ok(prev_s: Any, chunk_state: Any) -> Any:
+    return prev_s + chunk_state
+
+
+def merge_ok(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
+    return ((q @ k.T).tril(0) @ v + q @ chunk_state) * scale
+
+
+def gated_inputs(T: int = 20, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    x = {name: torch.randn(1, T, H, V if name == "v" else K, dtype=dtype) for name in "qkv"}
+    return x | {"g": -torch.rand(1, T, H, dtype=dtype)}
+
+
+def untraced(functions: dict[str, Function], x: dict[str, torch.Tensor], params: dict[str, Any], C: int) -> Any:
+    """Outputs of the functions called as they are, head by head and chunk by chunk."""
+
+    def call(role: str, values: dict[str, Any]) -> Any:
+        function = functions[role]
+        return function(**{name: values[name] for name in inspect.signature(function).parameters if name in values})
+
+    T = x["q"].shape[1]
+    o = torch.zeros(1, T, H, V, dtype=torch.float64)
+    for head in range(H):
+        S = torch.zeros(K, V, dtype=torch.float64)
+        for t in range(0, T, C):
+            values = {name: y[0, t : t + C, head] for name, y in x.items()} | {"scale": K**-0.5}
+            values |= {name: y[head] for name, y in params.items()}
+            o[0, t : t + C, head] = call("merge_mode", values | {"chunk_state": S})
+            S = call("decay_mode", values | {"prev_s": S, "chunk_state": call("chunk_mode", values)})
+    return o
+
+
+def scored(scores: Function) -> Function:
+    """merge_mode whose scores are made by `scores(s, g, b)` from tril(q k^T)."""
+
+    def merge(q: Any, k: Any, v: Any, g: Any, chunk_state: Any) -> Any:
+        return scores((q @ k.T).tril(), g, g.cumsum(0)) @ v + q @ chunk_state
+
+    return merge
+
+
+EXPONENTS: dict[str, Function] = {
+    "factors": lambda s, g, b: s * b.unsqueeze(1).exp() * (-b).unsqueeze(0).exp(),
+    "a row": lambda s, g, b: s * g[None].exp(),
+    "1-D": lambda s, g, b: s * g.exp(),
+    "keyword": lambda s, g, b: torch.mul(input=s, other=torch.exp(input=b[:, None] - b[None])),
+}
+
+
+CASTS: dict[str, Function] = {
+    "sum of masks": lambda s, g, b: s * ((s > 0).float() + (s > -1).float()),
+    "type_as": lambda s, g, b: s * ((s > 0).type_as(s) + (s > -1).type_as(s)),
+    "one minus": lambda s, g, b: s * (1 - (s > 0).to(s.dtype)),
+    "negative": lambda s, g, b: s * -(s > 0).double(),
+    "product": lambda s, g, b: (s > 0).to(s.dtype),
+    "mean": lambda s, g, b: s * (s > 0).float().mean(-1, keepdim=True),
+    "to a mask": lambda s, g, b: torch.where((s * s).to(torch.bool), s, 2 * s),
+    "inverted": lambda s, g, b: s * (~torch.ones_like(s).tril().bool()).to(s.dtype) + s,
+    "count": lambda s, g, b: s / (1 + (g < -0.5).cumsum(0, dtype=torch.float64)[:, None]),
+}
+
+
+def sized(scores: Function) -> Function:
+    """merge_mode with all scores: `scores(s, d)` masks them and multiplies by e^d."""
+
+    def merge(q: Any, k: Any, v: Any, g: Any, chunk_state: Any) -> Any:
+        b = g.cumsum(0)
+        return scores(q @ k.T, b[:, None] - b[None]) @ v + (q * b.exp()[:, None]) @ chunk_state
+
+    return merge
+
+
+DECAYED: dict[str, Function] = {
+    "mask last": lambda s, d: (s * d.exp()).tril(),
+    "mask last, negative": lambda s, d: -(s * 0.5 * d.exp() / 3).tril(0),
+    "where": lambda s, d: torch.where(torch.ones_like(s).tril() > 0, s * d.exp(), 0.0),
+    "masked_fill": lambda s, d: (s * d.exp()).masked_fill(torch.ones_like(s).tril() == 0, 0.0),
+    "a mask as factor": lambda s, d: s * d.exp() * (torch.ones_like(s).tril() > 0).to(s.dtype),
+    "scaled": lambda s, d: s.tril() * (0.5 * d.exp()),
+    "base 2": lambda s, d: s.tril() * torch.exp2(d),
+    "two diagonals": lambda s, d: (lambda e: s.tril(0) * e + (s + 1).tril() * e + s.tril(-1) * e)(d.exp()),
+}
+
+
+KINDS: dict[str, tuple[Function, str]] = {
+    "clamp": (lambda prev_s, chunk_state: (prev_s + chunk_state).clamp(-100, 100), "not affine"),
+    "norm": (lambda prev_s, chunk_state: prev_s * (30 / prev_s.norm()).clamp(max=1) + chunk_state, "not affine"),
+    "where": (lambda prev_s, chunk_state: torch.where(prev_s < 99, prev_s, 99.0) + chunk_state, "not affine"),
+    "gate far off": (
+        lambda prev_s, chunk_state, k, g: prev_s - (g - 99).relu().sum() * (k.T @ (k @ prev_s)) + chunk_state,
+        "dense",
+    ),
+    "factor far off": (lambda prev_s, chunk_state, g: prev_s * (1 + (g - 99).relu().sum()) + chunk_state, "scalar"),
+    "far off by row": (lambda prev_s, chunk_state, k: prev_s * (k - 9).relu().sum(0)[:, None] + chunk_state, "vector"),
+    "turned twice": (lambda prev_s, chunk_state, k: (prev_s.T * k.sum(0)).transpose(0, 1) + chunk_state, "vector"),
+    "turned once": (lambda prev_s, chunk_state, k, v: (prev_s.T * v.sum(0)[:, None]).T + chunk_state, "elementwise"),
+    "by column": (lambda prev_s, chunk_state, v: prev_s * v.sum(0).unsqueeze(0) + chunk_state, "elementwise"),
+    "triangle": (lambda prev_s, chunk_state: prev_s.tril() + chunk_state, "elementwise"),
+    "subtracted": (lambda prev_s, chunk_state: chunk_state - prev_s / 2, "scalar"),
+    "static mask": (
+        lambda prev_s, chunk_state, g: torch.where(g.sum() > 0, prev_s, prev_s * 0.5) + chunk_state,
+        "scalar",
+    ),
+}  # fmt: skip
+
+
+class LogGates:
+    """Gates in (0, 1)."""
+
+    @staticmethod
+    def chunk(k: Any, v: Any, g: Any) -> Any:
+        b = g.log().cumsum(0)
+        return (k * (b[-1] - b).exp()[:, None]).T @ v
+
+    @staticmethod
+    def decay(prev_s: Any, chunk_state: Any, g: Any) -> Any:
+        return prev_s * g.log().sum(0).exp() + chunk_state
+
+    @staticmethod
+    def merge(q: Any, k: Any, v: Any, g: Any, chunk_state: Any) -> Any:
+        b = g.log().cumsum(0)
+        return ((q @ k.T).tril() * (b[:, None] - b[None]).exp()) @ v + (q * b.exp()[:, None]) @ chunk_state
+
+
+class Normalised:
+    """The output is narrower than the state, whose last column is the normaliser."""
+
+    @staticmethod
+    def augmented(v: Any) -> Any:
+        return torch.cat([v, torch.ones_like(v[:, :1])], 1)
+
+    @staticmethod
+    def chunk(k: Any, v: Any) -> Any:
+        return k.square().T @ Normalised.augmented(v)
+
+    @staticmethod
+    def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+        y = (q.square() @ k.square().T).tril() @ Normalised.augmented(v) + q.square() @ chunk_state
+        return y[:, :-1] / y[:, -1:]
+
+
+class Rotated:
+    """Pairs of channels, so K is even and there are K/2 angles."""
+
+    @staticmethod
+    def turned(x: Any, angle: Any) -> Any:
+        even, odd, c, s = x[:, ::2], x[:, 1::2], angle.cos(), angle.sin()
+        return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
+
+    @staticmethod
+    def chunk(k: Any, v: Any, angle: Any) -> Any:
+        return Rotated.turned(k, angle).T @ v
+
+    @staticmethod
+    def merge(q: Any, k: Any, v: Any, angle: Any, chunk_state: Any) -> Any:
+        q, k = Rotated.turned(q, angle), Rotated.turned(k, angle)
+        return (q @ k.T).tril() @ v + q @ chunk_state
+
+
+def exponential_features(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    s = (q.exp() @ k.exp().T).tril()
+    return (s / s.sum(-1, keepdim=True)) @ v + q @ chunk_state
+
+
+def mixed(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+    return (k.T @ k @ (prev_s + chunk_state)).tanh()
+
+
+def saturated(prev_s: Any, chunk_state: Any) -> Any:
+    return (prev_s + chunk_state).tanh()
+
+
+def narrow_chunk(k: Any, v: Any) -> Any:
+    return (k.to(torch.bfloat16).T @ v.half()).float()
+
+
+def narrow_merge(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
+    return ((q @ k.T).tril(0).to(v.dtype) @ v + q @ chunk_state.bfloat16()) * scale
+
+
+def by_a_parameter(q: Any, k: Any, v: Any, u: Any, chunk_state: Any) -> Any:
+    return ((q @ k.T).tril() * u.exp()) @ v + q @ chunk_state
+
+
+class Chunks:
+    def chunk(self, k: Any, v: Any) -> Any:
+        return k.T @ v
+
+    __call__ = chunk
+
+
+class Module(torch.nn.Module):
+    def forward(self, k: Any, v: Any) -> Any:
+        return k.T @ v
+
+
+def doubled(k: Any, v: Any, factor: float = 2.0) -> Any:
+    return k.T @ v * factor
+
+
+# Functions to refuse --------------------------------------------------------------------------------------------------
+
+
+def branching(k: Any, v: Any) -> Any:
+    return k.T @ v if k.sum() > 0 else v.T @ k
+
+
+def in_place(k: Any, v: Any) -> Any:
+    return (k.T @ v).add_(1.0)
+
+
+def item(k: Any, v: Any) -> Any:
+    state = k.T @ v
+    state[0] = 0
+    return state
+
+
+def unsupported(k: Any, v: Any) -> Any:
+    return torch.fft.fft(k).real.T @ v
+
+
+def wrong_shape(k: Any, v: Any) -> Any:
+    return v.T @ k
+
+
+def mismatched(k: Any, v: Any) -> Any:
+    return k @ v
+
+
+def not_causal(q: Any, k: Any, v: Any, chunk_state: Any, scale: Any) -> Any:
+    return ((q @ k.T) @ v + q @ chunk_state) * scale
+
+
+def wrong_output(q: Any, chunk_state: Any) -> Any:
+    return (q @ chunk_state).sum(0)
+
+
+def unknown_cached(q: Any, w: Any, chunk_state: Any) -> Any:
+    return q @ chunk_state + w
+
+
+def from_the_right(prev_s: Any, chunk_state: Any, v: Any) -> Any:
+    return prev_s @ (v.T @ v) + chunk_state
+
+
+def forgets(chunk_state: Any) -> Any:
+    return chunk_state * 2
+
+
+def general_inverse(k: Any, v: Any) -> Any:
+    return (k @ k.T).inverse() @ v
+
+
+def two_results(k: Any, v: Any) -> Any:
+    return k.T @ v, v
+
+
+def whole_numbers(k: Any, v: Any) -> Any:
+    return k.to(torch.int32).to(k.dtype).T @ v
+
+
+WEIGHT = torch.randn(K, K)
+
+
+def closure(k: Any, v: Any) -> Any:
+    return (k @ WEIGHT).T @ v
+
+
+def constant(k: Any, v: Any) -> Any:
+    return (k * torch.tensor(2.0)).T @ v
+
+
+def loops(k: Any, v: Any) -> Any:
+    return sum(k[i][:, None] * v[i][None] for i in range(k.shape[0]))
+
+
+def makes_ones(k: Any, v: Any) -> Any:
+    return (k * torch.ones(k.size(0), 1)).T @ v
+
+
+def flat_view(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+    return prev_s * k.view(-1).sum() + chunk_state
+
+
+def picks_rows(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    s = (q @ k.T).tril()
+    return s[s[:, 0] > -1e9] @ v + q @ chunk_state
+
+
+def no_tokens(scale: Any) -> Any:
+    return scale
+
+
+def many_arguments(k: Any, v: Any, *more: Any) -> Any:
+    return k.T @ v
+
+
+def bad(k: Any, v: Any, g: Any) -> Any:
+    return k.T @ v * (-g * g - 1).log().sum()

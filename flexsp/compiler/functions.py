@@ -6,7 +6,8 @@ Every chunk has its true length, so the functions never see padding. Differentia
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,10 @@ from torch.func import jvp, vmap
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.check import Program, call
 from flexsp.compiler.meta import CHUNK_STATE, STATE
-from flexsp.compiler.trace import Traced
+from flexsp.compiler.trace import CompileError, Traced
 from flexsp.scan.affine import Relay, affine_exchange, tie
 
-__all__ = ["run"]
+__all__ = ["rehearse", "run"]
 
 Tensors = dict[str, torch.Tensor]
 Numbers = dict[str, float]
@@ -143,21 +144,52 @@ class _Local:
         padded = torch.nn.functional.pad(X, (0, -K % V))
         return torch.cat([linear(block) for block in padded.split(V, dim=3)], dim=3)[..., :K]
 
-    def merge(self, before: list[torch.Tensor], width: int) -> torch.Tensor:
-        """Phase 3: outputs [B, T, H, V]."""
+    def merge(self, before: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Phase 3: outputs [B, T, H, V]. `like` is a state."""
         values = [{**x, CHUNK_STATE: S} for x, S in zip(self.inputs, before, strict=True)]
         o, _ = self._over_chunks(self.program.merge, values)
         parts = [x for x in o if x is not None]
         if parts:
             return torch.cat(parts, dim=2).transpose(1, 2)
-        x = next(iter(self.tokens.values()))
         nothing = torch.stack([y.sum() for y in self.tokens.values()]).sum()  # so that the tokens have gradients
-        return x.new_zeros(x.shape[0], 0, x.shape[2], width) + nothing
+        return self._one_token(like)[:, :0] + nothing
+
+    @torch.no_grad()
+    def _one_token(self, like: torch.Tensor) -> torch.Tensor:
+        """Output of a token of zeros, which tells the width where there are no tokens."""
+        zeros = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in self.tokens.items()}
+        one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)])
+        one.contribute()
+        return one.merge([torch.zeros_like(like)], like)
+
+
+def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
+    """One call; CompileError where the functions, seen to work on one chunk, fail on many at once."""
+    T = next(iter(tokens.values())).shape[1]
+    local = _Local(program, tokens, params, program.meta.numbers, _cut(None, 0, T, C, True))
+    with _many("chunk_mode", program.chunk):
+        local.contribute()
+    with _many("decay_mode", program.decay):
+        before = local.walk(initial, None)[0]
+        if program.transition != "not affine":
+            local.transition(initial)
+    with _many("merge_mode", program.merge):
+        local.merge(before, initial)
+
+
+@contextmanager
+def _many(role: str, traced: Traced) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CompileError(
+            role, traced.name, f"runs on one chunk of one head, but not on many heads and chunks at once: {error}"
+        ) from error
 
 
 def run(
     program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, initial: torch.Tensor, *,
-    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, width: int,
+    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`."""
     x = next(iter(tokens.values()))
@@ -180,12 +212,13 @@ def run(
         arrived = affine_exchange(F, local.transition(zero), ranks, dense=program.transition == "dense")
         entering = entering + arrived
     before, after, leaving = local.walk(entering, in_walk)
-    o = local.merge(before, width)
-    if relay is not None:
-        o = relay.to_right(o, leaving)
+    o = local.merge(before, zero)
+    final = _final(initial, after, leaving, chunks, bounds, sp)
+    if relay is not None and arrived is not None:
+        return relay.to_right(o, final, leaving, arrived)
     if arrived is not None:
-        o = tie(o, arrived)
-    return o, _final(initial, after, leaving, chunks, bounds, sp)
+        return tie(o, arrived), None if final is None else tie(final, arrived)
+    return o, final
 
 
 def _final(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.compiler import functions
 from flexsp.compiler.check import Program, check
-from flexsp.compiler.meta import STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 
 __all__ = ["LinearAttention"]
@@ -36,14 +37,14 @@ class LinearAttention:
     are [K, V] or [K].
     The notation is that of Forge (Listings 1 and 3).
 
-    The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider; casts in them
-    are dropped. No kernels are generated from them yet.
+    The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast
+    says; casts of floating tensors in them are dropped. No kernels are generated from them yet.
 
     Args:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
             are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
             "chunk_state" may repeat its shape.
-        chunk_mode, decay_mode, merge_mode: the functions.
+        chunk_mode, decay_mode, merge_mode: the functions. Arguments with defaults that are no inputs keep them.
         sp_group: SequenceParallel over whose ranks calls run that give no ``sp``.
         chunk_size: tokens of a chunk; results do not depend on it beyond rounding, unless the functions do.
 
@@ -77,8 +78,14 @@ class LinearAttention:
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
         self._sp, self._C = sp_group, chunk_size
+        inputs = {*meta.tokens, *meta.params, *meta.numbers}
+        chunk = trace(chunk_mode, "chunk_mode", inputs, meta.numbers)
+        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
         self.program: Program = check(
-            meta, trace(chunk_mode, "chunk_mode"), trace(decay_mode, "decay_mode"), trace(merge_mode, "merge_mode")
+            meta,
+            chunk,
+            trace(decay_mode, "decay_mode", {*after_chunk, STATE}, meta.numbers),
+            trace(merge_mode, "merge_mode", after_chunk, meta.numbers),
         )
 
     def __call__(
@@ -93,9 +100,10 @@ class LinearAttention:
 
         Args:
             inputs: the tensors of ``input_meta`` by name, [T, H, ...] or [B, T, H, ...]; parameters [H, ...].
-            prev_s: initial states [N, H, *state], N = B or the number of documents; zeros if None. Under ``sp``
-                without ``cu_seqlens`` only the first rank has them.
-            cu_seqlens: [N+1] global boundaries of packed documents; B must be 1. Its values are read on the host.
+            prev_s: initial states [N, H, *state], N = B or the number of documents, in float32, or float64 if an input
+                is; zeros if None. Under ``sp`` without ``cu_seqlens`` only the first rank has them.
+            cu_seqlens: int32 or int64 [N+1], global boundaries of packed documents; B must be 1. Its values are read on
+                the host.
             sp: as for the ops: None takes the ambient group or ``sp_group``, False runs on this rank alone.
 
         Returns:
@@ -113,13 +121,14 @@ class LinearAttention:
         bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group)
         N = B if bounds is None else len(bounds) - 1
         names = self._known(tokens, params)
-        shape = (N, H, *(names[s.name] if isinstance(s, ConstExpr) else int(s) for s in meta.state_sizes))
+        shape = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         initial = self._initial(prev_s, shape, first.device, wide, bounds, group)
         tokens, params = ({name: x.to(wide) for name, x in each.items()} for each in (tokens, params))
-        o, final = functions.run(
-            self.program, tokens, params, meta.numbers, initial,
-            given=prev_s is not None, bounds=bounds, C=self._C, sp=group, width=self._width(names),
-        )  # fmt: skip
+        with _no_autocast(first.device.type):
+            o, final = functions.run(
+                self.program, tokens, params, meta.numbers, initial,
+                given=prev_s is not None, bounds=bounds, C=self._C, sp=group,
+            )  # fmt: skip
         o = o.to(first.dtype)
         return (o if batched else o[0]), final
 
@@ -174,10 +183,16 @@ class LinearAttention:
                     raise ValueError(f"{name}: expected size {want}, got {n} in {tuple(x.shape)}")
         return found
 
-    def _width(self, names: dict[str, int]) -> int:
-        """Width of one token's output where no chunk is there to tell: V, or K of a vector state."""
-        last = self.program.meta.state_sizes[-1]
-        return names[last.name] if isinstance(last, ConstExpr) else int(last)
+    def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:
+        """A size of the state; one that no input has is its only choice, or what the given state has."""
+        if not isinstance(size, ConstExpr):
+            return int(size)
+        choices, at = self._sizes[size.name], self.program.meta.state_sizes.index(size) + 2
+        if size.name in names or len(choices) == 1:
+            return names.get(size.name, choices[0])
+        if prev_s is None or prev_s.dim() <= at or prev_s.shape[at] not in choices:
+            raise ValueError(f"{STATE}: expected, since no input tells {size.name} of {list(choices)}")
+        return prev_s.shape[at]
 
     def _initial(
         self, prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype,
@@ -185,14 +200,26 @@ class LinearAttention:
     ) -> torch.Tensor:  # fmt: skip
         if prev_s is None:
             return torch.zeros(shape, device=device, dtype=dtype)
-        if tuple(prev_s.shape) != shape or prev_s.device != device:
-            raise ValueError(f"{STATE}: expected {shape} on {device}, got {tuple(prev_s.shape)} on {prev_s.device}")
+        if not isinstance(prev_s, torch.Tensor):
+            raise ValueError(f"{STATE}: expected a tensor {shape} or None, got {type(prev_s).__name__}")
+        if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
+            got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
+            raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
         if sp is not None and bounds is None and not sp.is_first:
             raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
-        return prev_s.to(dtype)
+        return prev_s
+
+
+def _no_autocast(kind: str) -> AbstractContextManager[Any]:
+    """States stay in the accumulation dtype."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _bounds(cu_seqlens: torch.Tensor, B: int, T: int, sp: SequenceParallel | None) -> list[int]:
+    integers = (torch.int32, torch.int64)
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
+        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__), list(getattr(cu_seqlens, "shape", ()))
+        raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of int32 or int64, got {got[0]} {got[1]}")
     bounds = [int(n) for n in cu_seqlens.tolist()]
     total = T if sp is None else sp.shard_range(T)[2]
     if B != 1:

@@ -11,6 +11,7 @@ import torch
 __all__ = ["ConstExpr", "InputMeta", "SymbTensor"]
 
 STATE, CHUNK_STATE = "prev_s", "chunk_state"
+RESERVED = ("cu_seqlens", "sp")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class InputMeta:
         params: dict[str, SymbTensor] = {}
         numbers: dict[str, float] = {}
         for name, what in given.items():
+            if name in RESERVED:
+                raise ValueError(f"input_meta[{name!r}]: expected another name, calls have an argument of this one")
             if isinstance(what, (int, float)) and not isinstance(what, bool):
                 numbers[name] = what
             elif not isinstance(what, SymbTensor):
@@ -81,6 +84,8 @@ class InputMeta:
             at = 1 if name in tokens else 0
             if len(what.shape) <= at or what.shape[at] != heads:
                 raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {at}, got {what.shape!r}")
+            _check_sizes(name, what.shape[at + 1 :])
+        _check_sizes(STATE, state.shape[2:])
         return cls(tokens, params, numbers, state)
 
     @property
@@ -98,3 +103,11 @@ class InputMeta:
                         f"ConstExpr {size.name!r}: two lists of values, {found[size.name]} and {size.choices}"
                     )
         return found
+
+
+def _check_sizes(name: str, sizes: Sequence[Size]) -> None:
+    for size in sizes:
+        if not isinstance(size, ConstExpr) and (type(size) is not int or size < 1):
+            raise ValueError(
+                f"input_meta[{name!r}]: expected ConstExprs or positive integers as sizes after the heads, got {size!r}"
+            )

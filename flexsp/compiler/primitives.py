@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["cache_result", "decayed_scores", "identity", "matmul_out_fp32", "unit_lower_inverse"]
+__all__ = [
+    "cache_result",
+    "decayed_scores",
+    "identity",
+    "matmul_out_fp32",
+    "primitive",
+    "to_floating",
+    "unit_lower_inverse",
+]
 
 
-def _primitive(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def primitive(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Makes a function one node under a tracer."""
+
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()):
@@ -25,26 +35,26 @@ def _primitive(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return call
 
 
-@_primitive
+@primitive
 def identity(like: torch.Tensor, n: int) -> torch.Tensor:
     """The unit matrix [n, n] in the dtype and on the device of ``like``."""
     return torch.eye(n, dtype=like.dtype, device=like.device)
 
 
-@_primitive
+@primitive
 def matmul_out_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, accumulated and returned in float32 (float64 for float64 operands)."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)
 
 
-@_primitive
+@primitive
 def cache_result(x: torch.Tensor, name: str) -> torch.Tensor:
     """Hands x of the chunk phase to the functions that follow, as their argument ``name``; returns x."""
     return x
 
 
-@_primitive
+@primitive
 def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[q.k]_E of MATH §1: sum_d q_id k_jd e^{b_id - b_jd} for j <= i and 0 elsewhere, without overflow.
 
@@ -63,8 +73,16 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.T
     return (q.unsqueeze(1) * k.unsqueeze(0) * decay).sum(-1)
 
 
-@_primitive
+@primitive
 def unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverse of a lower triangular matrix [C, C] with ones on the diagonal; what is on or above it is not read."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
+
+
+@primitive
+def to_floating(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """x if it is floating, else x in the dtype of ``like`` (float32 if None): what casts of masks become."""
+    if x.is_floating_point():
+        return x
+    return x.to(torch.float32 if like is None else like.dtype)

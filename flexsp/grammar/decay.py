@@ -27,7 +27,10 @@ def none() -> Decay:
 
 
 def fixed(log_decay: Sequence[float] | torch.Tensor | None = None) -> Decay:
-    """A constant for each head, natural logarithm, <= 0; None: RetNet's log(1 - 2^{-5 - h}) (Sun et al. 2023)."""
+    """A constant for each head, natural logarithm, <= 0; None: RetNet's log(1 - 2^{-5 - h}) (Sun et al. 2023).
+
+    Values below -104 (-800 for float64 inputs), -inf too, are a decay of 0.
+    """
     values = None if log_decay is None else tuple(float(x) for x in log_decay)
     if values is not None and any(not x <= 0 for x in values):
         raise ValueError(f"log_decay: expected natural logarithms <= 0, got {values}")
@@ -37,13 +40,14 @@ def fixed(log_decay: Sequence[float] | torch.Tensor | None = None) -> Decay:
 def gated(per_head: bool = True) -> Decay:
     """A gate a token: the call's ``decay`` holds natural logarithms <= 0.
 
-    [B, T, H] if ``per_head`` (simple GLA, Gated DeltaNet), else [B, T, H, K], one a key channel (GLA, KDA).
+    [B, T, H] if ``per_head`` (simple GLA, Gated DeltaNet), else [B, T, H, K], one a key channel (GLA, KDA). Below -104
+    (-800 for float64 inputs), also at -inf, a gate is a decay of 0 and has no gradient.
     """
     return Decay("gated", ("decay",), vector=not per_head)
 
 
 def exponential(data_dependent: bool = True, discretization: str = "euler") -> Decay:
-    """e^{dt A}, as in Mamba-2: the call's ``A`` [H] is < 0.
+    """e^{dt A}, as in Mamba-2: the call's ``A`` [H] is <= 0.
 
     If ``data_dependent`` its ``decay`` holds the steps dt >= 0 [B, T, H], and what a token writes is multiplied by its
     dt. Else dt = 1.

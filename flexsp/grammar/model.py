@@ -12,10 +12,14 @@ from flexsp.grammar import programs
 from flexsp.grammar.decay import Decay
 from flexsp.grammar.feature_map import FeatureMap
 from flexsp.grammar.transition import Transition
+from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
 from flexsp.scan.exchange import exchange
 
 __all__ = ["FlexLinearAttention"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
 
 
 class FlexLinearAttention:
@@ -76,40 +80,42 @@ class FlexLinearAttention:
         """Outputs [B, T, H, V] in v's dtype, and the final state [N, H, K, V] or None.
 
         Args:
-            q, k: [B, T, H, K]; v: [B, T, H, V]. Under ``sp`` this rank's tokens.
+            q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens.
             given: what the components name: ``decay``, ``A``, ``theta``, ``beta``; their docstrings give shapes and
-                units.
+                units. In the inputs' dtype or float32. Log gates below -104 (-800 in float64) act as that, a decay
+                of 0, and have no gradient. Signs are checked as by the ops: on CPU, on CUDA under FLEXSP_CHECK=1.
             scale: factor on q, K^-1/2 if None.
             initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`.
         """
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
-        _check(q, k, v, given, self.decay.vector)
-        group = resolve_sp(sp)
+        _check(q, k, v, given, self.decay)
+        group, sizes = resolve_sp(sp), (q.shape[2], q.shape[3], v.shape[3])
+        check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
+        states = (check.number_of_states(q.shape[0], cu_seqlens), *sizes)
+        check.check_state("initial_state", initial_state, states, "[N, H, K, V]", q, cu_seqlens, group)
+        scale = check.check_scale(scale, q.shape[3])
         q, k = self._map(q, k, given.get("theta"), cu_seqlens, group)
-        scale = k.shape[-1] ** -0.5 if scale is None else scale
         gate, per_head = self._gate(given, q)
+        wide, dtype = check.accumulation_dtype(q), v.dtype
         if self.decay.kind == "exponential" and "decay" in given:
-            v = v * given["decay"].unsqueeze(-1).to(v.dtype)
+            v = v.to(wide) * given["decay"].unsqueeze(-1).to(wide)
         common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
         if self._on_the_diagonal_engine:
             return chunk_simple_gla(
-                q, k, v, gate, per_head, scale=scale, initial_state=initial_state,
+                q, k, v.to(dtype), gate, per_head, scale=scale, initial_state=initial_state,
                 output_final_state=output_final_state, **common,
             )  # fmt: skip
-        sizes = (q.shape[2], q.shape[3], v.shape[3])
-        g = _every_channel(gate, per_head, q)
+        tokens: dict[str, Any] = {"q": q.to(wide) * scale, "k": k, "v": v, "g": _every_channel(gate, per_head, q)}
+        program = programs.gla
         if self.transition.kind == "delta_rule":
-            o, final = programs.delta(*sizes)(
-                q=q * scale, k=k, v=v, g=g, beta=given["beta"], prev_s=initial_state, **common
-            )
-        else:
-            o, final = programs.gla(*sizes)(q=q * scale, k=k, v=v, g=g, prev_s=initial_state, **common)
-        return o.to(v.dtype), final if output_final_state else None
+            program, tokens["beta"] = programs.delta, given["beta"]
+        o, final = program(*sizes)(**tokens, prev_s=initial_state, **common)
+        return o.to(dtype), final if output_final_state else None
 
     def _gate(self, given: dict[str, torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(log gate of every token, constant log gate of every head)."""
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = check.accumulation_dtype(q)
         if self.decay.kind == "none":
             return None, None
         if self.decay.kind == "gated":
@@ -138,26 +144,44 @@ class FlexLinearAttention:
         return q, k
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor], vector: bool) -> None:
-    if q.dim() != 4 or k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor], decay: Decay) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.check_tensor(name, x, None, f"[B, T, H, {'V' if name == 'v' else 'K'}]")
+    if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             "q, k, v: expected [B, T, H, K], [B, T, H, K] and [B, T, H, V], got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.check_tensor(name, x, None, "[B, T, H, K]", dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
     B, T, H, K = q.shape
-    shapes = {"decay": (B, T, H, K) if vector else (B, T, H), "A": (H,), "theta": (B, T, H, K // 2), "beta": (B, T, H)}
+    shapes = {
+        "decay": ((B, T, H, K), "[B, T, H, K]") if decay.vector else ((B, T, H), "[B, T, H]"),
+        "A": ((H,), "[H]"),
+        "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
+        "beta": ((B, T, H), "[B, T, H]"),
+    }
     for name, x in given.items():
-        if tuple(x.shape) != shapes[name]:
-            raise ValueError(f"{name}: expected shape {shapes[name]}, got {tuple(x.shape)}")
+        dtypes = _FLOATS if name == "theta" else (q.dtype, torch.float32)
+        check.check_tensor(name, x, *shapes[name], dtypes=dtypes, device=q.device)
+    if decay.kind == "gated":
+        check.check_non_positive("decay", given["decay"], "natural-log gates <= 0")
+    if decay.kind == "exponential":
+        check.check_non_positive("A", given["A"], "values <= 0")
+        if "decay" in given:
+            check.check_non_negative("decay", given["decay"], "step sizes >= 0")
 
 
 def _every_channel(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
-    """The log gate as [B, T, H, K]."""
+    """The log gate as [B, T, H, K], at least so large that differences of its sums keep what follows."""
+    wide = check.accumulation_dtype(q)
+    least = _MIN_LOG_DECAY[wide]
     if gate is not None:
+        gate = gate.to(wide).clamp(min=least)
         return gate if gate.dim() == 4 else gate.unsqueeze(-1).expand(q.shape)
     if per_head is not None:
-        return per_head.view(1, 1, -1, 1).expand(q.shape)
-    return torch.zeros((), device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)).expand(q.shape)
+        return per_head.clamp(min=least).view(1, 1, -1, 1).expand(q.shape)
+    return torch.zeros((), device=q.device, dtype=wide).expand(q.shape)
 
 
 def _angles(

@@ -103,9 +103,15 @@ class Relay:
         """The left neighbour's state once it is done; ``own`` on the first rank. Differentiable."""
         return _FromLeft.apply(own, self.sp.anchor, self)
 
-    def to_right(self, o: torch.Tensor, leaving: torch.Tensor) -> torch.Tensor:
-        """Sends the state that leaves this shard; returns ``o``, whose backward waits for the right neighbour."""
-        return _ToRight.apply(o, leaving, self.sp.anchor, self)
+    def to_right(
+        self, o: torch.Tensor, final: torch.Tensor | None, leaving: torch.Tensor, arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sends the state that leaves this shard; returns ``o`` and ``final``.
+
+        The backward pass of either waits for the right neighbour, before that of ``arrived`` serves the left one.
+        """
+        leaving = leaving.to(arrived.dtype).expand(arrived.shape)
+        return _ToRight.apply(o, final, leaving, arrived, self.sp.anchor, self)
 
 
 class _FromLeft(torch.autograd.Function):
@@ -128,18 +134,21 @@ class _FromLeft(torch.autograd.Function):
 
 class _ToRight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, o: torch.Tensor, leaving: torch.Tensor, anchor: torch.Tensor, relay: Relay) -> torch.Tensor:
+    def forward(
+        ctx: Any, o: torch.Tensor, final: torch.Tensor | None, leaving: torch.Tensor, arrived: torch.Tensor,
+        anchor: torch.Tensor, relay: Relay,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         ctx.relay = relay
         ctx.save_for_backward(leaving)
         _, target = relay.sp.neighbours(False)
         _send(leaving, target, relay.sp, relay.text)
-        return o.view_as(o)
+        return o.view_as(o), None if final is None else final.view_as(final)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (leaving,) = ctx.saved_tensors
         relay = ctx.relay
         relay.text = stamp(relay.sp, "relay (backward)", leaving)
         _, target = relay.sp.neighbours(False)
-        return grad, _receive(leaving, target, relay.sp, relay.text), None, None
+        return grad, dfinal, _receive(leaving, target, relay.sp, relay.text), torch.zeros_like(leaving), None, None

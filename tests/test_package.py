@@ -23,7 +23,7 @@ BELOW = {
     "comm": {"exceptions"},
     "scan": {"exceptions", "comm"},
     "kernels": {"exceptions", "comm", "scan"},
-    "compiler": {"exceptions", "comm", "scan"},
+    "compiler": {"exceptions", "comm", "scan", "kernels"},
     "ops": {"exceptions", "comm", "scan", "kernels"},
     "nn": {"exceptions", "comm", "scan", "kernels", "ops"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler"},

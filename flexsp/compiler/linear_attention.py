@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools as ft
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.compiler import functions
 from flexsp.compiler.check import Program, check
+from flexsp.compiler.emit import NotEmittable
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
+
+if TYPE_CHECKING:
+    from flexsp.compiler.engine import Generated
 
 __all__ = ["LinearAttention"]
 
@@ -46,12 +53,14 @@ class LinearAttention:
             "chunk_state" may repeat its shape.
         chunk_mode, decay_mode, merge_mode: the functions. Arguments with defaults that are no inputs keep them.
         sp_group: SequenceParallel over whose ranks calls run that give no ``sp``.
-        chunk_size: tokens of a chunk; results do not depend on it beyond rounding, unless the functions do.
+        code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
+        chunk_size: tokens of a chunk, None lets the plan choose; results do not depend on it beyond rounding, unless
+            the functions do.
 
     Raises:
         CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
         ValueError: bad input_meta.
-        NotImplementedError: enable_aot, code_dir or autotune, which belong to kernel generation.
+        NotImplementedError: enable_aot or autotune.
     """
 
     def __init__(
@@ -63,21 +72,22 @@ class LinearAttention:
         sp_group: SequenceParallel | None = None,
         enable_aot: bool = False,
         code_dir: str | None = None,
-        chunk_size: int = _CHUNK,
+        chunk_size: int | None = None,
         autotune: bool = False,
     ) -> None:
-        for name, value in (("enable_aot", enable_aot), ("code_dir", code_dir), ("autotune", autotune)):
+        for name, value in (("enable_aot", enable_aot), ("autotune", autotune)):
             if value:
-                raise NotImplementedError(f"{name}: kernels are not generated yet; the functions run in PyTorch")
+                raise NotImplementedError(f"{name} is not there yet: kernels are compiled at their first call")
         if sp_group is not None and not isinstance(sp_group, SequenceParallel):
             raise ValueError(
                 f"sp_group: expected what flexsp.init_sequence_parallel(group) returns, got {type(sp_group).__name__}"
             )
-        if type(chunk_size) is not int or chunk_size < 1:
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
-        self._sp, self._C = sp_group, chunk_size
+        self._sp, self._C, self._code_dir = sp_group, chunk_size, code_dir
+        self._told: set[str] = set()
         inputs = {*meta.tokens, *meta.params, *meta.numbers}
         chunk = trace(chunk_mode, "chunk_mode", inputs, meta.numbers)
         after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
@@ -117,28 +127,67 @@ class LinearAttention:
         wide = torch.float32
         for x in (*tokens.values(), *params.values()):
             wide = torch.promote_types(wide, x.dtype)
-        B, T, H = first.shape[:3]
-        bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group)
-        N = B if bounds is None else len(bounds) - 1
         names = self._known(tokens, params)
+        code = self._kernels(first, wide, names, group)
+        B, T, H = first.shape[:3]
+        bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group, look=code is None)
+        N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         shape = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
-        initial = self._initial(prev_s, shape, first.device, wide, bounds, group)
-        tokens, params = ({name: x.to(wide) for name, x in each.items()} for each in (tokens, params))
+        initial = self._initial(prev_s, shape, first.device, wide, cu_seqlens is not None, group)
         with _no_autocast(first.device.type):
-            o, final = functions.run(
-                self.program, tokens, params, meta.numbers, initial,
-                given=prev_s is not None, bounds=bounds, C=self._C, sp=group,
-            )  # fmt: skip
+            if code is not None:
+                from flexsp.compiler import engine
+
+                given = None if prev_s is None else initial
+                o, final = engine.run(code, tokens, params, given, cu_seqlens, group, True)
+            else:
+                tokens, params = ({name: x.to(wide) for name, x in each.items()} for each in (tokens, params))
+                o, final = functions.run(
+                    self.program, tokens, params, meta.numbers, initial,
+                    given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
+                )  # fmt: skip
         o = o.to(first.dtype)
         return (o if batched else o[0]), final
 
+    @ft.cached_property
+    def _generated(self) -> Generated | str:
+        """The kernels made of the functions, or why there are none."""
+        try:
+            from flexsp.compiler.engine import Generated
+        except ImportError as error:
+            return f"Triton is not there ({error})"
+        try:
+            return Generated(self.program, self._code_dir, self._C)
+        except NotEmittable as error:
+            return str(error)
+
+    def _kernels(
+        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], sp: SequenceParallel | None
+    ) -> Generated | None:
+        """The kernels for this call, None where the functions run in PyTorch."""
+        if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
+            return None
+        code = self._generated
+        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, sp)
+        if reason is None:
+            assert not isinstance(code, str)
+            return code
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
+        return None
+
     def explain(self) -> str:
-        """What was made of the functions: graphs, kind of transition, how ranks work together, where it runs."""
+        """What was made of the functions: kind of transition, where it runs, the kernels and their file, the graphs."""
         program = self.program
-        lines = [f"transition: {program.transition} ({_KINDS[program.transition]})", f"chunk size: {self._C}"]
-        lines.append(
-            "runs: the functions in PyTorch, all chunks at once, states chunk after chunk; no generated kernels"
-        )
+        lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
+        code = self._generated
+        if isinstance(code, str):
+            lines.append(f"runs: the functions in PyTorch, chunks of {self._C or _CHUNK}; no generated kernels: {code}")
+        else:
+            lines.append(f"runs: the functions in PyTorch on CPU and in float64, chunks of {self._C or _CHUNK}")
+            lines.append("      generated kernels on GPUs, not with a dense transition over several ranks")
+            lines += code.explain()
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
             lines += [f"    {node.format_node()}" for node in traced.graph.nodes]
@@ -196,7 +245,7 @@ class LinearAttention:
 
     def _initial(
         self, prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype,
-        bounds: list[int] | None, sp: SequenceParallel | None,
+        packed: bool, sp: SequenceParallel | None,
     ) -> torch.Tensor:  # fmt: skip
         if prev_s is None:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -205,7 +254,7 @@ class LinearAttention:
         if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
             got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
             raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
-        if sp is not None and bounds is None and not sp.is_first:
+        if sp is not None and not packed and not sp.is_first:
             raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
         return prev_s
 
@@ -215,15 +264,17 @@ def _no_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def _bounds(cu_seqlens: torch.Tensor, B: int, T: int, sp: SequenceParallel | None) -> list[int]:
+def _bounds(cu_seqlens: torch.Tensor, B: int, T: int, sp: SequenceParallel | None, look: bool) -> list[int]:
     integers = (torch.int32, torch.int64)
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
         got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__), list(getattr(cu_seqlens, "shape", ()))
         raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of int32 or int64, got {got[0]} {got[1]}")
-    bounds = [int(n) for n in cu_seqlens.tolist()]
     total = T if sp is None else sp.shard_range(T)[2]
     if B != 1:
         raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
+    if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
+        return []
+    bounds = [int(n) for n in cu_seqlens.tolist()]
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
     return bounds

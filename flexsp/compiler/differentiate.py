@@ -1,0 +1,293 @@
+"""Stage 3: one chunk's step and its adjoint, derived from the three functions, as one graph of aten operators.
+
+The step maps the chunk's inputs and the state that enters it to the outputs and the state that leaves it. Sizes are
+symbols, so one graph serves every chunk length and head size. Kernels are made of parts of it (`cut`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from flexsp.compiler import intrinsics, primitives
+from flexsp.compiler.check import Program
+from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
+from flexsp.compiler.rewrite import DIMS, cheapen, simplify
+from flexsp.compiler.trace import Traced
+
+__all__ = ["Intrinsic", "Step", "cut", "differentiate"]
+
+aten = torch.ops.aten
+_PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_CHUNK = 11
+
+
+@dataclass(frozen=True)
+class Intrinsic:
+    """One launch of a kernel of its own: `kind`, names of tokens or kept values it reads, and of what it leaves.
+
+    `level` is 1 if it needs no other intrinsic of its direction, 2 if it needs one of level 1, and so on.
+    """
+
+    kind: str
+    args: tuple[str, ...]
+    results: tuple[str, ...]
+    level: int
+
+    @property
+    def backward(self) -> bool:
+        return self.kind == "scores_grad"
+
+
+@dataclass(frozen=True)
+class Step:
+    """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS".
+
+    Outputs: "o", "S" (the state that leaves), "A" (what multiplies the entering state, where that is elementwise),
+    "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and every intrinsic.
+    """
+
+    graph: Graph
+    tokens: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kept: tuple[str, ...]
+    intrinsics: tuple[Intrinsic, ...]
+
+
+class _Sizes:
+    """Sizes by which a trace tells dimensions apart: a prime for each."""
+
+    def __init__(self) -> None:
+        self.hints: dict[str, int] = {"C": _CHUNK}
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env)
+
+    def of(self, size: Size) -> int:
+        if not isinstance(size, ConstExpr):
+            return int(size) if isinstance(size, int) else self.hints[size]
+        return self.hints.setdefault(size.name, _PRIMES[len(self.hints) - 1])
+
+    def tensor(self, sizes: Sequence[int]) -> torch.Tensor:
+        known = set(self.hints.values())
+        dynamic = [DimDynamic.DYNAMIC if n in known else DimDynamic.STATIC for n in sizes]
+        made = self.mode.from_tensor(
+            torch.empty(list(sizes)), symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)
+        )
+        return made
+
+    def name(self, size: Any) -> str:
+        n = size.node.hint if isinstance(size, torch.SymInt) else size
+        return next((name for name, hint in self.hints.items() if hint == n), str(n))
+
+
+def _with_intrinsics(traced: Traced) -> GraphModule:
+    module = copy.deepcopy(traced.module)
+    swap: dict[Any, Any] = {
+        primitives.unit_lower_inverse: intrinsics.unit_lower_inverse,
+        primitives.decayed_scores: intrinsics.decayed_scores,
+    }
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = swap.get(node.target, node.target)
+    _reassociate(module.graph)
+    module.recompile()
+    return module
+
+
+def _is(node: Any, *names: str) -> bool:
+    name = getattr(getattr(node, "target", None), "__name__", None) or getattr(node, "target", None)
+    return isinstance(node, Node) and name in names
+
+
+def _reassociate(graph: Graph) -> None:
+    """(I - X Y) S -> S - X (Y S): 2 C K V products for K K (C + V), and no K x K matrix."""
+    for node in list(graph.nodes):
+        if not _is(node, "matmul", "mm", "matmul_out_fp32") or len(node.args) != 2 or not _is(node.args[0], "sub"):
+            continue
+        difference, right = node.args[0], node.args[1]
+        eye, product = difference.args
+        if not (isinstance(eye, Node) and eye.target is primitives.identity and _is(product, "matmul", "mm")):
+            continue
+        with graph.inserting_before(node):
+            inner = graph.call_function(torch.matmul, (product.args[1], right))
+            outer = graph.call_function(torch.matmul, (product.args[0], inner))
+            new = graph.call_function(torch.sub, (right, outer))
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def differentiate(program: Program) -> Step:
+    """The step of `program` with its adjoint."""
+    meta, sizes = program.meta, _Sizes()
+    state = [sizes.of(s) for s in meta.state_sizes]
+    shapes = {name: [_CHUNK, *(sizes.of(s) for s in what.shape[2:])] for name, what in meta.tokens.items()}
+    shapes |= {name: [sizes.of(s) for s in what.shape[1:]] for name, what in meta.params.items()}
+    names = [*shapes, "S"]
+    inputs = [sizes.tensor(shape) for shape in (*shapes.values(), state)]
+    width = [sizes.of(s) for s in (program.value_sizes if not isinstance(program.value_sizes[0], int) else state[-1:])]
+    cotangents = [sizes.tensor([_CHUNK, width[-1]]), sizes.tensor(state)]
+    chunk, decay, merge = (_with_intrinsics(x) for x in (program.chunk, program.decay, program.merge))
+    outputs: list[str] = []
+    elementwise = program.transition in ("none", "scalar", "vector")
+
+    def joint(given: list[torch.Tensor], do: torch.Tensor, dS: torch.Tensor) -> list[torch.Tensor]:
+        values: dict[str, Any] = dict(zip(names, [x.detach().requires_grad_() for x in given], strict=True))
+        leaves = list(values.values())
+        S = values.pop("S")
+        values.update(meta.numbers)
+        F, *cached = chunk(**{name: values[name] for name in program.chunk.arguments})
+        values.update(zip(program.chunk.cached, cached, strict=True))
+        S_new = decay(**{n: {**values, STATE: S, CHUNK_STATE: F}[n] for n in program.decay.arguments})[0]
+        o = merge(**{n: {**values, CHUNK_STATE: S}[n] for n in program.merge.arguments})[0]
+        found = {"o": o, "S": S_new}
+        if elementwise:
+            (found["A"],) = torch.autograd.grad(S_new, S, torch.ones_like(S), retain_graph=True)
+        grads = torch.autograd.grad([o, S_new], [*leaves, *cached], [do, dS], allow_unused=True, materialize_grads=True)
+        found |= {f"d_{name}": x for name, x in zip(names, grads, strict=False)}
+        found |= {f"keep_{name}": x for name, x in zip(program.chunk.cached, cached, strict=True)}
+        found |= {f"keep_grad_{name}": x for name, x in zip(program.chunk.cached, grads[len(names) :], strict=True)}
+        outputs[:] = list(found)
+        return list(found.values())
+
+    graph = make_fx(joint, tracing_mode="symbolic")(inputs, *cotangents).graph
+    for node, name in zip(list(graph.nodes), [*names, "do", "dS"], strict=False):
+        node.name = node.target = name
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
+        elif isinstance(value, torch.SymInt):
+            node.meta["size"] = sizes.name(value)
+    simplify(graph)
+    keeper = _Keeper(graph, outputs)
+    keeper.run()
+    graph.lint()
+    return Step(
+        graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), tuple(keeper.found), tuple(keeper.intrinsics)
+    )
+
+
+class _Keeper:
+    """Decides what is computed once, before the walks, and read from memory: kept values, by name.
+
+    These are running sums over a chunk ("gates": a walk would scan again and again), the arguments and results of
+    intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product.
+    """
+
+    def __init__(self, graph: Graph, outputs: list[str]) -> None:
+        self.graph, self.outputs = graph, outputs
+        self.end = next(node for node in graph.nodes if node.op == "output")
+        self.named: dict[str, Any] = dict(zip(outputs, self.end.args[0], strict=True))
+        self.found: dict[str, Any] = {}
+        self.intrinsics: list[Intrinsic] = []
+        self.levels: dict[Any, int] = {}
+
+    def run(self) -> None:
+        forward = _ancestors([self.named["o"], self.named["S"]])
+        for node in self.graph.nodes:
+            if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
+                self.found[f"gates_{node.name}"] = node
+        for node in list(self.graph.nodes):
+            self.levels[node] = max([self.levels[x] for x in node.all_input_nodes], default=0)
+            if node.target in _KINDS:
+                self._intrinsic(node)
+        if self.intrinsics:
+            for name, node in self.named.items():
+                if name.startswith("keep_") and _heavy(node) and node not in self.found.values():
+                    self.found[name.removeprefix("keep_")] = node
+        new = {name: node for name, node in self.found.items() if f"keep_{name}" not in self.outputs}
+        self.end.args = ([*self.end.args[0], *new.values()],)
+        self.outputs += [f"keep_{name}" for name in new]
+        for name, node in self.found.items():
+            for user in self.graph.nodes:
+                if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]) and "gates" in name:
+                    user.meta["last"] = name
+
+    def _intrinsic(self, node: Any) -> None:
+        kind, n = _KINDS[node.target], len(self.intrinsics)
+        args = tuple(
+            self._name(x, f"f32_arg{n}" if kind == "inverse" else f"arg{n}_{i}") for i, x in enumerate(node.args)
+        )
+        if kind == "scores_grad":
+            parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}
+            self.found |= parts
+            results = tuple(parts)
+        else:
+            self.levels[node] += 1
+            results = (f"{kind}{n}",)
+            self.found[results[0]] = node
+        level = self.levels[node] if kind != "scores_grad" else 1
+        self.intrinsics.append(Intrinsic(kind, args, results, level))
+
+    def _name(self, x: Any, otherwise: str) -> str:
+        if x.op == "placeholder":
+            return x.name
+        known = next((name for name, node in self.found.items() if node is x), None)
+        if known is None:
+            self.found[otherwise] = x
+        return known or otherwise
+
+
+_KINDS = {
+    intrinsics.unit_lower_inverse: "inverse",
+    torch.ops.flexsp.vector_scores.default: "scores",
+    torch.ops.flexsp.vector_scores_grad.default: "scores_grad",
+}
+
+
+def _ancestors(nodes: Iterable[Any]) -> set[Any]:
+    seen: set[Any] = set()
+    waiting = [x for x in nodes if isinstance(x, Node)]
+    while waiting:
+        at = waiting.pop()
+        if at not in seen:
+            seen.add(at)
+            waiting += at.all_input_nodes
+    return seen
+
+
+def _heavy(node: Any) -> bool:
+    """Whether a matrix product or an intrinsic is needed for this value, or the state."""
+    return any(
+        at.target is aten.mm.default or at.target in _KINDS or at.name in ("S", "dS") for at in _ancestors([node])
+    )
+
+
+def cut(step: Step, outputs: Iterable[str], given: Iterable[str] = ()) -> tuple[Graph, Mapping[str, Any]]:
+    """The part of the graph that computes `outputs`, with kept values `given` read instead of computed."""
+    graph = Graph()
+    copies: dict[Any, Any] = {}
+    results = graph.graph_copy(step.graph, copies)
+    assert isinstance(results, (list, tuple))
+    named = dict(zip(step.outputs, results, strict=True))
+    for name in given:
+        node = named[f"keep_{name}"]
+        if node.op == "placeholder":
+            continue
+        with graph.inserting_before(next(iter(graph.nodes))):
+            new = graph.placeholder(name)
+        new.meta = dict(node.meta) | {"kept": name}
+        node.replace_all_uses_with(new)
+        named = {key: new if value is node else value for key, value in named.items()}
+    outputs = list(outputs)
+    end = graph.output([named[name] for name in outputs])
+    _remove_dead(graph)
+    cheapen(graph)
+    _remove_dead(graph)
+    return graph, dict(zip(outputs, end.args[0], strict=True))
+
+
+def _remove_dead(graph: Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op != "output" and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,161 @@
+"""Kernels of the intrinsics, a chunk a program. Arguments and results lie in memory: tokens, or rows kept by chunk."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.primitives import chunk_info, mm
+from flexsp.scan.launch import begin
+
+_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def _load(
+    x, sb, st, sh, KEPT: tl.constexpr, T, H, c, start, length, C: tl.constexpr, N: tl.constexpr, BN: tl.constexpr
+):
+    """Tile [C, BN] of a chunk's rows, of tokens [B, T, H, N] or of kept values [B * H, chunks * C, N]; else 0."""
+    row = tl.program_id(1).to(tl.int64)
+    if KEPT:
+        at = x + (row * tl.num_programs(0) + c) * C * N
+        step = N
+    else:
+        at = x + (row // H) * sb + (row % H) * sh + start * st
+        step = st
+    cols = tl.arange(0, BN)
+    rows = tl.arange(0, C)
+    mask = (rows < length)[:, None] & (cols < N)[None, :]
+    return tl.load(at + rows[:, None] * step + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _at(x, row, col, C: tl.constexpr, N: tl.constexpr):
+    """Addresses of the [N, N] block of x [C, C] that begins at (row, col)."""
+    i = tl.arange(0, N)
+    return x + (row + i[:, None]) * C + col + i[None, :]
+
+
+@triton.jit
+def _lower(x, start, C: tl.constexpr, N: tl.constexpr):
+    """The lower triangle of a block on the diagonal."""
+    i = tl.arange(0, N)
+    return tl.load(_at(x, start, start, C, N), mask=i[:, None] >= i[None, :], other=0.0)
+
+
+@triton.jit
+def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr):
+    """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
+
+    Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
+    to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
+    """
+    begin(PDL)
+    x += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * C * C
+    y += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * C * C
+    lane = tl.arange(0, C)
+    m = lane // _BLOCK * _BLOCK
+    depth = tl.arange(0, _BLOCK)[:, None]
+    rows = tl.where(depth == (lane % _BLOCK)[None, :], 1.0, 0.0)  # those above i are the inverse's
+    for i in tl.static_range(1, _BLOCK):
+        left = tl.load(
+            x + (m[None, :] + i) * C + m[None, :] + depth, mask=(depth < i) & (lane[None, :] >= 0), other=0.0
+        )
+        row = tl.sum(left * rows, axis=0)
+        rows = tl.where(depth == i, rows - row[None, :], rows)
+    tl.debug_barrier()
+    tl.store(x + (m[None, :] + depth) * C + lane[None, :], rows)
+    LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2 if C == 64 else 3
+    for level in tl.static_range(LEVELS):
+        for pair in tl.static_range(C // (32 << level)):
+            tl.debug_barrier()
+            at = pair * (32 << level)
+            to = at + (16 << level)
+            off = tl.load(_at(x, to, at, C, 16 << level))
+            inner = mm(off, _lower(x, at, C, 16 << level), tl.float32, "tf32x3")
+            outer = mm(_lower(x, to, C, 16 << level), inner, tl.float32, "tf32x3")
+            tl.debug_barrier()
+            tl.store(_at(x, to, at, C, 16 << level), -outer)
+    tl.debug_barrier()
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    whole = tl.load(x + i * C + j)
+    tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
+
+
+@triton.jit
+def _decay(b, level, N: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):
+    """e^{|b_i - b_r|} <= 1 with r the last row of the first half of i's block of 2 << level rows, and whether i is in
+    its second half."""
+    i = tl.arange(0, C)
+    cols = tl.arange(0, BN)
+    r = ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    mask = (cols < N)[None, :]
+    own = tl.load(b + i[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    reference = tl.load(b + r[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    second = (((i >> level) & 1) == 1)[:, None]
+    return tl.exp(tl.where(second, own - reference, reference - own)), second
+
+
+@triton.jit
+def scores_kernel(
+    q, k, b, a, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
+    N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,
+    K_KEPT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """a = sum_d q_id k_jd e^{b_id - b_jd} for j <= i, else 0 (MATH 1); b, kept in fp32, does not increase.
+
+    The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves, so no
+    exponent is positive; s = 1, 2, 4, ..., C / 2.
+    """
+    begin(PDL)
+    c = tl.program_id(0)
+    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+    b += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c) * C * N
+    a += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c) * C * C
+    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, C, N, BN)
+    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, C, N, BN)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    scores = tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
+    for level in range(LEVELS):
+        decay, second = _decay(b, level, N, C, BN)
+        left = tl.where(second, qc * decay, 0.0)
+        right = tl.where(second, 0.0, kc * decay)
+        product = mm(left, tl.trans(right), DOT, PREC)
+        scores += tl.where((i >> (level + 1)) == (j >> (level + 1)), product, 0.0)
+    tl.store(a + i * C + j, scores)
+
+
+@triton.jit
+def scores_grad_kernel(
+    da, q, k, b, dq, dk, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
+    N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,
+    K_KEPT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gradients of `scores_kernel` to q and k, kept in fp32; what of da is above the diagonal does not count."""
+    begin(PDL)
+    c = tl.program_id(0)
+    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+    chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c
+    b += chunk * C * N
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, C, N, BN)
+    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, C, N, BN)
+    d = tl.load(da + chunk * C * C + i * C + j, mask=(i < length) & (j < length), other=0.0)
+    diagonal = tl.sum(tl.where(i == j, d.to(tl.float32), 0.0), axis=1)[:, None]
+    to_q = diagonal * kc.to(tl.float32)
+    to_k = diagonal * qc.to(tl.float32)
+    for level in range(LEVELS):
+        decay, second = _decay(b, level, N, C, BN)
+        pairs = tl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), d, 0.0)
+        right = tl.where(second, 0.0, kc * decay)
+        to_q += tl.where(second, mm(pairs, right, DOT, PREC) * decay, 0.0)
+        left = tl.where(second, qc * decay, 0.0)
+        to_k += tl.where(second, 0.0, mm(tl.trans(pairs), left, DOT, PREC) * decay)
+    cols = tl.arange(0, BN)[None, :]
+    at = chunk * C * N + i * N + cols
+    mask = (cols < N) & (i >= 0)
+    tl.store(dq + at, to_q, mask=mask)
+    tl.store(dk + at, to_k, mask=mask)

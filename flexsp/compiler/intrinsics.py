@@ -1,0 +1,76 @@
+"""Operations of a chunk that have kernels of their own, as operators a graph can hold, each with its derivative.
+
+The functions of `primitives` become these where kernels are made of them; on CPU they stay plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexsp.compiler import primitives
+
+__all__ = ["decayed_scores", "unit_lower_inverse"]
+
+_lib = torch.library.Library("flexsp", "FRAGMENT")
+_lib.define("unit_lower_inverse(Tensor x) -> Tensor")
+_lib.define("vector_scores(Tensor q, Tensor k, Tensor b) -> Tensor")
+_lib.define("vector_scores_grad(Tensor da, Tensor q, Tensor k, Tensor b) -> (Tensor, Tensor)")
+unit_lower_inverse = torch.ops.flexsp.unit_lower_inverse.default
+_vector_scores = torch.ops.flexsp.vector_scores.default
+_vector_scores_grad = torch.ops.flexsp.vector_scores_grad.default
+
+
+def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`primitives.decayed_scores`, an operator of its own where every channel has its gate."""
+    return primitives.decayed_scores(q, k, b) if b.dim() == 1 else _vector_scores(q, k, b)
+
+
+def _scores_grad(
+    da: torch.Tensor, q: torch.Tensor, k: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    later = torch.ones_like(da, dtype=torch.bool).tril()
+    exponent = (b.unsqueeze(1) - b.unsqueeze(0)).masked_fill(~later.unsqueeze(-1), float("-inf"))
+    weighed = exponent.exp() * da.unsqueeze(-1)
+    return (weighed * k.unsqueeze(0)).sum(1), (weighed * q.unsqueeze(1)).sum(0)
+
+
+def _square(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[0], k.shape[0])
+
+
+def _like_second_and_third(
+    da: torch.Tensor, q: torch.Tensor, k: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _inverse_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (y,) = ctx.saved_tensors
+    return -(y.mT @ (grad @ y.mT)).tril(-1)
+
+
+def _scores_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k, b = ctx.saved_tensors
+    dq, dk = _vector_scores_grad(grad, q, k, b)
+    return dq, dk, q * dq - k * dk
+
+
+def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _keep_output(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output)
+
+
+for _name, _real, _fake in (
+    ("unit_lower_inverse", primitives.unit_lower_inverse, torch.empty_like),
+    ("vector_scores", primitives.decayed_scores, _square),
+    ("vector_scores_grad", _scores_grad, _like_second_and_third),
+):
+    _lib.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsp::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("flexsp::unit_lower_inverse", _inverse_backward, setup_context=_keep_output, lib=_lib)
+torch.library.register_autograd("flexsp::vector_scores", _scores_backward, setup_context=_keep_inputs, lib=_lib)

@@ -1,0 +1,412 @@
+"""Stage 5b: the kernels around emitted code: which tile each program has, what it loads, walks and stores.
+
+Five kinds. `prepare` and `grads` take one chunk a program; `summarize`, `output`, `states` walk a segment from left to
+right with the state in registers, `collect` and `back` from right to left with its gradient. Forward: prepare,
+summarize, (rank scan), output. Backward: states, collect, (rank scan), back, grads.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexsp.compiler.differentiate import Step, cut
+from flexsp.compiler.emit import Emitter, NotEmittable, Value, block, is_turned, turned
+from flexsp.compiler.rewrite import dims
+
+__all__ = ["Kernel", "Layout", "make_kernel"]
+
+# Walks that hold the state transposed: so it enters its products from registers.
+FLIPPED = ("output",)
+WALKS = ("summarize", "output", "states", "collect", "back")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the sizes: `rows` and `cols` of the state, `sizes` all of them; tokens, params and kept values by name.
+
+    `panel` says whether walks may split the state's columns.
+    """
+
+    rows: str
+    cols: str
+    sizes: tuple[str, ...]
+    tokens: dict[str, tuple[str, ...]]
+    params: dict[str, tuple[str, ...]]
+    kept: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Source of one kernel, the order of its arguments by role, and what it writes."""
+
+    name: str
+    source: str
+    tokens: tuple[str, ...]
+    params: tuple[str, ...]
+    kept: tuple[str, ...]
+    writes: tuple[str, ...]
+    contracted: frozenset[str]
+    parts: int
+
+
+@dataclass
+class _Body:
+    """Code of one chunk under construction."""
+
+    layout: Layout
+    tokens: list[str] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    once: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    indices: set[str] = field(default_factory=set)
+
+
+def make_kernel(
+    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], alone: bool
+) -> Kernel:
+    """One kernel that computes outputs of `step`, reading kept values `given`. Walks have one part.
+
+    `alone`: no scan over segments follows, so the walk itself leaves the last state.
+    """
+    body = _Body(layout)
+    memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
+    chunkwise = kind not in WALKS
+    made: list[tuple[Emitter, Mapping[str, Any]]] = []
+    for outputs in parts:
+        graph, found = cut(step, outputs, given)
+        emitter = Emitter(graph, {}, memory)
+        emitter.given = {
+            node.name: _loader(node, body, emitter, chunkwise) for node in graph.nodes if node.op == "placeholder"
+        }
+        made.append((emitter, found))
+    if chunkwise:
+        return _chunkwise(kind, body, made)
+    [(emitter, found)] = made
+    results: dict[str, Value] = {}
+    if kind in FLIPPED and not alone:
+        emitter.flip("S")
+    emitter.run(found, results.__setitem__, order=False)
+    return _walk(kind, body, emitter, results, alone)
+
+
+def _elements(sizes: tuple[str, ...]) -> str:
+    """Numbers of one chunk of a kept value."""
+    return " * ".join(sizes) or "1"
+
+
+# Loads ----------------------------------------------------------------------------------------------------------------
+
+
+def _loader(node: Any, body: _Body, emitter: Emitter, chunkwise: bool) -> Callable[[], Value]:
+    name, sizes = node.name, dims(node)
+
+    def load() -> Value:
+        if name in ("S", "dS"):
+            if not chunkwise:
+                text = f"tl.trans({name})" if emitter.flipped else name
+                return Value(text, sizes, frozenset({0, 1}))
+            K, V = sizes
+            at = f"{'entering' if name == 'S' else 'leaving'} + (row * n_chunks + c) * {K} * {V}"
+            text = f"load_rows({at}, {V}, {K}, 0, B{K}, {V}, B{V})"
+            return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
+        if any(s.isdigit() for s in sizes) or len(sizes) > 2:
+            raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
+        body.indices.update(s for s in sizes if s != "C")
+        if name in body.layout.kept:
+            return _load_kept(name, sizes, body, emitter)
+        if name in body.layout.params:
+            return _load_param(name, sizes, body)
+        if name not in body.tokens:
+            body.tokens.append(name)
+        if len(sizes) == 1:
+            text = f"tl.load({name}_ptr + (start + rows) * {name}_st, mask=rows < length, other=0.0).to(tl.float32)"
+            return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
+        n = sizes[1]
+        text = f"load_rows({name}_ptr + start * {name}_st, {name}_st, length, {_first(n, body)}, C, {n}, {block(n)})"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0, 1}), raw=True))
+
+    return load
+
+
+def _first(size: str, body: _Body) -> str:
+    """First column of this program's tile."""
+    return "v0" if size == body.layout.cols and body.layout.cols != body.layout.rows else "0"
+
+
+def _load_kept(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter) -> Value:
+    body.kept.append(name) if name not in body.kept else None
+    at = f"{name}_ptr + c * {_elements(sizes)}"
+    gates = name.startswith("gates")
+    if not sizes:
+        return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + c)", ()))
+    if sizes[0] != "C":
+        n = sizes[0]
+        text = f"tl.load({at} + at_{n}, mask=at_{n} < {n}, other=0.0)"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
+    if len(sizes) == 1:
+        text = f"tl.load({at} + rows)" if gates else f"tl.load({at} + rows, mask=rows < length, other=0.0)"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset(set() if gates else {0})))
+    n = sizes[1]
+    zero = frozenset({1} if n != "C" else set()) | frozenset(set() if gates else {0})
+    text = f"load_rows({at}, {n}, {'C' if gates else 'length'}, {_first(n, body)}, C, {n}, {block(n)})"
+    return emitter.let(f"{name}_c", Value(text, sizes, zero, raw=True))
+
+
+def _load_param(name: str, sizes: tuple[str, ...], body: _Body) -> Value:
+    if name not in body.params:
+        body.params.append(name)
+        if not sizes:
+            body.once.append(f"{name}_h = tl.load({name}_ptr + h).to(tl.float32)")
+        elif len(sizes) == 1:
+            n = sizes[0]
+            text = f"tl.load({name}_ptr + h * {n} + at_{n}, mask=at_{n} < {n}, other=0.0).to(tl.float32)"
+            body.once.append(f"{name}_h = {text}")
+        else:
+            raise NotEmittable(f"{name}: kernels take parameters of [H] or [H, N], got {sizes} a head")
+    return Value(f"{name}_h", sizes, frozenset(range(len(sizes))))
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def _header(name: str, pointers: Sequence[str], numbers: Sequence[str], body: _Body, flags: Sequence[str]) -> str:
+    sizes = [x for size in body.layout.sizes for x in (size, f"B{size}")]
+    constants = ", ".join(f"{x}: tl.constexpr" for x in (*sizes, "C", *flags, "PACKED", "DOT", "PREC", "PDL"))
+    strides = [f"{x}_{axis}" for x in body.tokens for axis in ("sb", "st", "sh")]
+    lines = textwrap.wrap(", ".join([*pointers, *strides, *numbers]) + ",", 112)
+    lines += textwrap.wrap(constants + ",", 112)
+    return f"@triton.jit\ndef {name}(\n" + "\n".join("    " + line for line in lines) + "\n):\n"
+
+
+def _setup(body: _Body, writes: Sequence[str]) -> list[str]:
+    lines = [
+        "b = tl.program_id(1) // H",
+        "h = (tl.program_id(1) % H).to(tl.int64)",
+        "row = tl.program_id(1).to(tl.int64)",
+        "rows = tl.arange(0, C)",
+    ]
+    for size in sorted(body.indices):
+        lines.append(f"at_{size} = {_first(size, body)} + tl.arange(0, {block(size)})")
+    lines += [f"{x}_ptr += b.to(tl.int64) * {x}_sb + h * {x}_sh" for x in body.tokens]
+    kept = [*body.kept, *(w for w in writes if w in body.layout.kept)]
+    lines += [f"{x}_ptr += row * n_chunks * {_elements(body.layout.kept[x])}" for x in kept]
+    return lines + body.once
+
+
+def _indent(lines: Sequence[str], by: int) -> str:
+    return "".join("    " * by + line + "\n" for line in lines)
+
+
+def _laid_out(emitter: Emitter, x: Value, sizes: tuple[str, ...]) -> str:
+    return emitter.full(x, sizes).text
+
+
+def _store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: _Body) -> str:
+    """Stores the chunk's rows of a contiguous tensor [B, T, H, ...]."""
+    turn = is_turned(x.text)
+    text = turned(x).text if turn else _laid_out(emitter, x, sizes)
+    if len(sizes) == 1:
+        return f"tl.store({at}_ptr + ((b.to(tl.int64) * T + start + rows) * H + h), {text}, mask=rows < length)"
+    n = sizes[1]
+    base = f"{at}_ptr + ((b.to(tl.int64) * T + start) * H + h) * {n}"
+    return (
+        f"store_{'columns' if turn else 'rows'}({base}, {text}, H * {n}, length, {_first(n, body)}, C, {n}, {block(n)})"
+    )
+
+
+def _chunkwise(kind: str, body: _Body, parts: Sequence[tuple[Emitter, Mapping[str, Any]]]) -> Kernel:
+    code: list[str] = []
+    contracted: set[str] = set()
+    writes = [name.removeprefix("keep_") for _, outputs in parts for name in outputs]
+    for i, (emitter, outputs) in enumerate(parts):
+        emitter.run(outputs, functools.partial(_store, emitter, body))
+        _reads_in_memory(body, emitter)
+        contracted |= emitter.contracted
+        if len(parts) > 1:
+            code += [f"if part == {i}:", *(f"    {line}" for line in emitter.lines)]
+        else:
+            code += emitter.lines
+    body.tokens[:] = _do_last(body.tokens)
+    pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
+    pointers += [*([] if kind.startswith("prepare") else ["entering", "leaving"]), "table"]
+    which = ["c = tl.program_id(0)"]
+    if len(parts) > 1:  # parts of a chunk run side by side and share what they load through the cache
+        which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
+    lines = ["begin(PDL)", *which, *(["v0 = 0"] if body.layout.cols in body.indices else [])]
+    lines += _setup(body, [name for name in writes if name in body.layout.kept])
+    lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
+    source = _header(kind, pointers, ["T", "H", "n_chunks"], body, []) + _indent([*lines, *code], 1)
+    return _kernel(kind, source, body, writes, contracted, len(parts))
+
+
+def _store(emitter: Emitter, body: _Body, name: str, x: Value) -> None:
+    layout = body.layout
+    if name.startswith("keep_"):
+        kept = name.removeprefix("keep_")
+        line = _store_kept(emitter, kept, x, layout.kept[kept], body)
+    else:
+        source = name.removeprefix("d_")
+        if source in layout.tokens:
+            line = _store_tokens(emitter, name, x, layout.tokens[source], body)
+        else:
+            line = _store_of_chunk(emitter, f"{name}_ptr + row * n_chunks", x, layout.params[source], body)
+    emitter.lines.append(line)
+
+
+def _kernel(kind: str, source: str, body: _Body, writes: Sequence[str], contracted: set[str], parts: int = 1) -> Kernel:
+    return Kernel(
+        kind,
+        source,
+        tuple(body.tokens),
+        tuple(body.params),
+        tuple(body.kept),
+        tuple(writes),
+        frozenset(contracted),
+        parts,
+    )
+
+
+def _reads_in_memory(body: _Body, emitter: Emitter) -> None:
+    """Kept values that code reads a row at a time are arguments too."""
+    text = "\n".join(emitter.lines)
+    for name in emitter.memory:
+        if name not in body.kept and f"{name}_ptr" in text:
+            body.kept.append(name)
+
+
+def _do_last(tokens: list[str]) -> list[str]:
+    return [*(x for x in tokens if x != "do"), *(x for x in tokens if x == "do")]
+
+
+def _store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], body: _Body) -> str:
+    if not sizes or sizes[0] != "C":
+        return _store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
+    at = f"{name}_ptr + c * {_elements(sizes)}"
+    x = emitter.full(x, sizes)
+    text = x.text if name.startswith("gates") else emitter.masked(x, 0).text
+    if len(sizes) == 1:
+        return f"tl.store({at} + rows, {text})"
+    return f"store_rows({at}, {text}, {sizes[1]}, C, 0, C, {sizes[1]}, {block(sizes[1])})"
+
+
+def _store_of_chunk(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: _Body) -> str:
+    """Stores a number or a vector that a chunk leaves as a whole: [chunks, ...] from `at` on."""
+    if not sizes:
+        return f"tl.store({at} + c, {x.f32})"
+    n = sizes[0]
+    body.indices.add(n)
+    offset = f"({at.split(' + ', 1)[1]} + c)" if " + " in at else "c"
+    return (
+        f"tl.store({at.split(' + ')[0]} + {offset} * {n} + at_{n}, {_laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"
+    )
+
+
+def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], alone: bool) -> Kernel:
+    layout = body.layout
+    K, V = layout.rows, layout.cols
+    _reads_in_memory(body, emitter)
+    reverse = kind in ("collect", "back")
+    state = "dS" if reverse else "S"
+    flip = bool(emitter.flipped)
+    tile = f"0, v0, True, {K}, {V}, B{K}, B{V}" + (", True" if flip else "")
+    zeros = f"tl.zeros([{f'B{V}, B{K}' if flip else f'B{K}, B{V}'}], tl.float32)"
+    new = emitter.masked(emitter.full(results["d_S" if reverse else "S"], (K, V)), 0)
+    new = turned(new) if flip else new
+    writes: list[str] = []
+    after: list[str] = []
+    if "o" in results:
+        writes.append("o")
+        after.append(_store_tokens(emitter, "o", results["o"], ("C", V), body))
+    body.tokens[:] = _do_last(body.tokens)
+    keeps = kind in ("states", "back")
+    decays = "A" in results
+    body.indices.update({K} if decays else set())
+    flags = ["BOUNDARY", *(["LEAVES"] if kind in ("output", "back") else [])]
+    pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
+    pointers += [
+        "states",
+        "boundary",
+        *(["left"] if kind in ("output", "back") else []),
+        *(["chunk_states"] if keeps else []),
+    ]
+    pointers += [*(["decay"] if decays else []), *(["cut"] if kind == "summarize" else []), "table"]
+    loop = _walk_loop(kind, state, tile, zeros, layout, keeps)
+    total = [f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []
+    if decays:
+        after.append(f"total = total * {_per_row(emitter, results['A'], layout)}")
+    entry = f"((b * (n_seg + 1) + seg + {int(reverse)}).to(tl.int64) * H + h) * {K} * {V}"
+    leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
+    starts_at_zero = kind in ("summarize", "collect")
+    begin = zeros if starts_at_zero else f"load_state(states + {entry}, {tile})"
+    lines = [
+        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}" if K != V else "v0 = 0", "seg = tl.program_id(2)",
+        *_setup(body, []), "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)", f"{state} = {begin}",
+        *total,
+    ]  # fmt: skip
+    if kind == "summarize":
+        lines.append("cuts = 0")
+    source = _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
+    source += _indent(lines, 1) + _indent(loop, 1)
+    source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
+    if starts_at_zero or (alone and kind in ("output", "back")):
+        source += _indent([f"store_state(states + {leave}, {state}, {tile})"], 1)
+    if decays:
+        source += _indent(
+            [f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "
+             f"mask=(at_{K} < {K}) & (tl.program_id(0) == 0))"], 1)  # fmt: skip
+    if kind == "summarize":
+        source += _indent(
+            ["if PACKED:",
+             "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"], 1)  # fmt: skip
+    return _kernel(kind, source, body, writes, emitter.contracted)
+
+
+def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
+    """A as a vector over the state's rows."""
+    if not a.sizes:
+        return a.f32
+    if a.sizes == ("1", "1"):
+        return f"tl.sum(tl.sum({a.f32}, axis=1), axis=0)"
+    if a.sizes[1] == "1":
+        return f"tl.sum({a.f32}, axis=1)"
+    return f"col_of({_laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
+
+
+def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, keeps: bool) -> list[str]:
+    K, V = layout.rows, layout.cols
+    reverse = state == "dS"
+    edge = "last" if reverse else "first"
+    lines = [
+        "for n in range(c0, c1):",
+        f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
+        "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
+        "    if PACKED:",
+        f"        if {edge}:",
+        f"            {state} = {zeros}",
+        "            if BOUNDARY:",
+        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {K} * {V}, {tile})",
+    ]
+    if kind == "summarize":
+        lines.append("        cuts = cuts | first.to(tl.int32)")
+    if keeps:
+        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {K} * {V}, {state}, {tile})")
+    return lines
+
+
+def _advance(kind: str, state: str, new: str, tile: str, layout: Layout) -> list[str]:
+    """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
+    K, V = layout.rows, layout.cols
+    lines = ["if PACKED:", f"    {state} = tl.where(length > 0, {new}, {state})", "else:", f"    {state} = {new}"]
+    left = f"store_state(left + (doc * H + h).to(tl.int64) * {K} * {V}, {state}, {tile})"
+    if kind == "output":
+        lines += ["if PACKED:", "    if LEAVES:", "        if last:", f"            {left}"]
+    if kind == "back":
+        lines += ["if PACKED:", "    if LEAVES:", "        if first:", f"            {left}"]
+    if state == "dS":
+        lines += ["if PACKED:", "    dS = tl.where(first, 0.0, dS)"]
+    return lines

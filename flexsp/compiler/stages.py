@@ -1,0 +1,128 @@
+"""Stage 4b: which chunkwise kernels there are, what each writes and reads.
+
+Before the walks: `prepare0`, `prepare1`, ... around the intrinsics. After them: `adjoint0`, ... around the gradients of
+intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and `gather`,
+which makes the gradients of one axis from sums that the parts leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph
+
+from flexsp.compiler.differentiate import Intrinsic, Step
+from flexsp.compiler.rewrite import dims
+
+__all__ = ["Stage", "make_stages", "split_gradients"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Chunkwise work before the walks or before `grads`: a kernel that writes kept values, then intrinsics."""
+
+    kind: str
+    backward: bool
+    writes: tuple[str, ...]
+    given: tuple[str, ...]
+    intrinsics: tuple[Intrinsic, ...]
+
+    @property
+    def leaves(self) -> list[str]:
+        return [*self.writes, *(name for x in self.intrinsics for name in x.results)]
+
+
+def make_stages(step: Step) -> list[Stage]:
+    """Stages in the order in which they run."""
+    stages: list[Stage] = []
+    available: list[str] = []
+    made = {n for x in step.intrinsics for n in (*x.args, *x.results)}
+    cached = [name for name in step.kept if name not in made and not name.startswith("gates")]
+    for backward in (False, True):
+        mine = [x for x in step.intrinsics if x.backward == backward]
+        top = max([x.level for x in mine], default=0)
+        last = 0 if backward else top
+        for level in range(max(top, 1) if backward else top + 1):
+            now = tuple(x for x in mine if x.level == level + 1)
+            wanted = [name for x in now for name in x.args if name in step.kept and name not in available]
+            if not backward and level == 0:
+                wanted += [name for name in step.kept if name.startswith("gates")]
+            if level == last:
+                wanted += [name for name in cached if name.startswith("grad_") == backward]
+            writes = tuple(dict.fromkeys(wanted))
+            if writes or now:
+                kind = f"{'adjoint' if backward else 'prepare'}{level}"
+                stages.append(Stage(kind, backward, writes, tuple(available), now))
+            available += [*writes, *(name for x in now for name in x.results)]
+    return stages
+
+
+def split_gradients(
+    step: Step, outputs: Sequence[str], given: Iterable[str]
+) -> tuple[Step, list[list[str]], list[str], list[str]]:
+    """(the step with sums as outputs, outputs of each part, outputs of `gather`, names of the sums)."""
+    named = _named(step)
+    large = [name for name in outputs if len(dims(named[name])) == 2]
+    small = [name for name in outputs if name not in large]
+    if len(large) < 2:
+        return step, [list(outputs)], [], []
+    stop = {named[f"keep_{name}"] for name in given}
+    cuts = _reductions([named[name] for name in small], stop)
+    sums = {f"sum{i}": node for i, node in enumerate(cuts)}
+    graph = Graph()
+    copies: dict[Any, Any] = {}
+    results: Any = graph.graph_copy(step.graph, copies)
+    graph.output([*results, *(copies[node] for node in sums.values())])
+    parts = [[name] for name in large]
+    needs = [_needs([named[name]], stop) for name in large]
+    for name, node in sums.items():
+        mine = _needs([node], stop)
+        best = min(range(len(parts)), key=lambda i: _cost(mine - needs[i]))
+        parts[best].append(f"keep_{name}")
+        needs[best] |= mine
+    new = replace(step, graph=graph, outputs=(*step.outputs, *(f"keep_{name}" for name in sums)))
+    return new, parts, small, list(sums)
+
+
+def _named(step: Step) -> dict[str, Any]:
+    end: Any = next(node for node in step.graph.nodes if node.op == "output")
+    return dict(zip(step.outputs, end.args[0], strict=True))
+
+
+def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
+    seen: set[Any] = set()
+    waiting = list(nodes)
+    while waiting:
+        at = waiting.pop()
+        if at not in seen:
+            seen.add(at)
+            waiting += at.all_input_nodes if at not in stop else []
+    return seen
+
+
+def _cost(nodes: set[Any]) -> int:
+    """Rough work of computing these too: products and large loads first."""
+    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(_shape(node)) for node in nodes)
+
+
+def _shape(node: Any) -> tuple[str, ...]:
+    return dims(node)
+
+
+def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
+    """Where values of two axes become values of one or none."""
+    found: dict[Any, None] = {}
+    seen: set[Any] = set()
+    waiting = list(nodes)
+    while waiting:
+        at = waiting.pop()
+        if at in seen or at in stop or at.op == "placeholder":
+            continue
+        seen.add(at)
+        if any(len(_shape(x)) == 2 for x in at.all_input_nodes):
+            found[at] = None
+        else:
+            waiting += at.all_input_nodes
+    return list(found)

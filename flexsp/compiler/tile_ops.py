@@ -1,0 +1,63 @@
+"""What generated kernels call besides Triton's own operations and `flexsp.kernels.primitives`.
+
+Rows of a tile past the chunk's length and columns past a size may hold anything unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_rows(x, n):
+    """x [R, ...] where row < n, else 0."""
+    rows = tl.arange(0, x.shape[0])
+    if len(x.shape) == 2:
+        rows = rows[:, None]
+    return tl.where(rows < n, x, 0.0)
+
+
+@triton.jit
+def keep_cols(x, n):
+    """x [R, S] where column < n, else 0."""
+    return tl.where(tl.arange(0, x.shape[1])[None, :] < n, x, 0.0)
+
+
+@triton.jit
+def row_of(x, at):
+    """Row `at` of x: [S] of [R, S], a number of [R]."""
+    rows = tl.arange(0, x.shape[0])
+    if len(x.shape) == 2:
+        rows = rows[:, None]
+    return tl.sum(tl.where(rows == at, x, 0.0), axis=0)
+
+
+@triton.jit
+def col_of(x, at):
+    """Column `at` [R] of x [R, S]."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == at, x, 0.0), axis=1)
+
+
+@triton.jit
+def only_row(x, at, R: tl.constexpr):
+    """[R, S] that is x [S] at row `at` and 0 elsewhere: the adjoint of `row_of`."""
+    return tl.where((tl.arange(0, R) == at)[:, None], x[None, :], 0.0)
+
+
+@triton.jit
+def only_col(x, at, S: tl.constexpr):
+    """[R, S] that is x [R] at column `at` and 0 elsewhere: the adjoint of `col_of`."""
+    return tl.where((tl.arange(0, S) == at)[None, :], x[:, None], 0.0)
+
+
+@triton.jit
+def below(C: tl.constexpr, D: tl.constexpr, diagonal):
+    """[C, D], true where column <= row + diagonal."""
+    return tl.arange(0, D)[None, :] <= tl.arange(0, C)[:, None] + diagonal
+
+
+@triton.jit
+def eye(C: tl.constexpr, D: tl.constexpr):
+    """The unit matrix [C, D]."""
+    return (tl.arange(0, C)[:, None] == tl.arange(0, D)[None, :]).to(tl.float32)

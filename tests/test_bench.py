@@ -90,8 +90,13 @@ def test_targets_pass_miss_and_stay_open() -> None:
         _row("simple_gla", 65536, "fwd_bwd", "flexsp", 4.0, peak=5.6),
         _row("linear_attn", 65536, "fwd_bwd", "fla", 8.0),
         {"case": "simple_gla", "T": 16384, "mode": "fwd", "provider": "fla", "error": "refused"},
+        _row("generated_simple_gla", 4096, "fwd", "flexsp", 0.11),
+        _row("generated_gla", 4096, "fwd_bwd", "flexsp", 3.2), _row("generated_gla", 4096, "fwd_bwd", "fla", 2.0),
     ]  # fmt: skip
-    cold = [{"provider": "flexsp", "fwd_bwd_s": 9.0}, {"provider": "flexsp", "fwd_bwd_s": 16.0}]
+    cold = [
+        {"provider": "flexsp", "fwd_bwd_s": 9.0}, {"provider": "flexsp", "fwd_bwd_s": 16.0},
+        {"provider": "flexsp", "case": "generated_gla", "fwd_bwd_s": 8.0},
+    ]  # fmt: skip
     verdicts = [(v["value"], v["verdict"]) for v in op.judge(rows, cold)]
     assert verdicts == [
         (0.4, "pass"),
@@ -100,7 +105,10 @@ def test_targets_pass_miss_and_stay_open() -> None:
         (0.5, "pass"),
         (5.6, "MISS"),
         (16.0, "MISS"),
-    ]
+        (8.0, "pass"),
+        (pytest.approx(1.1), "pass"), *[(None, "not measured")] * 5,
+        *[(None, "not measured")] * 3, (1.6, "MISS"), *[(None, "not measured")] * 8,
+    ]  # fmt: skip
 
 
 def test_commit_comes_from_the_environment_or_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from flexsp.exceptions import NotAvailable
 
 __all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs"]
 
@@ -31,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator: ours, the baseline's name for it, and whether it takes gates."""
+    """One operator: ours, the baseline's name for it, and whether it takes gates, a head's or (wide) a channel's."""
 
     name: str
     ours: Op
@@ -39,14 +45,17 @@ class Case:
     gated: bool
     positive: bool = False
     baseline_backward: bool = True
+    wide: bool = False
+    beta: bool = False
 
     def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
         """Bytes of every input read once and every output written once; with backward, of both passes.
 
-        Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates [B, T, H] fp32: read, read, gradient written.
+        Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates fp32 and beta: read, read, gradient written.
         """
         qk, v = shape.tensors(itemsize)
-        gate = shape.B * shape.T * shape.H * 4 if self.gated else 0
+        gate = shape.B * shape.T * shape.H * 4 * (shape.K if self.wide else 1) if self.gated else 0
+        gate += shape.B * shape.T * shape.H * itemsize if self.beta else 0
         total = 2 * qk + 2 * v + gate
         if backward:
             total += 4 * qk + 3 * v + 2 * gate
@@ -65,9 +74,14 @@ def make_inputs(case: Case, shape: Shape, dtype: torch.dtype, device: torch.devi
     if case.positive:
         q, k = q.abs_(), k.abs_()
     inputs = {"q": q, "k": k, "v": normal(shape.V)}
+    heads = (shape.B, shape.T, shape.H)
     if case.gated:
-        raw = torch.randn(shape.B, shape.T, shape.H, device=device, generator=generator)
+        size = (*heads, shape.K) if case.wide else heads
+        raw = torch.randn(size, device=device, generator=generator)
         inputs["g"] = torch.nn.functional.logsigmoid(raw + 3.0)
+    if case.beta:
+        inputs["k"] = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
+        inputs["beta"] = torch.randn(heads, device=device, generator=generator).sigmoid().to(dtype)
     for tensor in inputs.values():
         tensor.requires_grad_()
     inputs["do"] = normal(shape.V)
@@ -119,6 +133,42 @@ def _fla_linear_attn(normalize: bool) -> Op:
     return run
 
 
+@functools.lru_cache(maxsize=16)
+def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
+    path = Path(__file__).parents[2] / "examples" / "variants" / f"{name}.py"
+    if not path.exists():
+        raise NotAvailable(f"generated_{name} needs a checkout of flexsp with {path}")
+    spec = importlib.util.spec_from_file_location(f"flexsp_variant_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make(H, K, V, dtype)
+
+
+def _generated(name: str, **names: str) -> Op:
+    """Kernels generated from examples/variants/NAME.py; `names` are the example's names of our inputs."""
+
+    def run(x: Inputs) -> torch.Tensor:
+        H, K, V = *x["q"].shape[2:], x["v"].shape[-1]
+        given = {names.get(key, key): value for key, value in x.items() if key != "do"}
+        o: torch.Tensor = _variant(name, H, K, V, x["q"].dtype)(sp=False, **given)[0]
+        return o
+
+    return run
+
+
+def _fla_gla(x: Inputs) -> torch.Tensor:
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
+
+
+def _fla_delta_rule(x: Inputs) -> torch.Tensor:
+    from fla.ops.delta_rule import chunk_delta_rule
+
+    return chunk_delta_rule(x["q"], x["k"], x["v"], x["beta"])[0]
+
+
 # flash-linear-attention's gated backward refuses Triton 3.4 to 3.7.0 on Hopper (its issue 640).
 CASES = {
     case.name: case
@@ -126,5 +176,8 @@ CASES = {
         Case("simple_gla", _simple_gla, _fla_simple_gla, gated=True, baseline_backward=False),
         Case("linear_attn", _linear_attn(False), _fla_linear_attn(False), gated=False),
         Case("linear_attn_normalized", _linear_attn(True), _fla_linear_attn(True), gated=False, positive=True),
+        Case("generated_simple_gla", _generated("simple_gla"), None, gated=True),
+        Case("generated_gla", _generated("gla"), _fla_gla, gated=True, wide=True),
+        Case("generated_deltanet", _generated("deltanet", beta="b"), _fla_delta_rule, gated=False, beta=True),
     )
 }

@@ -34,9 +34,11 @@ def _find(rows: list[Row], case: str, T: int, mode: str, provider: str) -> Row |
     return next((row for row in rows if all(row.get(k) == v for k, v in keys.items()) and "ms" in row), None)
 
 
-def _ratio(case: str, against: str, T: int, mode: str) -> Callable[[list[Row], list[Row]], float | None]:
+def _ratio(
+    case: str, against: str, T: int, mode: str, provider: str = "fla"
+) -> Callable[[list[Row], list[Row]], float | None]:
     def value(rows: list[Row], cold: list[Row]) -> float | None:
-        ours, theirs = _find(rows, case, T, mode, "flexsp"), _find(rows, against, T, mode, "fla")
+        ours, theirs = _find(rows, case, T, mode, "flexsp"), _find(rows, against, T, mode, provider)
         return ours["ms"]["median"] / theirs["ms"]["median"] if ours and theirs else None
 
     return value
@@ -47,9 +49,13 @@ def _peak(rows: list[Row], cold: list[Row]) -> float | None:
     return row.get("peak_gib") if row else None
 
 
-def _first(rows: list[Row], cold: list[Row]) -> float | None:
-    times = [row["fwd_bwd_s"] for row in cold if row["provider"] == "flexsp" and row.get("fwd_bwd_s") is not None]
-    return max(times, default=None)
+def _first(generated: bool) -> Callable[[list[Row], list[Row]], float | None]:
+    def value(rows: list[Row], cold: list[Row]) -> float | None:
+        ours = [row for row in cold if row["provider"] == "flexsp" and row.get("fwd_bwd_s") is not None]
+        of_kind = [r["fwd_bwd_s"] for r in ours if r.get("case", "").startswith("generated") == generated]
+        return max(of_kind, default=None)
+
+    return value
 
 
 TARGETS = (
@@ -67,7 +73,27 @@ TARGETS = (
         _ratio("simple_gla", "linear_attn", 65536, "fwd_bwd"),
     ),
     Target("simple_gla forward+backward, T=65536: peak GiB", 5.5, _peak),
-    Target("first call, forward + backward, cold cache: seconds", 15.0, _first),
+    Target("first call, forward + backward, cold cache: seconds", 15.0, _first(False)),
+    Target("first call of generated kernels, with their generation: seconds", 10.0, _first(True)),
+    *(
+        Target(
+            f"generated simple_gla {mode}, T={T}: time / the engine's",
+            limit,
+            _ratio("generated_simple_gla", "simple_gla", T, mode, "flexsp"),
+        )
+        for mode, limit in (("fwd", 1.15), ("fwd_bwd", 1.5))
+        for T in (4096, 16384, 65536)
+    ),
+    *(
+        Target(
+            f"{case.replace('_', ' ')} {mode}, T={T}: time / flash-linear-attention's",
+            limit,
+            _ratio(case, case, T, mode),
+        )
+        for case in ("generated_gla", "generated_deltanet")
+        for mode, limit in (("fwd", 1.0), ("fwd_bwd", 1.5))
+        for T in (4096, 16384, 65536)
+    ),
 )
 
 

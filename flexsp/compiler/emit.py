@@ -8,72 +8,32 @@ zero; what sums over an axis sees zeros there. So a function written for C token
 # mypy: disable-error-code="union-attr,index,operator,arg-type,assignment,misc,return-value"
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from flexsp.compiler.rewrite import dims, reverse_cumsum
-from flexsp.exceptions import NotAvailable
+from flexsp.compiler.values import (
+    NotEmittable,
+    Value,
+    block,
+    broadcast,
+    index_text,
+    inner,
+    is_turned,
+    limit,
+    number,
+    turned,
+    type_of,
+    zero_at,
+)  # fmt: skip
 
 __all__ = ["Emitter", "NotEmittable", "Value", "block"]
 
 aten = torch.ops.aten
-
-
-class NotEmittable(NotAvailable):
-    """A graph holds an operation that no kernel is made of; it runs in PyTorch."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """`text` is a tile over `sizes`; an axis of size "1" has one element. `zero` are the axes whose padding is 0.
-
-    `wild` values may be inf or NaN in their padding. `raw` ones are as they were loaded, of the inputs' type.
-    """
-
-    text: str
-    sizes: tuple[str, ...]
-    zero: frozenset[int] = frozenset()
-    wild: bool = False
-    raw: bool = False
-
-    @property
-    def f32(self) -> str:
-        return f"{self.text}.to(tl.float32)" if self.raw else self.text
-
-
-def turned(x: Value) -> Value:
-    """The transpose of a tile of two axes; of one that was computed transposed, what was computed."""
-    text = x.text
-    if is_turned(text):
-        text = text[len("tl.trans(") : -1]
-    elif text.endswith("[:, None]"):
-        text = text[: -len("[:, None]")] + "[None, :]"
-    elif text.endswith("[None, :]"):
-        text = text[: -len("[None, :]")] + "[:, None]"
-    else:
-        text = f"tl.trans({text})"
-    return replace(x, text=text, sizes=x.sizes[::-1], zero=frozenset(1 - a for a in x.zero))
-
-
-def is_turned(text: str) -> bool:
-    """Whether text is tl.trans(a variable)."""
-    inner = text.removeprefix("tl.trans(")
-    return inner != text and inner.endswith(")") and inner[:-1].replace("_", "").isalnum()
-
-
-def block(size: str) -> str:
-    """Name of the tile size of an axis."""
-    return size if size == "C" or size.isdigit() else f"B{size}"
-
-
-def limit(size: str) -> str:
-    """What an index of an axis is below."""
-    return "length" if size == "C" else size
 
 
 _UNARY = {
@@ -210,7 +170,7 @@ class Emitter:
         text = turned(last).text if is_turned(last.text) else last.text
         inside, self.lines = self.lines, outside
         self.lines += ["if length >= 0:  # always", *(f"    {line}" for line in inside)]
-        self.lines += [f"    {name}_p = {_inner(text)}.to(DOT)", "else:", f"    {name}_p = tl.zeros([C, C], DOT)"]
+        self.lines += [f"    {name}_p = {inner(text)}.to(DOT)", "else:", f"    {name}_p = tl.zeros([C, C], DOT)"]
         value = replace(last, text=f"tl.trans({name}_p)" if is_turned(last.text) else f"{name}_p", raw=True)
         self.values[chain[-1]] = value
 
@@ -240,9 +200,9 @@ class Emitter:
 
     def _fill(self, sizes: tuple[str, ...], fill: Any) -> Value:
         text = (
-            f"tl.full([{', '.join(block(s) for s in sizes)}], {_number(fill)}, {_type(fill)})"
+            f"tl.full([{', '.join(block(s) for s in sizes)}], {number(fill)}, {type_of(fill)})"
             if sizes
-            else _number(fill)
+            else number(fill)
         )
         zero = frozenset(range(len(sizes))) if not fill else frozenset()
         return Value(text, sizes, zero)
@@ -250,7 +210,7 @@ class Emitter:
     def _arg(self, x: Any, sizes: tuple[str, ...]) -> Value:
         """An operand of an elementwise operation whose result has `sizes`."""
         if not isinstance(x, Node):
-            return Value(_number(x), ())
+            return Value(number(x), ())
         value = self.values[x]
         if isinstance(value, str):
             return Value(value, ())
@@ -264,7 +224,7 @@ class Emitter:
         flip = is_turned(x.text)
         x = turned(x) if flip else x
         zero = x.zero if node.target in _KEEPS_ZERO else frozenset()
-        text = _UNARY[node.target].format(_inner(x.text))
+        text = _UNARY[node.target].format(inner(x.text))
         value = self.let(node_name(node), Value(text, x.sizes, zero, x.wild or node.target in _WILD))
         return turned(value) if flip else value
 
@@ -276,18 +236,18 @@ class Emitter:
         flip = len(sizes) == 2 and (node in self.flipped or any(is_turned(x.text) and not x.raw for x in (a, b)))
         if flip:
             a, b = (turned(x) if x.sizes else x for x in (a, b))
-        shape = _broadcast(a, b)
+        shape = broadcast(a, b)
         zero = frozenset(
             axis for axis in range(len(shape))
-            if (_zero_at(a, axis) or _zero_at(b, axis) if node.target in _PRODUCTS
-                else _zero_at(a, axis) if node.target in (aten.div.Tensor, aten.div.Scalar)
-                else _zero_at(a, axis) and _zero_at(b, axis))
+            if (zero_at(a, axis) or zero_at(b, axis) if node.target in _PRODUCTS
+                else zero_at(a, axis) if node.target in (aten.div.Tensor, aten.div.Scalar)
+                else zero_at(a, axis) and zero_at(b, axis))
         )  # fmt: skip
         divides = node.target in (aten.div.Tensor, aten.div.Scalar) and bool(b.sizes)
         if node.target not in _ZERO_PRESERVING:
             zero = frozenset()
         wild = a.wild or b.wild or divides
-        text = _BINARY[node.target].format(_inner(a.text), _inner(b.text))
+        text = _BINARY[node.target].format(inner(a.text), inner(b.text))
         value = self.let(node_name(node), Value(text, shape, zero, wild))
         return turned(value) if flip else value
 
@@ -363,7 +323,7 @@ class Emitter:
             raise NotEmittable("tiles of three axes are not there yet")
         if not x.sizes:
             return replace(x, text=x.f32, raw=False)
-        text = f"{_inner(x.f32)}[{'None, :' if at == 0 else ':, None'}]"
+        text = f"{inner(x.f32)}[{'None, :' if at == 0 else ':, None'}]"
         sizes = ("1", *x.sizes) if at == 0 else (*x.sizes, "1")
         return Value(text, sizes, frozenset(a + 1 - at for a in x.zero), x.wild)
 
@@ -393,7 +353,7 @@ class Emitter:
         x = self.values[node.args[0]]
         if len(want) != 2 or len(x.sizes) != 1:
             return x
-        return Value(f"{_inner(x.f32)}[{'None, :' if want[0] == '1' else ':, None'}]", want,
+        return Value(f"{inner(x.f32)}[{'None, :' if want[0] == '1' else ':, None'}]", want,
                      frozenset({1} if want[0] == "1" else {0}) if x.zero else frozenset(), x.wild)  # fmt: skip
 
     def _sum(self, node: Any) -> Value:
@@ -451,7 +411,7 @@ class Emitter:
         axis %= len(have)
         self.contracted.add(have[axis])
         x = self.full(self.values[source], have)
-        at = _index(index, have[axis])
+        at = index_text(index, have[axis])
         text = f"{'row_of' if axis == 0 else 'col_of'}({x.f32}, {at})"
         zero = frozenset(a - (a > axis) for a in x.zero if a != axis)
         return self.let(node_name(node), Value(text, have[:axis] + have[axis + 1 :], zero, x.wild))
@@ -461,7 +421,7 @@ class Emitter:
         want = dims(node)
         axis %= len(want)
         x = self.full(self.values[grad], dims(grad))
-        at = _index(index, want[axis])
+        at = index_text(index, want[axis])
         if not x.sizes:
             text = f"tl.where(tl.arange(0, {block(want[0])}) == {at}, {x.f32}, 0.0)"
         else:
@@ -491,8 +451,8 @@ class Emitter:
             no, mask, yes = node.args
         sizes = dims(node)
         m, y, n = (self._arg(x, sizes) for x in (mask, yes, no))
-        shape = _broadcast(Value("", _broadcast(m, y)), n)
-        zero = frozenset(a for a in range(len(shape)) if _zero_at(y, a) and _zero_at(n, a))
+        shape = broadcast(Value("", broadcast(m, y)), n)
+        zero = frozenset(a for a in range(len(shape)) if zero_at(y, a) and zero_at(n, a))
         return self.let(
             node_name(node), Value(f"tl.where({m.text}, {y.text}, {n.text})", shape, zero, y.wild or n.wild)
         )
@@ -500,18 +460,18 @@ class Emitter:
     def _pow(self, node: Any) -> Value:
         x, p = self._arg(node.args[0], dims(node)), node.args[1]
         if isinstance(p, int) and 0 < p <= 4:
-            return self.let(node_name(node), Value(" * ".join([_inner(x.text)] * p), x.sizes, x.zero, x.wild))
+            return self.let(node_name(node), Value(" * ".join([inner(x.text)] * p), x.sizes, x.zero, x.wild))
         if p == 0.5:
             return self.let(node_name(node), Value(f"tl.sqrt({x.text})", x.sizes, x.zero, x.wild))
         if p in (-0.5, -1, -1.0):
-            text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / {_inner(x.text)}"
+            text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / {inner(x.text)}"
             return self.let(node_name(node), Value(text, x.sizes, frozenset(), True))
         raise NotEmittable(f"the power {p} is not there yet")
 
     def _rsub(self, node: Any) -> Value:
         x = self._arg(node.args[0], dims(node))
         return self.let(
-            node_name(node), Value(f"{_number(node.args[1])} - {_inner(x.text)}", x.sizes, frozenset(), x.wild)
+            node_name(node), Value(f"{number(node.args[1])} - {inner(x.text)}", x.sizes, frozenset(), x.wild)
         )
 
     def _eye(self, node: Any) -> Value:
@@ -528,43 +488,6 @@ class Emitter:
 def node_name(node: Any) -> str:
     """A variable for a node, with a number always, so that it hides no function."""
     return node.name if node.name[-1].isdigit() else f"{node.name}_0"
-
-
-def _inner(text: str) -> str:
-    """Text as an operand."""
-    simple = text.replace("_", "").replace(".", "").isalnum()
-    closed = text.endswith((")", "]")) and not any(sign in text for sign in (" + ", " - ", " / ", " * ", " & ", " | "))
-    return text if simple or closed else f"({text})"
-
-
-def _number(x: Any) -> str:
-    if isinstance(x, bool):
-        return str(x)
-    if isinstance(x, float) and math.isinf(x):
-        return f'float("{"-" if x < 0 else ""}inf")'
-    return repr(float(x))
-
-
-def _type(fill: Any) -> str:
-    return "tl.int1" if isinstance(fill, bool) else "tl.float32"
-
-
-def _index(index: Any, size: str) -> str:
-    if not isinstance(index, int):
-        raise NotEmittable("an index that is no constant")
-    return str(index) if index >= 0 else f"{limit(size)} - {-index}"
-
-
-def _broadcast(a: Value, b: Value) -> tuple[str, ...]:
-    if not a.sizes or not b.sizes:
-        return a.sizes or b.sizes
-    long, short = (a, b) if len(a.sizes) >= len(b.sizes) else (b, a)
-    other = ("1",) * (len(long.sizes) - len(short.sizes)) + short.sizes
-    return tuple(y if x == "1" else x for x, y in zip(long.sizes, other, strict=True))
-
-
-def _zero_at(x: Value, axis: int) -> bool:
-    return (axis in x.zero) if x.sizes else x.text == "0.0"
 
 
 _ZERO_PRESERVING = _PRODUCTS | {

@@ -20,12 +20,13 @@ from torch.autograd.function import once_differentiable
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Intrinsic, Step, differentiate
-from flexsp.compiler.emit import NotEmittable
 from flexsp.compiler.plan import Launch, Plan, make_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import WALKS, Kernel, Layout, make_kernel
 from flexsp.compiler.stages import make_stages, split_gradients
+from flexsp.compiler.values import NotEmittable
 from flexsp.kernels.table import chunk_table
+from flexsp.scan.affine import dense_hop
 from flexsp.scan.launch import launch
 from flexsp.scan.propagate import propagate
 
@@ -95,9 +96,8 @@ class Generated:
         for stage in self.stages:
             if stage.writes:
                 wanted[stage.kind] = ([[f"keep_{name}" for name in stage.writes]], stage.given)
-        if not alone:
-            wanted["summarize"] = ([["S", *(["A"] if decays else [])]], kept)
-            wanted["collect"] = ([["d_S"]], kept)
+        wanted["summarize"] = ([["S", *(["A"] if decays else [])]], kept)
+        wanted["collect"] = ([["d_S"]], kept)
         wanted |= {"output": ([["o", "S"]], kept), "states": ([["S"]], kept), "back": ([["d_S"]], kept)}
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:
@@ -119,10 +119,8 @@ class Generated:
         walks = [kernel for kind, kernel in self.kernels.items() if kind in WALKS]
         return all(self.layout.cols not in kernel.contracted for kernel in walks)
 
-    def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype, sp: SequenceParallel | None) -> str | None:
+    def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
         """Why a call with these sizes runs in PyTorch, or None."""
-        if self.dense and sp is not None and sp.world_size > 1:
-            return "generated kernels of a dense transition over several ranks are not there yet"
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
         except (NotEmittable, KeyError) as error:
@@ -212,6 +210,10 @@ class _Call:
     def packed(self) -> bool:
         return self.docs > 0
 
+    @property
+    def chained(self) -> bool:
+        return self.sp is not None and self.sp.world_size > 1
+
     def f32(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=torch.float32)
 
@@ -281,8 +283,9 @@ class _Call:
 
     def launch(
         self, kind: str, how: Launch, written: Tensors, kept: Tensors, others: list[Any],
-        do: torch.Tensor | None = None, **flags: bool,
+        do: torch.Tensor | None = None, width: int | None = None, **flags: bool,
     ) -> None:  # fmt: skip
+        """Launches one kernel. `width`: columns of the state, where they are not the call's."""
         kernel, plan = self.code.kernels[kind], self.plan
         tokens = self.tokens if do is None else self.tokens | {"do": do}
         used = [tokens[name] for name in kernel.tokens]
@@ -293,11 +296,11 @@ class _Call:
         grid: tuple[int, ...] = (plan.n_chunks * kernel.parts, self.B * self.H)
         numbers = [self.T, self.H, plan.n_chunks]
         if walks:
-            grid = (-(-self.V // how.cols), self.B * self.H, plan.n_seg)
+            grid = (-(-(width or self.V) // how.cols), self.B * self.H, plan.n_seg)
             numbers = [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
-            constants[name] = self.sizes[name]
+            constants[name] = width or self.V if name == self.code.layout.cols else self.sizes[name]
             constants[f"B{name}"] = how.cols if name == self.code.layout.cols else block
         constants |= {"C": plan.chunk, **flags, "PACKED": self.packed, **_dots(self.dtype)}
         if plan.n_chunks:
@@ -332,9 +335,13 @@ def _forward(call: _Call, want_final: bool) -> tuple[torch.Tensor, torch.Tensor,
     del memory
     decay, cut = _summaries(call, states, kept, table, in_walk)
     _enter(call, states[:, 0], None if call.packed else call.initial)
+    A = None
     if not code.dense:
         propagate(states, decay, cut, call.sp)
-    elif not plan.n_chunks:
+    elif call.chained:
+        A = _transition(call, kept, table)
+        _dense_scan(call, states, A, in_walk, kept, table, None)
+    if code.dense and not plan.n_chunks:
         states[:, 1] = states[:, 0]
     o = torch.empty(call.B, call.T, call.H, call.V, device=call.device, dtype=call.dtype)
     final = call.f32(0)
@@ -347,8 +354,36 @@ def _forward(call: _Call, want_final: bool) -> tuple[torch.Tensor, torch.Tensor,
     if want_final and not call.packed:
         final = states[:, plan.n_seg].clone()
     saved = {"states": states, "table": table, **({} if decay is None else {"decay": decay}),
-             **({} if cut is None else {"cut": cut})}  # fmt: skip
+             **({} if cut is None else {"cut": cut}), **({} if A is None else {"A": A})}  # fmt: skip
     return o, final, saved | kept
+
+
+def _transition(call: _Call, kept: Tensors, table: torch.Tensor) -> torch.Tensor:
+    """A^T of the shard, [B, H, K, K]: the adjoint walk without outputs, from the unit matrix (MATH 8, [0 | I])."""
+    K = call.K
+    walks = call.f32(call.B, 2, call.H, K, K)
+    walks[:] = torch.eye(K, device=call.device)
+    nothing = torch.zeros(K, device=call.device, dtype=call.dtype).expand(call.B, call.T, call.H, K)
+    call.launch("collect", call.plan.walk, {}, kept, [walks, walks, table], nothing, width=K, BOUNDARY=False)
+    return walks[:, 0]
+
+
+def _dense_scan(
+    call: _Call, states: torch.Tensor, At: torch.Tensor, in_walk: torch.Tensor | None, kept: Tensors,
+    table: torch.Tensor, do: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Puts what arrives from the neighbour where the walk starts: the state, or its gradient where `do` is given."""
+    reverse = do is not None
+    start, end = (1, 0) if reverse else (0, 1)
+    others = [states, _or(in_walk, states), table]
+    if not reverse:
+        others.insert(2, torch.empty(call.B, 1, device=call.device, dtype=torch.int32))  # cuts, which nobody reads
+    kind = "collect" if reverse else "summarize"
+    call.launch(kind, call.plan.walk, {}, kept, others, do, BOUNDARY=in_walk is not None)
+    if not call.plan.n_chunks:
+        states[:, end] = states[:, start]
+    assert call.sp is not None
+    states[:, start] += dense_hop(states[:, end], At if reverse else At.mT, call.sp, reverse)
 
 
 def _enter(call: _Call, slot: torch.Tensor, given: torch.Tensor | None) -> None:
@@ -393,7 +428,9 @@ def _backward(
     _enter(call, dstates[:, plan.n_seg], None if call.packed else dfinal)
     if not code.dense:
         propagate(dstates, saved.get("decay"), saved.get("cut"), call.sp, reverse=True)
-    elif not plan.n_chunks:
+    elif call.chained:
+        _dense_scan(call, dstates, saved["A"], in_walk, kept, table, do)
+    if code.dense and not plan.n_chunks:
         dstates[:, 0] = dstates[:, 1]
     of_chunks: dict[str, Any] = {
         "device": call.device,

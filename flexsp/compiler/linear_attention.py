@@ -14,9 +14,9 @@ import torch
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.compiler import functions
 from flexsp.compiler.check import Program, check
-from flexsp.compiler.emit import NotEmittable
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
+from flexsp.compiler.values import NotEmittable
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
@@ -128,7 +128,7 @@ class LinearAttention:
         for x in (*tokens.values(), *params.values()):
             wide = torch.promote_types(wide, x.dtype)
         names = self._known(tokens, params)
-        code = self._kernels(first, wide, names, group)
+        code = self._kernels(first, wide, names)
         B, T, H = first.shape[:3]
         bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group, look=code is None)
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -161,14 +161,12 @@ class LinearAttention:
         except NotEmittable as error:
             return str(error)
 
-    def _kernels(
-        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], sp: SequenceParallel | None
-    ) -> Generated | None:
+    def _kernels(self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int]) -> Generated | None:
         """The kernels for this call, None where the functions run in PyTorch."""
         if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
             return None
         code = self._generated
-        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, sp)
+        reason = code if isinstance(code, str) else code.refuses(names, first.dtype)
         if reason is None:
             assert not isinstance(code, str)
             return code
@@ -185,8 +183,7 @@ class LinearAttention:
         if isinstance(code, str):
             lines.append(f"runs: the functions in PyTorch, chunks of {self._C or _CHUNK}; no generated kernels: {code}")
         else:
-            lines.append(f"runs: the functions in PyTorch on CPU and in float64, chunks of {self._C or _CHUNK}")
-            lines.append("      generated kernels on GPUs, not with a dense transition over several ranks")
+            lines.append("runs: generated kernels on GPUs; on CPU and in float64 the functions, in PyTorch")
             lines += code.explain()
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")

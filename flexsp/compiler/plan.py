@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexsp.compiler.emit import NotEmittable
 from flexsp.compiler.skeleton import Layout
+from flexsp.compiler.values import NotEmittable
 
 __all__ = ["Launch", "Plan", "make_plan"]
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexsp.compiler.differentiate import Step, cut
-from flexsp.compiler.emit import Emitter, NotEmittable, Value, block, is_turned, turned
+from flexsp.compiler.emit import Emitter
 from flexsp.compiler.rewrite import dims
+from flexsp.compiler.values import NotEmittable, Value, block, is_turned, turned
 
 __all__ = ["Kernel", "Layout", "make_kernel"]
 
@@ -341,7 +342,8 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
         after.append(f"total = total * {_per_row(emitter, results['A'], layout)}")
     entry = f"((b * (n_seg + 1) + seg + {int(reverse)}).to(tl.int64) * H + h) * {K} * {V}"
     leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
-    starts_at_zero = kind in ("summarize", "collect")
+    ends = kind in ("summarize", "collect")
+    starts_at_zero = ends and not alone
     begin = zeros if starts_at_zero else f"load_state(states + {entry}, {tile})"
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}" if K != V else "v0 = 0", "seg = tl.program_id(2)",
@@ -353,7 +355,7 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     source = _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
     source += _indent(lines, 1) + _indent(loop, 1)
     source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
-    if starts_at_zero or (alone and kind in ("output", "back")):
+    if ends or (alone and kind in ("output", "back")):
         source += _indent([f"store_state(states + {leave}, {state}, {tile})"], 1)
     if decays:
         source += _indent(

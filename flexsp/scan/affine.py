@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.comm.process_group import Message, greet, post, stamp, wait_all
 
-__all__ = ["Relay", "affine_exchange", "tie"]
+__all__ = ["Relay", "affine_exchange", "dense_hop", "tie"]
 
 
 def _receive(like: torch.Tensor, peer: int | None, sp: SequenceParallel, text: str) -> torch.Tensor:
@@ -37,6 +37,11 @@ def _hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, dense: bool, re
     arrived = _receive(F, source, sp, text)
     _send(F + (A @ arrived if dense else A * arrived), target, sp, text)
     return arrived
+
+
+def dense_hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, reverse: bool) -> torch.Tensor:
+    """State [B, H, K, V] that arrives here when every rank maps S to A S + F, A [B, H, K, K]. No autograd."""
+    return _hop(F.contiguous(), A, sp, True, reverse)
 
 
 class _AffineExchange(torch.autograd.Function):

@@ -7,16 +7,19 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.exceptions import NotAvailable
 
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
 __all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs"]
 
 Inputs = dict[str, torch.Tensor]
-Op = Callable[[Inputs], torch.Tensor]
+Op = Callable[..., torch.Tensor]  # of the inputs and, for ours, of `sp`
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,10 @@ def baseline_available() -> str | None:
     return None
 
 
-def _simple_gla(x: Inputs) -> torch.Tensor:
+def _simple_gla(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
     from flexsp.ops import chunk_simple_gla
 
-    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"], sp=False)[0]
+    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"], sp=sp)[0]
 
 
 def _fla_simple_gla(x: Inputs) -> torch.Tensor:
@@ -116,10 +119,10 @@ def _fla_simple_gla(x: Inputs) -> torch.Tensor:
 
 
 def _linear_attn(normalize: bool) -> Op:
-    def run(x: Inputs) -> torch.Tensor:
+    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
         from flexsp.ops import chunk_linear_attn
 
-        return chunk_linear_attn(x["q"], x["k"], x["v"], normalize=normalize, sp=False)[0]
+        return chunk_linear_attn(x["q"], x["k"], x["v"], normalize=normalize, sp=sp)[0]
 
     return run
 
@@ -148,10 +151,10 @@ def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
 def _generated(name: str, **names: str) -> Op:
     """Kernels generated from examples/variants/NAME.py; `names` are the example's names of our inputs."""
 
-    def run(x: Inputs) -> torch.Tensor:
+    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
         H, K, V = *x["q"].shape[2:], x["v"].shape[-1]
         given = {names.get(key, key): value for key, value in x.items() if key != "do"}
-        o: torch.Tensor = _variant(name, H, K, V, x["q"].dtype)(sp=False, **given)[0]
+        o: torch.Tensor = _variant(name, H, K, V, x["q"].dtype)(sp=sp, **given)[0]
         return o
 
     return run

@@ -1,4 +1,4 @@
-"""`flexsp bench scale`: weak scaling of chunk_simple_gla over ranks, and the states' travel alone.
+"""`flexsp bench scale`: weak scaling of an operator over ranks, and the states' travel alone.
 
 Run by every rank under torchrun; `--ranks N` starts torchrun itself. T1 is the same operator with sp=False, on every
 rank at once, interleaved with the sequence-parallel runs; T4 - T1 is then what communication and waiting add.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
+from flexsp.bench.cases import CASES, Case, Shape, forward_backward, make_inputs
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
 from flexsp.bench.timing import synchronize
@@ -33,11 +33,11 @@ Row = dict[str, Any]
 TARGETS_US = {"fwd": 25.0, "fwd_bwd": 50.0}
 
 
-def _operator(sp: SequenceParallel | bool, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    from flexsp.ops import chunk_simple_gla
-
+def _operator(
+    case: Case, sp: SequenceParallel | bool, mode: str, inputs: dict[str, torch.Tensor]
+) -> Callable[[], object]:
     def op(x: dict[str, torch.Tensor]) -> torch.Tensor:
-        return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["g"], sp=sp)[0]
+        return case.ours(x, sp)
 
     def forward() -> object:
         with torch.no_grad():
@@ -52,10 +52,10 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _disagreement(
-    aligned: Aligned, sps: dict[str, SequenceParallel], inputs: dict[str, torch.Tensor]
+    aligned: Aligned, case: Case, sps: dict[str, SequenceParallel], inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Largest relative difference over ranks between each schedule's output and the last schedule's."""
-    outputs = {name: _operator(sp, "fwd", inputs)() for name, sp in sps.items()}
+    outputs = {name: _operator(case, sp, "fwd", inputs)() for name, sp in sps.items()}
     reference = list(outputs.values())[-1]
     return {name: max(aligned.gather(_relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
 
@@ -63,8 +63,9 @@ def _disagreement(
 def _scale_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace, T: int) -> list[Row]:
     first = next(iter(sps.values()))
     world, device = first.world_size, first.device
+    case = CASES[args.case]
     inputs = make_inputs(
-        CASES["simple_gla"],
+        case,
         Shape(args.B, T, args.H, args.K, args.V),
         getattr(torch, args.dtype),
         device,
@@ -72,11 +73,11 @@ def _scale_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
     )
     for sp in sps.values():
         sp.set_lengths([T] * world)
-    apart = _disagreement(aligned, sps, inputs)
+    apart = _disagreement(aligned, case, sps, inputs)
     rows = []
     for mode in ("fwd", "fwd_bwd"):
-        functions = {"local": _operator(False, mode, inputs)}
-        functions.update({name: _operator(sp, mode, inputs) for name, sp in sps.items()})
+        functions = {"local": _operator(case, False, mode, inputs)}
+        functions.update({name: _operator(case, sp, mode, inputs) for name, sp in sps.items()})
         timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations)
         throughput = {name: aligned.back_to_back(call, args.iterations) for name, call in functions.items()}
         alone = timed["local"]["slowest_rank_ms"]
@@ -84,6 +85,7 @@ def _scale_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
             slowest = timing["ms"]["median"]
             rows.append(
                 {
+                    "case": case.name,
                     "T_local": T,
                     "mode": mode,
                     "schedule": name,
@@ -151,7 +153,7 @@ def _judge(rows: list[Row], device: torch.device) -> list[Row]:
     if device.type != "cuda":
         return verdicts
     for row in rows:
-        if row["world_size"] == 4 and row["schedule"] == "chain":
+        if row["world_size"] == 4 and row["schedule"] == "chain" and row.get("case") == "simple_gla":
             limit, value = TARGETS_US[row["mode"]], row["added_us"]
             verdicts.append(
                 {
@@ -214,7 +216,8 @@ def run(args: argparse.Namespace) -> int:
         "rows": [],
         "states": [],
     }
-    out = Path(args.out) / f"{file_stem('scale', result['environment'])}.json"
+    kind = "scale" if args.case == "simple_gla" else f"scale_{args.case}"
+    out = Path(args.out) / f"{file_stem(kind, result['environment'])}.json"
     if chief:
         print(
             f"flexsp bench scale: {first.world_size} x {result['environment']['device']}, "

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["main", "parser"]
 
-OPS = ("simple_gla", "linear_attn", "linear_attn_normalized")
+OPS = (
+    "simple_gla", "linear_attn", "linear_attn_normalized", "generated_simple_gla", "generated_gla", "generated_deltanet",
+)  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 
 
@@ -71,6 +73,7 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
+    parser.add_argument("--case", choices=OPS, default="simple_gla", help="operator (default simple_gla)")
     parser.add_argument(
         "--T-local",
         type=_listed(int),

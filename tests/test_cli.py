@@ -24,7 +24,7 @@ FLAGS = {
         "--time-limit", "--bandwidth",
     ],
     "bench scale": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--T-local",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--case", "--T-local",
         "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches", "--state-segments",
     ],
     "bench table": [],

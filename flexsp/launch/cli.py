@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 __all__ = ["main", "parser"]
 
 OPS = (
-    "simple_gla", "linear_attn", "linear_attn_normalized", "generated_simple_gla", "generated_gla", "generated_deltanet",
+    "simple_gla", "linear_attn", "linear_attn_normalized",
+    "generated_simple_gla", "generated_gla", "generated_deltanet",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 

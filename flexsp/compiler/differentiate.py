@@ -159,7 +159,8 @@ def differentiate(program: Program) -> Step:
         outputs[:] = list(found)
         return list(found.values())
 
-    graph = make_fx(joint, tracing_mode="symbolic")(inputs, *cotangents).graph
+    with torch.inference_mode(False), torch.enable_grad():
+        graph = make_fx(joint, tracing_mode="symbolic")(inputs, *cotangents).graph
     for node, name in zip(list(graph.nodes), [*names, "do", "dS"], strict=False):
         node.name = node.target = name
     for node in graph.nodes:
@@ -169,7 +170,7 @@ def differentiate(program: Program) -> Step:
         elif isinstance(value, torch.SymInt):
             node.meta["size"] = sizes.name(value)
     simplify(graph)
-    keeper = _Keeper(graph, outputs)
+    keeper = _Keeper(graph, outputs, program.transition == "dense")
     keeper.run()
     graph.lint()
     return Step(
@@ -181,11 +182,12 @@ class _Keeper:
     """Decides what is computed once, before the walks, and read from memory: kept values, by name.
 
     These are running sums over a chunk ("gates": a walk would scan again and again), the arguments and results of
-    intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product.
+    intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all
+    chunks one after the other, so what multiplies the state there is kept too: its steps are products and no more.
     """
 
-    def __init__(self, graph: Graph, outputs: list[str]) -> None:
-        self.graph, self.outputs = graph, outputs
+    def __init__(self, graph: Graph, outputs: list[str], dense: bool) -> None:
+        self.graph, self.outputs, self.dense = graph, outputs, dense
         self.end = next(node for node in graph.nodes if node.op == "output")
         self.named: dict[str, Any] = dict(zip(outputs, self.end.args[0], strict=True))
         self.found: dict[str, Any] = {}
@@ -205,6 +207,8 @@ class _Keeper:
             for name, node in self.named.items():
                 if name.startswith("keep_") and _heavy(node) and node not in self.found.values():
                     self.found[name.removeprefix("keep_")] = node
+        if self.dense:
+            self._operands(forward)
         new = {name: node for name, node in self.found.items() if f"keep_{name}" not in self.outputs}
         self.end.args = ([*self.end.args[0], *new.values()],)
         self.outputs += [f"keep_{name}" for name in new]
@@ -212,6 +216,21 @@ class _Keeper:
             for user in self.graph.nodes:
                 if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]) and "gates" in name:
                     user.meta["last"] = name
+
+    def _operands(self, forward: set[Any]) -> None:
+        """Keeps the operands of products with the state that are computed from the chunk alone."""
+        moving: set[Any] = set()
+        for node in self.graph.nodes:
+            if node.name in ("S", "do", "dS") or any(x in moving for x in node.all_input_nodes):
+                moving.add(node)
+        for node in self.graph.nodes:
+            if node in forward and node in moving and node.target is aten.mm.default:
+                for side, x in enumerate(node.args):
+                    turned = x.target is aten.t.default
+                    x = x.args[0] if turned else x
+                    if x not in moving and x.op != "placeholder" and x not in self.found.values():
+                        if turned or side == 1 or not row_scaled(x):  # factors of rows leave the product
+                            self.found[f"operand{len(self.found)}"] = x
 
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["DIMS", "cheapen", "dims", "reverse_cumsum", "simplify"]
+__all__ = ["DIMS", "cheapen", "dims", "reverse_cumsum", "row_scaled", "simplify"]
 
 aten = torch.ops.aten
 DIMS = "flexsp_dims"
@@ -305,6 +305,15 @@ def _above(x: Any) -> float:
     if x.target is aten.mul.Tensor:
         return min(_above(x.args[0]), _above(x.args[1]))
     return _above(x.args[0]) if x.target is aten.neg.default else float("inf")
+
+
+def row_scaled(x: Any) -> bool:
+    """Whether x is a load times a number or a factor a row."""
+    if not isinstance(x, Node) or x.target is not aten.mul.Tensor:
+        return False
+    loaded, factor = x.args
+    small = isinstance(factor, (int, float)) or dims(factor)[1:] in ((), ("1",))
+    return isinstance(loaded, Node) and loaded.op == "placeholder" and small
 
 
 def _out_of_product(graph: Graph, node: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from flexsp.compiler import intrinsics, primitives
 from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
-from flexsp.compiler.rewrite import DIMS, cheapen, simplify
+from flexsp.compiler.rewrite import DIMS, cheapen, row_scaled, simplify
 from flexsp.compiler.trace import Traced
 
 __all__ = ["Intrinsic", "Step", "cut", "differentiate"]
@@ -228,9 +228,10 @@ class _Keeper:
                 for side, x in enumerate(node.args):
                     turned = x.target is aten.t.default
                     x = x.args[0] if turned else x
-                    if x not in moving and x.op != "placeholder" and x not in self.found.values():
-                        if turned or side == 1 or not row_scaled(x):  # factors of rows leave the product
-                            self.found[f"operand{len(self.found)}"] = x
+                    leaves = side == 0 and not turned and row_scaled(x)  # a factor of rows leaves the product
+                    known = x in moving or x.op == "placeholder" or x in self.found.values()
+                    if not known and not leaves:
+                        self.found[f"operand{len(self.found)}"] = x
 
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
-DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/write-a-variant.md")]
 PUBLIC = ("flexsp", "flexsp.ops", "flexsp.nn", "flexsp.compiler", "flexsp.grammar")
 
 # Who may import whom. `exceptions` is below everything; bench, testing and the command are above everything.
@@ -188,6 +188,13 @@ def test_readme_example_runs() -> None:
     assert blocks
     for block in blocks:
         run_python("import torch\ntorch.set_num_threads(1)\n" + block)
+
+
+def test_the_guide_to_variants_runs() -> None:
+    """Its blocks are one program."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "write-a-variant.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 4
+    run_python("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks))
 
 
 def named_paths(text: str) -> set[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +29,7 @@ __all__ = ["Intrinsic", "Step", "cut", "differentiate"]
 aten = torch.ops.aten
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _CHUNK = 11
+_DECOMPOSED = [aten.sigmoid_backward, aten.tanh_backward, aten.silu_backward, aten.silu]
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def differentiate(program: Program) -> Step:
         return list(found.values())
 
     with torch.inference_mode(False), torch.enable_grad():
-        graph = make_fx(joint, tracing_mode="symbolic")(inputs, *cotangents).graph
+        table: Any = get_decompositions(_DECOMPOSED)
+        graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
     for node, name in zip(list(graph.nodes), [*names, "do", "dS"], strict=False):
         node.name = node.target = name
     for node in graph.nodes:

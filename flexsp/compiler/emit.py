@@ -43,11 +43,13 @@ _UNARY = {
     aten.log2.default: "tl.log2({})", aten.log1p.default: "tl.log(1.0 + {})", aten.rsqrt.default: "tl.rsqrt({})",
     aten.reciprocal.default: "(1.0 / {})", aten.relu.default: "tl.maximum({}, 0.0)",
     aten.tanh.default: "(2.0 * tl.sigmoid(2.0 * {}) - 1.0)", aten.bitwise_not.default: "~({})",
-    aten.logical_not.default: "~({})", aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
+    aten.logical_not.default: "~({})",
+    aten.sgn.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
+    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
 }  # fmt: skip
 _KEEPS_ZERO = {
     aten.neg.default, aten.abs.default, aten.sin.default, aten.sqrt.default, aten.relu.default, aten.tanh.default,
-    aten.sign.default,
+    aten.sign.default, aten.sgn.default,
 }  # fmt: skip
 _WILD = {aten.log.default, aten.log2.default, aten.log1p.default, aten.rsqrt.default, aten.reciprocal.default}
 _BINARY = {
@@ -461,12 +463,24 @@ class Emitter:
         x, p = self._arg(node.args[0], dims(node)), node.args[1]
         if isinstance(p, int) and 0 < p <= 4:
             return self.let(node_name(node), Value(" * ".join([inner(x.text)] * p), x.sizes, x.zero, x.wild))
+        if p == 1:
+            return x
+        if isinstance(p, float) and p in (2.0, 3.0):
+            return self.let(node_name(node), Value(" * ".join([inner(x.text)] * int(p)), x.sizes, x.zero, x.wild))
         if p == 0.5:
             return self.let(node_name(node), Value(f"tl.sqrt({x.text})", x.sizes, x.zero, x.wild))
         if p in (-0.5, -1, -1.0):
             text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / {inner(x.text)}"
             return self.let(node_name(node), Value(text, x.sizes, frozenset(), True))
         raise NotEmittable(f"the power {p} is not there yet")
+
+    def _threshold_backward(self, node: Any) -> Value:
+        """The gradient of relu: grad where its input is above the threshold."""
+        sizes = dims(node)
+        grad, x = (self._arg(a, sizes) for a in node.args[:2])
+        shape = broadcast(grad, x)
+        text = f"tl.where({x.text} > {number(node.args[2])}, {grad.text}, 0.0)"
+        return self.let(node_name(node), Value(text, shape, grad.zero if grad.sizes == shape else frozenset()))
 
     def _rsub(self, node: Any) -> Value:
         x = self._arg(node.args[0], dims(node))
@@ -521,6 +535,7 @@ _SPECIAL: dict[Any, Callable[[Emitter, Any], Any]] = {
     aten.where.self: Emitter._where,
     aten.masked_fill.Scalar: Emitter._where,
     aten.pow.Tensor_Scalar: Emitter._pow,
+    aten.threshold_backward.default: Emitter._threshold_backward,
     aten.rsub.Scalar: Emitter._rsub,
     aten.eye.default: Emitter._eye,
     aten.expand.default: Emitter._expand,

@@ -255,7 +255,9 @@ def _store(emitter: Emitter, body: _Body, name: str, x: Value) -> None:
         if source in layout.tokens:
             line = _store_tokens(emitter, name, x, layout.tokens[source], body)
         else:
-            line = _store_of_chunk(emitter, f"{name}_ptr + row * n_chunks", x, layout.params[source], body)
+            sizes = layout.params[source]
+            x = Value(f"tl.where(length > 0, {_laid_out(emitter, x, sizes)}, 0.0)", sizes)
+            line = _store_of_chunk(emitter, f"{name}_ptr + row * n_chunks", x, sizes, body)
     emitter.lines.append(line)
 
 
@@ -339,7 +341,7 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     loop = _walk_loop(kind, state, tile, zeros, layout, keeps)
     total = [f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []
     if decays:
-        after.append(f"total = total * {_per_row(emitter, results['A'], layout)}")
+        after.append(f"total = tl.where(length > 0, total * {_per_row(emitter, results['A'], layout)}, total)")
     entry = f"((b * (n_seg + 1) + seg + {int(reverse)}).to(tl.int64) * H + h) * {K} * {V}"
     leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
     ends = kind in ("summarize", "collect")

@@ -1,0 +1,254 @@
+"""Random programs of three functions, of what generated kernels support; and a search for a fault of ptxas."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexsp.compiler import (
+    ConstExpr,
+    LinearAttention,
+    SymbTensor,
+    cache_result,
+    decayed_scores,
+    identity,
+    matmul_out_fp32,
+    unit_lower_inverse,
+)
+
+__all__ = ["NOT_YET", "DrawnProgram", "draw_program", "lost_registers"]
+
+_NAMES: dict[str, Any] = {
+    "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "identity": identity,
+    "matmul_out_fp32": matmul_out_fp32, "unit_lower_inverse": unit_lower_inverse,
+}  # fmt: skip
+_SHAPES = {
+    "q": ["T", "H", "K"], "k": ["T", "H", "K"], "v": ["T", "H", "V"], "g": ["T", "H"], "gk": ["T", "H", "K"],
+    "beta": ["T", "H"], "z": ["T", "H", "V"], "u": ["H"], "w": ["H", "K"],
+}  # fmt: skip
+
+# {x} is a tile [C, N], smooth; its values stay of the order of one.
+_FEATURES = (
+    "{x} / (1 + (-{x}).exp())", "({x} * {x} + 0.1).sqrt()", "(-({x} * {x})).exp()", "{x} * 0.5 + 0.1",
+    "{x} / (1 + {x} * {x})", "1 - {x}", "-{x} / 2", "torch.sin({x})", "{x}.cos() * 0.5", "(1 + {x} * {x}).log()",
+    "{x} - {x}.sum(-1, keepdim=True) / 8", "{x} * ({x} * {x} + 1).sum(-1)[:, None].rsqrt()", "{x} * {x} / 4",
+    "({x} * {x} + 0.5).reciprocal()", "torch.add({x}, 0.25)",
+)  # fmt: skip
+_FEATURES += (
+    "{x} * {x}.sigmoid()", "{x}.tanh()", "{x}.relu() + 0.1 * {x}", "{x} ** 2 * 0.3", "{x}.square() * 0.3",
+    "{x}.abs() * 0.5 + 0.1",
+)  # fmt: skip
+_OF_TOKENS = ("{x} * beta[:, None]", "{x} * (1 - beta).unsqueeze(-1)", "{x} * (beta * beta + 0.2).sqrt()[..., None]")
+_OF_KEYS = ("{x} * w", "{x} + w[None, :] * 0.2", "{x} / (1 + w * w)", "{x} * gk.exp()")
+_OF_SCORES = (
+    "{s}.tril(0)", "{s}.tril(-1)", "({s} / (1 + {s} * {s})).tril()", "({s} * {s}).tril() * 0.2", "{s}.tril() * 0.5",
+    "(-({s} * {s})).exp().tril()", "{s}.tril().sin()", "{s}.masked_fill(torch.ones_like({s}).tril() == 0, 0.0)",
+)  # fmt: skip
+
+NOT_YET = {
+    "where": "torch.where(k > 0, k, 0.1 * k)",
+    "maximum": "torch.maximum(k, k * -0.3)",
+    "clamp": "k.clamp(min=-1)",
+    "softplus": "torch.nn.functional.softplus(k)",
+    "a cast mask": "k * (k > 0).to(k.dtype)",
+    "a number times a size": "k * (k.size(0) * w * 0.1).exp()",
+}
+"""Features that run in PyTorch since no kernel is made of them or of their derivative."""
+
+
+@dataclass(frozen=True)
+class DrawnProgram:
+    """Source of chunk, decay and merge, the inputs they have, and their sizes."""
+
+    source: str
+    names: tuple[str, ...]
+    H: int
+    K: int
+    V: int
+    chunk: int
+    bound: float = 5e-5
+
+    def model(self, **options: Any) -> LinearAttention:
+        sizes = {name: ConstExpr(name, getattr(self, name)) for name in "HKV"}
+        meta: dict[str, Any] = {
+            name: SymbTensor([sizes.get(s, s) for s in _SHAPES[name]], torch.float32) for name in self.names
+        }
+        meta |= {"prev_s": SymbTensor(["NS", sizes["H"], sizes["K"], sizes["V"]]), "scale": self.K**-0.5}
+        made = dict(_NAMES)
+        exec(self.source, made)
+        return LinearAttention(meta, made["chunk"], made["decay"], made["merge"], chunk_size=self.chunk, **options)
+
+    @staticmethod
+    def of_feature(feature: str) -> DrawnProgram:
+        """Linear attention with one feature of k, which is made of k and w."""
+        source = (
+            f"def chunk(k, v, w):\n    return ({feature}).T @ v\n\n\n"
+            "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
+            f"def merge(q, k, v, w, scale, chunk_state):\n"
+            f"    return ((q @ ({feature}).T).tril() @ v + q @ chunk_state) * scale\n"
+        )
+        return DrawnProgram(source, ("q", "k", "v", "w"), 2, 20, 24, 16)
+
+    def inputs(self, B: int, T: int, bounds: Any, made: torch.Generator) -> dict[str, torch.Tensor]:
+        """Values that float32 has."""
+        sizes = {"H": self.H, "K": self.K, "V": self.V, "T": T}
+        found = {}
+        for name in self.names:
+            shape = [sizes[s] for s in _SHAPES[name]]
+            x = torch.randn([B, *shape] if shape[0] == T and _SHAPES[name][0] == "T" else shape, generator=made)
+            if name in ("g", "gk"):
+                x = torch.nn.functional.logsigmoid(x + 1)
+            found[name] = x.sigmoid() if name == "beta" else x
+        n = B if bounds is None else len(bounds) - 1
+        return found | {"prev_s": torch.randn(n, self.H, self.K, self.V, generator=made)}
+
+
+class _Draw:
+    """Writes one program. `used` are the inputs beside q, k and v that its functions take so far."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.gate = self.choice(["none", "none", "scalar", "vector", "parameter", "row parameter"])
+        self.dense = self.random.random() < 0.3
+        self.cached: dict[str, str] = {}
+        self.names: set[str] = set("qkv")
+
+    def choice(self, options: Any) -> Any:
+        return self.random.choice(list(options))
+
+    def some(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def feature(self, x: str, keys: bool = True) -> str:
+        """A tile made of x, in one to three steps that work in any of the functions."""
+        for _ in range(self.choice([0, 1, 1, 2])):
+            kinds = [_FEATURES, _FEATURES, _OF_TOKENS, *([_OF_KEYS] if keys else [])]
+            template = self.choice(self.choice(kinds))
+            if "gk" in template and self.gate != "vector":
+                continue
+            x = f"({template.format(x=x)})"
+        return x
+
+    def gates(self) -> tuple[list[str], str, str, str]:
+        """(lines that make the cumulative log decay b, factor of the state, of keys to the end, of queries)."""
+        if self.gate == "none":
+            return [], "", "", ""
+        if self.gate == "vector":
+            total = self.choice(["gk.sum(0)", "b[-1]"])
+            return ["b = gk.cumsum(0)"], " * b[-1].exp()[:, None]", f" * ({total} - b).exp()", " * b.exp()"
+        if self.gate == "row parameter":
+            line = "r = -(w * w)"
+            return [line], " * (r * k.size(0)).exp().unsqueeze(1)", " * r.exp()", " * (r * 0.5).exp()[None, :]"
+        line = "b = g.cumsum(0)"
+        if self.gate == "parameter":
+            line = "b = torch.ones_like(k[:, 0]).cumsum(0) * -(u * u)"
+        return [line], " * b[-1].exp()", " * (b[-1] - b).exp()[:, None]", " * b.exp()[:, None]"
+
+    def chunk(self) -> str:
+        lines, _, to_end, _ = self.gates()
+        lines = [*lines, f"kk = {self.feature('k')}", f"vv = {self.feature('v', keys=False)}"]
+        if self.some(0.4):
+            scores = self.choice(["kk @ k.T", "k @ kk.T", "matmul_out_fp32(kk, k.T)"])
+            if self.gate in ("scalar", "parameter", "vector") and self.some(0.5):
+                scores = "decayed_scores(kk, k, b)"
+            lines.append(f"t = unit_lower_inverse(identity(k, k.size(0)) + (({scores}) * 0.1).tril(-1))")
+            lines.append("vv = t @ vv")
+            if self.some(0.6):
+                lines.append("cache_result(t @ (kk * 0.3), 'kc')")
+                self.cached["kc"] = "K"
+            if self.some(0.6):
+                lines.append("cache_result(vv, 'vc')")
+                self.cached["vc"] = "V"
+        elif self.some(0.3):
+            lines.append(f"cache_result({self.choice(['kk', 'kk * 0.5'])}, 'kc')")
+            self.cached["kc"] = "K"
+        return self.function("chunk", [*lines, f"return (kk{to_end}).T @ vv"])
+
+    def decay(self) -> str:
+        lines, factor, _, _ = self.gates()
+        state = f"prev_s{factor}"
+        if self.dense:
+            left = "kc" if "kc" in self.cached and self.some(0.7) else f"({self.feature('k')} * 0.2)"
+            lines.append(f"p = {self.feature('k')} * 0.1")
+            if self.gate == "none" and self.some(0.5):
+                return self.function(
+                    "decay", [*lines, f"return (identity(k, k.size(1)) - p.T @ {left}) @ prev_s + chunk_state"]
+                )
+            state = f"{state} - p.T @ ({left} @ prev_s)"
+        total = self.choice([f"{state} + chunk_state", f"chunk_state + {state}"])
+        return self.function("decay", [*lines, f"return {total}"])
+
+    def merge(self) -> str:
+        lines, _, _, enters = self.gates()
+        lines.append(f"qq = {self.feature('q')}")
+        keys = "kc" if "kc" in self.cached and self.some(0.5) else self.feature("k")
+        values = "vc" if "vc" in self.cached and self.some(0.6) else self.feature("v", keys=False)
+        lines.append(f"kk = {keys}")
+        if self.gate in ("scalar", "parameter", "vector") and self.some(0.7):
+            lines.append("a = decayed_scores(qq, kk, b)" + self.choice(["", ".tril(-1)", " * 0.5"]))
+        elif self.gate in ("scalar", "parameter") and self.some(0.6):
+            lines.append("a = (qq @ kk.T).tril() * (b[:, None] - b[None, :]).exp()")
+        else:
+            lines += ["s = qq @ kk.T", f"a = {self.choice(_OF_SCORES).format(s='s')}"]
+        if self.some(0.25):
+            lines.append("a = a * (-(u * u)).exp()")
+        if "kc" in self.cached and self.some(0.5):
+            values = f"({values} - kc @ chunk_state)"
+        outputs = [f"a @ {values}", f"(qq{enters}) @ chunk_state"]
+        if self.some(0.3):
+            outputs.append("(qq * kk).sum(-1)[:, None] * v")
+        lines.append(f"o = {' + '.join(outputs)}")
+        changes = ["o = o / (1 + z.exp())", "o = o * u", "o = o * beta[:, None]", "o = o + 0.5 * v"]
+        lines += [self.choice(changes)] if self.some(0.7) else []
+        return self.function("merge", [*lines, self.choice(["return o * scale", "return scale * o"])])
+
+    def function(self, name: str, lines: list[str]) -> str:
+        states = {"chunk": [], "decay": ["prev_s", "chunk_state"], "merge": ["chunk_state"]}[name]
+        known = [*_SHAPES, "scale", *self.cached, *states]
+        body = "\n".join(f"    {line}" for line in lines)
+        taken = [x for x in known if re.search(rf"(?<![\w.']){x}(?![\w'])", body)]
+        if name == "chunk":
+            taken = [x for x in taken if x not in self.cached]
+        self.names |= set(taken) & set(_SHAPES)
+        return f"def {name}({', '.join(taken)}):\n{body}\n"
+
+
+def draw_program(seed: int) -> DrawnProgram:
+    """A program with sizes, the same for the same seed."""
+    made = _Draw(seed)
+    source = "\n\n".join([made.chunk(), made.decay(), made.merge()])
+    K, V = made.choice([(20, 24), (7, 12), (16, 9), (33, 5)])
+    names = tuple(name for name in _SHAPES if name in made.names)
+    return DrawnProgram(source, names, made.choice([1, 1, 2]), K, V, made.choice([16, 16, 32]))
+
+
+# A fault of ptxas -----------------------------------------------------------------------------------------------------
+
+_PREDICATE = r"(?:@!?U?P\w+ )?"
+_LOW = re.compile(_PREDICATE + r"IADD3 (R\d+), (P\d+), (R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), RZ\b")
+_HIGH = re.compile(_PREDICATE + r"IADD3\.X (R\d+), (R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), RZ, (P\d+)")
+
+
+def lost_registers(sass: str) -> list[tuple[str, str]]:
+    """Pairs of instructions by which ptxas 12.8 adds to a 64-bit descriptor of wgmma and loses one of its registers.
+
+    `IADD3 Rx, P, Ry, imm, RZ` makes the low half, `IADD3.X Rz, Ry, imm, RZ, P` the high half: both of the same Ry,
+    where the high half has a register of its own. Not if Ry is written between the two.
+    """
+    lines = [line for line in (re.sub(r"/\*.*?\*/", "", x).strip() for x in sass.splitlines()) if line]
+    low: dict[str, tuple[int, str, str]] = {}
+    found = []
+    for i, line in enumerate(lines):
+        if match := _LOW.match(line):
+            to, carry, source = match.groups()
+            low[carry] = (i, to, source)
+        elif (match := _HIGH.match(line)) and match[3] in low:
+            at, to, source = low[match[3]]
+            between = any(re.search(rf"[A-Z.0-9]+ {source}\b(?!\.)", x) for x in lines[at + 1 : i])
+            if source == match[2] and to != source and not between:
+                found.append((lines[at], line))
+    return found

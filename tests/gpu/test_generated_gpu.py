@@ -1,0 +1,116 @@
+"""Generated kernels of every variant on one GPU, against the functions they are made of in float64 on the same GPU."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.compare import relative_error
+from tests import variants
+
+CUDA = torch.device("cuda")
+BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+NAMES = [name for name in variants.VARIANTS if name != "hgrn"]
+DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
+H = 3
+WIDE = ("g", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("generated")
+
+
+def _name(value: Any) -> str | None:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+def _draw(
+    monkeypatch: pytest.MonkeyPatch, name: str, K: int, V: int, dtype: torch.dtype, documents: tuple[int, ...] | None,
+    B: int = 2, T: int = 333,
+) -> tuple[Tensors, torch.Tensor | None]:  # fmt: skip
+    """Inputs in float64 with values that `dtype` has, and document boundaries."""
+    for size, n in (("H", H), ("K", K), ("V", V)):
+        monkeypatch.setattr(variants, size, n)
+    if documents is not None:
+        B, T = 1, sum(documents)
+    tokens, params = variants.draw(name, B, T, random.randrange(2**31))
+    n = B if documents is None else len(documents)
+    inputs = {**tokens, **params, "prev_s": torch.randn(n, H, K, V)}
+    bounds = None
+    if documents is not None:
+        bounds = torch.tensor([sum(documents[:i]) for i in range(n + 1)], device=CUDA)
+    kept = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in inputs.items()}
+    return {key: x.double().to(CUDA) for key, x in kept.items()}, bounds
+
+
+def _solve(model: Any, inputs: Tensors, bounds: torch.Tensor | None, dtype: torch.dtype, seed: int) -> Tensors:
+    """Outputs, final states and gradients for cotangents drawn from `seed`; a call that falls back fails."""
+    kinds = {key: torch.promote_types(dtype, torch.float32) if key in WIDE else dtype for key in inputs}
+    leaves = {key: x.to(kinds[key], copy=True).requires_grad_() for key, x in inputs.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs in PyTorch")
+        o, final = model(**leaves, cu_seqlens=bounds)
+    made = torch.Generator(device=CUDA).manual_seed(seed)
+    cotangents = [torch.randn(y.shape, generator=made, device=CUDA).bfloat16().to(y.dtype) for y in (o, final)]
+    torch.autograd.backward([o, final], cotangents)
+    grads = {f"d{key}": torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}
+    return {"o": o.detach(), "final": final.detach(), **grads}
+
+
+def _assert_right(found: Tensors, want: Tensors, bound: float) -> None:
+    errors = {key: relative_error(found[key], x) for key, x in want.items()}
+    bad = {key: f"{error:.1e}" for key, error in errors.items() if not error <= bound}
+    assert not bad, f"{bad} of {errors}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", BOUND, ids=_name)
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 64)])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("poisoned")
+def test_every_variant(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, K: int, V: int, dtype: torch.dtype,
+    packed: bool,
+) -> None:  # fmt: skip
+    inputs, bounds = _draw(monkeypatch, name, K, V, dtype, DOCUMENTS if packed else None)
+    model = variants.load(name).make(H, K, V, dtype, code_dir=str(folder))
+    found = _solve(model, inputs, bounds, dtype, seed)
+    _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[dtype])
+
+
+@pytest.mark.parametrize(("K", "V"), [(20, 24), (100, 33), (64, 128)])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "gated_deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_head_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, K: int, V: int) -> None:
+    inputs, bounds = _draw(monkeypatch, name, K, V, torch.bfloat16, DOCUMENTS)
+    model = variants.load(name).make(H, K, V, torch.bfloat16, code_dir=str(folder))
+    found = _solve(model, inputs, bounds, torch.bfloat16, seed)
+    _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
+@pytest.mark.parametrize("name", ["gla", "deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_lengths_around_a_chunk(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, T: int) -> None:
+    inputs, _ = _draw(monkeypatch, name, 128, 128, torch.bfloat16, None, T=T)
+    model = variants.load(name).make(H, 128, 128, torch.bfloat16, code_dir=str(folder))
+    found = _solve(model, inputs, None, torch.bfloat16, seed)
+    _assert_right(found, _solve(model, inputs, None, torch.float64, seed), BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_the_same_every_time(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str) -> None:
+    inputs, bounds = _draw(monkeypatch, name, 128, 128, torch.bfloat16, DOCUMENTS)
+    model = variants.load(name).make(H, 128, 128, torch.bfloat16, code_dir=str(folder))
+    first = _solve(model, inputs, bounds, torch.bfloat16, seed)
+    for _ in range(3):
+        again = _solve(model, inputs, bounds, torch.bfloat16, seed)
+        assert all(torch.equal(again[key], x) for key, x in first.items())

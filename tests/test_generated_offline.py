@@ -1,0 +1,168 @@
+"""Generated kernels compiled for sm_90 without a GPU, and their source as text.
+
+Every kernel of every variant, bf16 heads of 128: shared memory, stack, the wait before memory is touched, and no
+register lost by ptxas. A stack frame (bytes a thread) beyond those stated is a failure, and so is one that became half
+of what is stated: then the table should say so.
+
+`FLEXSP_RENEW_GOLDEN=1` writes tests/golden anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = 227 * 1024
+GOLDEN = Path(__file__).parent / "golden"
+CONFIGS = [
+    *[(name, False) for name in ("linear", "retnet", "simple_gla", "gla", "gla_own_bias")],
+    *[(name, False) for name in ("deltanet", "gated_deltanet", "vector_gated_delta")],
+    ("simple_gla", True), ("gla", True),
+]  # fmt: skip
+STACK: dict[tuple[str, bool], dict[str, int]] = {  # bytes a thread; 0 if not here
+    ("gla", False): {"grads": 1184, "scores_grad_kernel": 224},
+    ("gla", True): {"grads": 1176, "output": 96, "scores_grad_kernel": 184},
+    ("gla_own_bias", False): {"grads": 1272, "output": 48, "scores_grad_kernel": 224},
+    ("simple_gla", True): {"output": 80},
+    ("deltanet", False): {"grads": 832},
+    ("gated_deltanet", False): {"grads": 2464},
+    ("vector_gated_delta", False): {"adjoint0": 152, "grads": 2208, "scores_grad_kernel": 224},
+}
+WALKS = ("summarize", "output", "states", "collect", "back")
+
+
+def compile_variant(name: str, packed: bool) -> list[dict[str, Any]]:
+    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    import torch
+
+    from flexsp.compiler import engine
+    from flexsp.testing import offline
+    from tests import variants
+    from tests.generated_programs import lost_registers
+
+    engine.propagate = lambda *args, **kwargs: None  # type: ignore[assignment]  # compiled in its own tests
+    engine.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
+    sizes = {"H": 32, "K": 128, "V": 128}
+    program = variants.load(name).make(*sizes.values(), torch.bfloat16).program
+    code = engine.Generated(program)
+
+    def made(what: Any, lead: list[int]) -> torch.Tensor:
+        shape = [*lead, *(sizes[s.name] for s in what.shape[len(lead) > 0 :])]
+        return torch.empty(shape, dtype=what.dtype, device="meta").requires_grad_()
+
+    tokens = {key: made(what, [1, 4096]) for key, what in program.meta.tokens.items()}
+    params = {key: made(what, []) for key, what in program.meta.params.items()}
+    bounds = torch.empty(5, dtype=torch.int64, device="meta") if packed else None
+    initial = torch.empty(4 if packed else 1, *sizes.values(), device="meta").requires_grad_()
+    sass: list[str] = []
+    plain = subprocess.run
+
+    def listen(command: Any, *args: Any, **kwargs: Any) -> Any:
+        done = plain(command, *args, **kwargs)
+        if "-sass" in [str(word) for word in command]:
+            sass.append(done.stdout)
+        return done
+
+    with offline.record_launches() as launches:
+        o, final = engine.run(code, tokens, params, initial, bounds, None, True)
+        torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
+    offline.subprocess.run = listen  # type: ignore[assignment]
+    results = []
+    for launch in launches:
+        found = offline.compile_launch(*launch)
+        told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
+        told |= {"lost": lost_registers(sass[-1]), "instructions": sass[-1].count(";")}
+        results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
+    assert len(sass) == len(launches)
+    return results
+
+
+def run_child(*args: str, folder: Path) -> Any:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FLEXSP_CODE_DIR": str(folder)}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, __file__, *args], env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("name", "packed"), CONFIGS, ids=lambda x: x if isinstance(x, str) else ["whole", "packed"][x])
+def test_resources(name: str, packed: bool, tmp_path: Path) -> None:
+    found = run_child("compile", name, str(int(packed)), folder=tmp_path)
+    told = "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in found)
+    print(told)
+    names = {kernel["name"] for kernel in found}
+    assert {"output", "states", "back", "grads"} <= names, told
+    assert all(kernel["shared"] <= SHARED_LIMIT for kernel in found), told
+    assert all(kernel["waits_first"] for kernel in found), told
+    assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in WALKS), told
+    assert not any(kernel["lost"] for kernel in found), told
+    assert all(kernel["instructions"] > 20 for kernel in found), "SASS was not read"
+    allowed = STACK.get((name, packed), {})
+    stack = {kernel: max(x["stack"] for x in found if x["name"] == kernel) for kernel in names}
+    more = {kernel: n for kernel, n in stack.items() if n > allowed.get(kernel, 0)}
+    assert not more, f"stack of {more}, allowed {allowed}\n{told}"
+    less = {kernel: stack.get(kernel) for kernel, n in allowed.items() if 2 * stack.get(kernel, 0) < n}
+    assert not less, f"the table allows more than is needed: {less} of {allowed}"
+
+
+# A register that ptxas loses ------------------------------------------------------------------------------------------
+
+FAULT = """
+        /*0a10*/                   IADD3 R8, P0, R12, 0x80, RZ ;          /* 0x000000800c087810 */
+                                                                          /* 0x000fe20007f1e0ff */
+        /*0a20*/                   MOV R20, R21 ;                         /* 0x0000001500147202 */
+        /*0a30*/                   IADD3.X R9, R12, 0x40000040, RZ, P0, !PT ;
+        /*0a40*/                   R2UR UR4, R8 ;
+"""
+PAIR = ("IADD3 R8, P0, R12, 0x80, RZ ;", "IADD3.X R9, R12, 0x40000040, RZ, P0, !PT ;")
+
+
+def test_the_lost_register_is_seen() -> None:
+    from tests.generated_programs import lost_registers
+
+    assert lost_registers(FAULT) == [PAIR]
+    assert lost_registers(FAULT.replace("IADD3 R8", "@!P1 IADD3 R8").replace("R12, 0x8", "R12.reuse, 0x8"))
+    for changed in (
+        FAULT.replace("IADD3.X R9, R12", "IADD3.X R9, R13"),  # the high half has its own register
+        FAULT.replace("RZ, P0, !PT", "RZ, P1, !PT"),  # another carry
+        FAULT.replace("MOV R20", "MOV R12"),  # written in between
+        FAULT.replace("IADD3 R8, P0, R12", "IADD3 R12, P0, R12"),  # the low half in place: the register is the sum now
+    ):
+        assert lost_registers(changed) == []
+
+
+# Golden sources -------------------------------------------------------------------------------------------------------
+
+
+def source_of(name: str) -> str:
+    """The generated file for heads of 64 in bf16, without the line that names Triton's version."""
+    import torch
+
+    from flexsp.compiler.engine import Generated
+    from tests import variants
+
+    source = Generated(variants.load(name).make(4, 64, 64, torch.bfloat16).program).source
+    return re.sub(r"\nTriton \S+, \w+\.\n", "\n", source)
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
+def test_golden_source(name: str, tmp_path: Path) -> None:
+    found, file = run_child("source", name, folder=tmp_path), GOLDEN / f"{name}.py"
+    if os.environ.get("FLEXSP_RENEW_GOLDEN") == "1":
+        file.write_text(found)
+    assert found.splitlines() == file.read_text().splitlines(), "FLEXSP_RENEW_GOLDEN=1 writes the file anew"
+
+
+if __name__ == "__main__":
+    what, which, *more = sys.argv[1:]
+    print(json.dumps(source_of(which) if what == "source" else compile_variant(which, more == ["1"])))

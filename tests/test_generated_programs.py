@@ -1,0 +1,177 @@
+"""The kernels of intrinsics alone, and generated kernels of random programs, under the interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests.generated_programs import NOT_YET, DrawnProgram, draw_program
+from tests.test_generated import (
+    ENV,
+    SOME_SEGMENTS,
+    of_leaf,
+    poisoned,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("generated"))
+
+
+# Kernels of intrinsics ------------------------------------------------------------------------------------------------
+
+
+def inverses(sp: Any, C: int) -> list[float]:
+    from flexsp.compiler.intrinsic_kernels import inverse_kernel
+    from flexsp.scan.launch import launch
+
+    x = torch.randn(2, 3, C, C) / C**0.5
+    x[1, 2, C // 2 + 1 :] = 0.0  # rows past the chunk's length
+    given = torch.where(torch.ones(C, C).tril(-1) > 0, x, float("nan"))
+    y = torch.full_like(x, float("nan"))
+    table = torch.empty(0, dtype=torch.int32)
+    launch(inverse_kernel, (3, 2), (given, y, table, 3 * C), {"C": C, "PACKED": False}, {"num_warps": 1})
+    want = torch.linalg.inv(x.double().tril(-1) + torch.eye(C, dtype=torch.float64))
+    assert torch.equal(y, y.tril()), "what is above the diagonal is zero"
+    assert torch.equal(y[1, 2, C // 2 + 1 :], torch.eye(C)[C // 2 + 1 :])
+    return [relative_error(a, b) for a, b in zip(y.flatten(0, 1), want.flatten(0, 1), strict=True)]
+
+
+@pytest.mark.parametrize("C", [16, 32, 64, 128])
+def test_inverse_kernel(C: int, seed: int) -> None:
+    (errors,) = run_ranks(inverses, 1, C, env=ENV)
+    assert max(errors) < 1e-5, errors
+
+
+GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
+
+
+def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
+    """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
+    from flexsp.compiler import intrinsic_kernels, primitives
+    from flexsp.scan.launch import launch
+
+    torch.manual_seed(seed)
+    B, H, N, n = 2, 2, 20, 2
+    T = 2 * C - 5
+    q, k, da = torch.randn(B, n * C, H, N), torch.randn(B, n * C, H, N), torch.randn(B * H, n, C, C)
+    g = torch.tensor(gates)[torch.randint(len(gates), (B, n * C, H, N))]
+    q[:, T:], k[:, T:], g[:, T:] = 0, 0, 0
+
+    def by_chunk(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).reshape(B * H, n, C, N)
+
+    b = by_chunk(g).cumsum(2)
+    qc, kc, bc = (by_chunk(x).double().requires_grad_() for x in (q, k, g))
+    inside = (torch.arange(n * C) < T).view(n, C)
+    square = (inside[:, :, None] & inside[:, None]).tril()
+    chunks = zip(*(x.flatten(0, 1) for x in (qc, kc, b.double())), strict=True)
+    want = torch.stack([primitives.decayed_scores(*x) for x in chunks]).view(B * H, n, C, C)
+    dq, dk = torch.autograd.grad(want, [qc, kc], torch.where(square, da, 0.0).double())
+    given = torch.where(square, da, float("nan"))
+    tensors = (by_chunk(q).contiguous(), by_chunk(k).contiguous()) if kept else (q[:, :T], k[:, :T])
+    if not kept:
+        tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    strides = [s for x in tensors for s in ((0, 0, 0) if kept else x.stride()[:3])]
+    table = torch.empty(0, dtype=torch.int32)
+    import triton.language as tl
+
+    shape = {"N": N, "BN": 32, "C": C, "LEVELS": C.bit_length() - 1, "Q_KEPT": kept, "K_KEPT": kept, "PACKED": False,
+             "DOT": tl.float32, "PREC": "tf32x3"}  # fmt: skip
+    a = torch.full((B * H, n, C, C), float("nan"))
+    found = [torch.full((B * H, n, C, N), float("nan")) for _ in range(2)]
+    launch(intrinsic_kernels.scores_kernel, (n, B * H), (*tensors, b, a, table, *strides, T, H), shape, {})
+    args = (given, *tensors, b, *found, table, *strides, T, H)
+    launch(intrinsic_kernels.scores_grad_kernel, (n, B * H), args, shape, {})
+    assert torch.equal(a, a.tril())
+    pairs = {"scores": (a, want), "dq": (found[0], dq), "dk": (found[1], dk)}
+    return {name: relative_error(*pair) for name, pair in pairs.items()}
+
+
+@pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "mild", "to -1e4"])
+@pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), (64, False)])
+def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int) -> None:
+    (errors,) = run_ranks(scores, 1, seed, C, kept, gates, env=ENV)
+    assert max(errors.values()) < 1e-5, errors
+
+
+# Random programs ------------------------------------------------------------------------------------------------------
+
+PROGRAMS = 12
+
+
+def compared(sp: Any, program: DrawnProgram, seed: int, folder: str) -> list[str]:
+    """What is outside the bound: the kernels in float32 against the functions in float64, whole and packed."""
+    made = torch.Generator().manual_seed(seed)
+    model = program.model(code_dir=folder)
+    wrong = []
+    for T, bounds in ((int(torch.randint(17, 33, (), generator=made)), None), (20, (0, 2, 2, 20))):
+        inputs = program.inputs(1, T, bounds, made)
+        cu = None if bounds is None else torch.tensor(bounds)
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+            with poisoned(SOME_SEGMENTS, program.H):
+                o, final = model(**leaves, cu_seqlens=cu)
+                again = torch.Generator().manual_seed(seed)
+                cotangents = [torch.randn(y.shape, generator=again).to(dtype) for y in (o, final)]
+                torch.autograd.backward([o, final], cotangents)
+            found.append({"o": o, "final": final, **{f"d{name}": of_leaf(x) for name, x in leaves.items()}})
+        for name, want in found[1].items():
+            error = relative_error(found[0][name], want)
+            if not error < program.bound:
+                wrong.append(f"T = {T}, {bounds}: {name}: error {error:.1e}")
+    return wrong
+
+
+@pytest.mark.parametrize("n", range(PROGRAMS))
+def test_random_programs(n: int, seed: int, folder: str) -> None:
+    program = draw_program(n if "FLEXSP_TEST_SEED" not in os.environ else seed)  # the same twelve unless asked
+    print(program.source)
+    (wrong,) = run_ranks(compared, 1, program, seed, folder, env=ENV)
+    assert not wrong, "\n".join([*wrong, program.source])
+
+
+@pytest.mark.parametrize("operator", NOT_YET)
+@pytest.mark.xfail(strict=True, reason="runs in PyTorch: no kernel is made of this operator or of its derivative")
+def test_operators_that_are_not_there_yet(operator: str, seed: int, folder: str) -> None:
+    program = DrawnProgram.of_feature(NOT_YET[operator])
+    (wrong,) = run_ranks(compared, 1, program, seed, folder, env=ENV)
+    assert not wrong, "\n".join(wrong)
+
+
+def by_a_constant(sp: Any, folder: str) -> list[float]:
+    """Errors of the gradient to a factor of the state that no token changes, without and with an empty document."""
+    program = DrawnProgram(
+        "def chunk(k, v):\n    return k.T @ v\n\n\n"
+        "def decay(prev_s, chunk_state, u):\n    return prev_s * (-(u * u)).exp() + chunk_state\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n",
+        ("q", "k", "v", "u"), 2, 20, 24, 16,
+    )  # fmt: skip
+    model, errors = program.model(code_dir=folder), []
+    for bounds in ((0, 9, 21), (0, 9, 9, 21)):
+        inputs = program.inputs(1, 21, bounds, torch.Generator().manual_seed(0))
+        grads = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+            with poisoned(SOME_SEGMENTS, 2):
+                o, final = model(**leaves, cu_seqlens=torch.tensor(bounds))
+                grads.append(torch.autograd.grad(o.sum() + final.sum(), leaves["u"])[0])
+        errors.append(relative_error(*grads))
+    return errors
+
+
+def test_gradient_of_a_constant_decay(folder: str) -> None:
+    ((error, _),) = run_ranks(by_a_constant, 1, folder, env=ENV)
+    assert error < 1e-5
+
+
+def test_gradient_of_a_constant_decay_with_an_empty_document(folder: str) -> None:
+    ((_, error),) = run_ranks(by_a_constant, 1, folder, env=ENV)
+    assert error < 1e-5

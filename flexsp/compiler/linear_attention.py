@@ -166,7 +166,7 @@ class LinearAttention:
         if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
             return None
         code = self._generated
-        reason = code if isinstance(code, str) else code.refuses(names, first.dtype)
+        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, first.is_cuda)
         if reason is None:
             assert not isinstance(code, str)
             return code

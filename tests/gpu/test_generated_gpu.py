@@ -86,14 +86,27 @@ def test_every_variant(
     _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[dtype])
 
 
-@pytest.mark.parametrize(("K", "V"), [(20, 24), (100, 33), (64, 128)])
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "gated_deltanet"])
+@pytest.mark.parametrize(
+    ("name", "K", "V"),
+    [
+        *((name, K, V) for name in ("simple_gla", "gla") for K, V in ((20, 24), (100, 33), (64, 128))),
+        ("gated_deltanet", 64, 128), ("gated_deltanet", 100, 72),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("poisoned")
 def test_head_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, K: int, V: int) -> None:
     inputs, bounds = _draw(monkeypatch, name, K, V, torch.bfloat16, DOCUMENTS)
     model = variants.load(name).make(H, K, V, torch.bfloat16, code_dir=str(folder))
     found = _solve(model, inputs, bounds, torch.bfloat16, seed)
     _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_narrow_dense_states_run_in_pytorch(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> None:
+    inputs, bounds = _draw(monkeypatch, "gated_deltanet", 20, 24, torch.bfloat16, DOCUMENTS)
+    model = variants.load("gated_deltanet").make(H, 20, 24, torch.bfloat16, code_dir=str(folder))
+    with pytest.warns(UserWarning, match="K = 20: kernels of a dense transition"):
+        _solve(model, inputs, bounds, torch.bfloat16, seed)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])

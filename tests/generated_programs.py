@@ -1,4 +1,4 @@
-"""Random programs of three functions, of what generated kernels support; and a search for a fault of ptxas."""
+"""Random programs of three functions, of what generated kernels support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 
-__all__ = ["NOT_YET", "DrawnProgram", "draw_program", "lost_registers"]
+__all__ = ["NOT_YET", "DrawnProgram", "draw_program"]
 
 _NAMES: dict[str, Any] = {
     "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "identity": identity,
@@ -224,31 +224,3 @@ def draw_program(seed: int) -> DrawnProgram:
     K, V = made.choice([(20, 24), (7, 12), (16, 9), (33, 5)])
     names = tuple(name for name in _SHAPES if name in made.names)
     return DrawnProgram(source, names, made.choice([1, 1, 2]), K, V, made.choice([16, 16, 32]))
-
-
-# A fault of ptxas -----------------------------------------------------------------------------------------------------
-
-_PREDICATE = r"(?:@!?U?P\w+ )?"
-_LOW = re.compile(_PREDICATE + r"IADD3 (R\d+), (P\d+), (R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), RZ\b")
-_HIGH = re.compile(_PREDICATE + r"IADD3\.X (R\d+), (R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), RZ, (P\d+)")
-
-
-def lost_registers(sass: str) -> list[tuple[str, str]]:
-    """Pairs of instructions by which ptxas 12.8 adds to a 64-bit descriptor of wgmma and loses one of its registers.
-
-    `IADD3 Rx, P, Ry, imm, RZ` makes the low half, `IADD3.X Rz, Ry, imm, RZ, P` the high half: both of the same Ry,
-    where the high half has a register of its own. Not if Ry is written between the two.
-    """
-    lines = [line for line in (re.sub(r"/\*.*?\*/", "", x).strip() for x in sass.splitlines()) if line]
-    low: dict[str, tuple[int, str, str]] = {}
-    found = []
-    for i, line in enumerate(lines):
-        if match := _LOW.match(line):
-            to, carry, source = match.groups()
-            low[carry] = (i, to, source)
-        elif (match := _HIGH.match(line)) and match[3] in low:
-            at, to, source = low[match[3]]
-            between = any(re.search(rf"[A-Z.0-9]+ {source}\b(?!\.)", x) for x in lines[at + 1 : i])
-            if source == match[2] and to != source and not between:
-                found.append((lines[at], line))
-    return found

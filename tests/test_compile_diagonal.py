@@ -1,7 +1,7 @@
 """The diagonal engine's kernels compiled for sm_90 without a GPU: shared memory, spills, tensor-core instructions.
 
 Spills (ptxas's stack frame, bytes a thread) are bounded in the training shapes, unpacked bf16 heads of 64 and 128, with
-one stated exception: `dkv` may keep 80 bytes, since it holds the whole state and the scores of both gradients. Spills
+one stated exception: `dkv` may keep 128 bytes, since it holds the whole state and the scores of both gradients. Spills
 into L1 are accepted elsewhere: with K or V of 256, with packed documents, and in fp32, whose products are three tf32
 products each: both operands are split in two in registers. There only shared memory is bounded.
 """
@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
 }
 TRAINING = ("bf16 128", "bf16 64")
-MAY_SPILL = {"dkv_kernel": 80}
+MAY_SPILL = {"dkv_kernel": 128}
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel"}
 

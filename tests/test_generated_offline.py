@@ -1,8 +1,7 @@
 """Generated kernels compiled for sm_90 without a GPU, and their source as text.
 
-Every kernel of every variant, bf16 heads of 128: shared memory, stack, the wait before memory is touched, and no
-register lost by ptxas. A stack frame (bytes a thread) beyond those stated is a failure, and so is one that became half
-of what is stated: then the table should say so.
+Bf16 heads of 128: shared memory, stack, the wait before memory is touched, and the ptxas. A stack frame (bytes a
+thread) beyond those stated is a failure, and so is one that became half of what is stated: the table must say so then.
 
 `FLEXSP_RENEW_GOLDEN=1` writes tests/golden anew.
 """
@@ -21,19 +20,12 @@ import pytest
 
 SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden"
-CONFIGS = [
-    *[(name, False) for name in ("simple_gla", "gla")],
-    *[(name, False) for name in ("deltanet", "gated_deltanet")],
-    ("simple_gla", True),
-]  # fmt: skip
+CONFIGS = [("simple_gla", False), ("simple_gla", True), ("gla", False), ("deltanet", False), ("gated_deltanet", False)]
 STACK: dict[tuple[str, bool], dict[str, int]] = {  # bytes a thread; 0 if not here
     ("gla", False): {"grads": 1184, "scores_grad_kernel": 224},
-    ("gla", True): {"grads": 1176, "output": 96, "scores_grad_kernel": 184},
-    ("gla_own_bias", False): {"grads": 1272, "output": 48, "scores_grad_kernel": 224},
     ("simple_gla", True): {"output": 80},
     ("deltanet", False): {"grads": 832},
     ("gated_deltanet", False): {"grads": 2464},
-    ("vector_gated_delta", False): {"adjoint0": 152, "grads": 2208, "scores_grad_kernel": 224},
 }
 WALKS = ("summarize", "output", "states", "collect", "back")
 
@@ -45,7 +37,6 @@ def compile_variant(name: str, packed: bool) -> list[dict[str, Any]]:
     from flexsp.compiler import engine
     from flexsp.testing import offline
     from tests import variants
-    from tests.generated_programs import lost_registers
 
     engine.propagate = lambda *args, **kwargs: None  # type: ignore[assignment]  # compiled in its own tests
     engine.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
@@ -61,26 +52,14 @@ def compile_variant(name: str, packed: bool) -> list[dict[str, Any]]:
     params = {key: made(what, []) for key, what in program.meta.params.items()}
     bounds = torch.empty(5, dtype=torch.int64, device="meta") if packed else None
     initial = torch.empty(4 if packed else 1, *sizes.values(), device="meta").requires_grad_()
-    sass: list[str] = []
-    plain = subprocess.run
-
-    def listen(command: Any, *args: Any, **kwargs: Any) -> Any:
-        done = plain(command, *args, **kwargs)
-        if "-sass" in [str(word) for word in command]:
-            sass.append(done.stdout)
-        return done
-
     with offline.record_launches() as launches:
         o, final = engine.run(code, tokens, params, initial, bounds, None, True)
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
-    offline.subprocess.run = listen  # type: ignore[assignment]
     results = []
     for launch in launches:
         found = offline.compile_launch(*launch)
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
-        told |= {"lost": lost_registers(sass[-1]), "instructions": sass[-1].count(";")}
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
-    assert len(sass) == len(launches)
     return results
 
 
@@ -105,40 +84,13 @@ def test_resources(name: str, packed: bool, tmp_path: Path) -> None:
     assert all(kernel["shared"] <= SHARED_LIMIT for kernel in found), told
     assert all(kernel["waits_first"] for kernel in found), told
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in WALKS), told
-    assert not any(kernel["lost"] for kernel in found), told
-    assert all(kernel["instructions"] > 20 for kernel in found), "SASS was not read"
+    assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
     allowed = STACK.get((name, packed), {})
     stack = {kernel: max(x["stack"] for x in found if x["name"] == kernel) for kernel in names}
     more = {kernel: n for kernel, n in stack.items() if n > allowed.get(kernel, 0)}
     assert not more, f"stack of {more}, allowed {allowed}\n{told}"
     less = {kernel: stack.get(kernel) for kernel, n in allowed.items() if 2 * stack.get(kernel, 0) < n}
     assert not less, f"the table allows more than is needed: {less} of {allowed}"
-
-
-# A register that ptxas loses ------------------------------------------------------------------------------------------
-
-FAULT = """
-        /*0a10*/                   IADD3 R8, P0, R12, 0x80, RZ ;          /* 0x000000800c087810 */
-                                                                          /* 0x000fe20007f1e0ff */
-        /*0a20*/                   MOV R20, R21 ;                         /* 0x0000001500147202 */
-        /*0a30*/                   IADD3.X R9, R12, 0x40000040, RZ, P0, !PT ;
-        /*0a40*/                   R2UR UR4, R8 ;
-"""
-PAIR = ("IADD3 R8, P0, R12, 0x80, RZ ;", "IADD3.X R9, R12, 0x40000040, RZ, P0, !PT ;")
-
-
-def test_the_lost_register_is_seen() -> None:
-    from tests.generated_programs import lost_registers
-
-    assert lost_registers(FAULT) == [PAIR]
-    assert lost_registers(FAULT.replace("IADD3 R8", "@!P1 IADD3 R8").replace("R12, 0x8", "R12.reuse, 0x8"))
-    for changed in (
-        FAULT.replace("IADD3.X R9, R12", "IADD3.X R9, R13"),  # the high half has its own register
-        FAULT.replace("RZ, P0, !PT", "RZ, P1, !PT"),  # another carry
-        FAULT.replace("MOV R20", "MOV R12"),  # written in between
-        FAULT.replace("IADD3 R8, P0, R12", "IADD3 R12, P0, R12"),  # the low half in place: the register is the sum now
-    ):
-        assert lost_registers(changed) == []
 
 
 # Golden sources -------------------------------------------------------------------------------------------------------

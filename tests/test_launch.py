@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexsp.scan import launch as module
-from flexsp.scan.launch import launch
+from flexsp.scan.launch import dependent, launch
 
 
 class OnGPU(torch.Tensor):
@@ -25,8 +25,8 @@ class Kernel:
         self.compilations: list[tuple[Any, ...]] = []
         self.launches: list[tuple[Any, ...]] = []
 
-    def warmup(self, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> Kernel:
-        self.compilations.append((args, grid, kwargs))
+    def built(self, *what: Any) -> Kernel:
+        self.compilations.append(what)
         return self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -36,7 +36,9 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "_dependent", lambda device: True)
+    monkeypatch.setattr(module, "dependent", lambda device: True)
+    monkeypatch.setattr(module, "build", lambda kernel, *what: kernel.built(*what))
+    monkeypatch.setattr(module, "current_target", lambda: None)
     return Kernel()
 
 
@@ -74,7 +76,8 @@ def test_what_changes_the_compiled_kernel_compiles_again(kernel: Kernel, other: 
     assert len(kernel.compilations) == 2
 
 
-def test_memory_of_the_host_is_left_to_the_driver(kernel: Kernel) -> None:
+@pytest.mark.usefixtures("kernel")
+def test_memory_of_the_host_is_left_to_the_driver() -> None:
     class Pinned(Kernel):
         arg_names = ("x", "record", "PDL")
 
@@ -83,17 +86,12 @@ def test_memory_of_the_host_is_left_to_the_driver(kernel: Kernel) -> None:
     assert pinned.launches[0][1][1] is record
 
 
-@pytest.mark.parametrize(("capability", "dependent"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True), ((10, 0), True)])
 def test_dependent_launch_needs_hopper(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dependent: bool
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "dependent", dependent.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    module._dependent.cache_clear()
-    kernel = Kernel()
-    try:
-        launch(kernel, (1,), (gpu(8), 5, 0.5), {"BLOCK": 16, "FLAG": True}, {})
-    finally:
-        module._dependent.cache_clear()
-    options = kernel.compilations[0][2]
-    assert (options["PDL"], options["launch_pdl"], kernel.launches[0][1][-1]) == (dependent,) * 3
+    launch(kernel, (1,), (gpu(8), 5, 0.5), {"BLOCK": 16, "FLAG": True}, {})
+    _, constants, options, _ = kernel.compilations[0]
+    assert (constants["PDL"], options["launch_pdl"], kernel.launches[0][1][-1]) == (expected,) * 3

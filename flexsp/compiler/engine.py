@@ -27,7 +27,7 @@ from flexsp.compiler.stages import make_stages, split_gradients
 from flexsp.compiler.values import NotEmittable
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.affine import dense_hop
-from flexsp.scan.launch import launch
+from flexsp.scan.launch import launch, newer_assembler
 from flexsp.scan.propagate import propagate
 
 __all__ = ["Generated", "run"]
@@ -44,7 +44,6 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 """
 _INVERSE_WARPS = 1
-_NARROW = 64  # packed gated_deltanet with K = 20, V = 24 failed on H200; cause not known
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 
 
@@ -122,9 +121,8 @@ class Generated:
 
     def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool) -> str | None:
         """Why a call with these sizes runs in PyTorch, or None."""
-        narrow = [name for name in (self.layout.rows, self.layout.cols) if sizes.get(name, _NARROW) < _NARROW]
-        if self.dense and narrow and on_gpu:
-            return f"{narrow[0]} = {sizes[narrow[0]]}: kernels of a dense transition go wrong on GPUs below {_NARROW}"
+        if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:
+            return "ptxas before 12.9 miscompiles kernels for Hopper; set TRITON_PTXAS_PATH to a newer one"
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
         except (NotEmittable, KeyError) as error:

@@ -16,7 +16,7 @@ __all__ = ["Launch", "Plan", "make_plan"]
 _PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
-_NARROWEST = 32  # with 16 columns ptxas 12.8 has been seen to lose a register of a product's descriptor
+_NARROWEST = 32
 _PART_WARPS = 4
 
 

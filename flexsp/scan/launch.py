@@ -5,22 +5,36 @@ numbers of a call and the types and alignments of its tensors form a tuple, and 
 
 From Hopper on, kernels are launched as programmatic dependents: a kernel is set up before the memory of the one before
 has settled, and waits for that in `begin`.
+
+ptxas 12.8, which Triton 3.6 uses for Hopper, miscompiles some kernels with small wgmma products: wrong results or
+illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the ptxas that Triton has for Blackwell.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_wait
+from triton.runtime.jit import get_cache_invalidating_env_vars
 
-__all__ = ["begin", "launch"]
+__all__ = ["begin", "build", "current_target", "dependent", "launch", "newer_assembler"]
 
+_OLDEST = (12, 9)
+_TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.float64: "*fp64",
+}  # fmt: skip
 _compiled: dict[Any, Any] = {}
+_compiling = threading.RLock()
 
 
 @triton.jit
@@ -35,8 +49,76 @@ def begin(PDL: tl.constexpr) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _dependent(device: int) -> bool:
+def dependent(device: int) -> bool:
+    """Whether kernels on this GPU are launched as programmatic dependents."""
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def current_target() -> Any:
+    """What Triton compiles for: the current GPU."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+def _version(tool: Any) -> tuple[int, ...]:
+    return tuple(int(x) for x in tool.version.split("."))
+
+
+@functools.lru_cache(maxsize=1)
+def newer_assembler() -> Any:
+    """The ptxas (path, version) to assemble kernels for Hopper with; None where there is none of 12.9 or newer."""
+    for tool in ("ptxas", "ptxas_blackwell"):
+        try:
+            found = getattr(knobs.nvidia, tool)
+        except (AttributeError, RuntimeError):
+            continue
+        if _version(found) >= _OLDEST:
+            return found
+    return None
+
+
+@contextmanager
+def _assembler(arch: int) -> Iterator[dict[str, str]]:
+    """Lets Triton use the newer ptxas; gives what tells its cache so."""
+    tool = newer_assembler() if arch == 90 else None
+    if tool is None or tool.path == knobs.nvidia.ptxas.path:
+        yield {}
+        return
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = tool.path
+        yield {"flexsp_ptxas": tool.version}
+
+
+def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], target: Any) -> Any:
+    """`kernel` compiled for `target` and arguments like `args`; tensors count by dtype and alignment, on any device.
+
+    Numbers that are 1 or divisible by 16 are compiled in as such, unless the kernel names them in do_not_specialize.
+    """
+    named = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    signature: dict[str, str] = {}
+    fixed: dict[Any, Any] = {}
+    attrs: dict[Any, Any] = {}
+    for i, param in enumerate(kernel.params):
+        value = named.get(param.name, param.default)
+        free = param.name in (kernel.do_not_specialize or ())
+        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
+            signature[param.name], fixed[(i,)] = "constexpr", value
+            continue
+        signature[param.name], aligned = _describe(value)
+        if aligned and not free:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
+    with _compiling, _assembler(target.arch) as told:
+        return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | told)
+
+
+def _describe(value: Any) -> tuple[str, bool]:
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype], value.device.type == "meta" or value.data_ptr() % 16 == 0
+    if isinstance(value, bool):
+        return "i1", False
+    if isinstance(value, float):
+        return "fp32", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
 
 
 def launch(
@@ -60,7 +142,7 @@ def launch(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, options, prepare)
-    pdl = _dependent(device)
+    pdl = dependent(device)
     fixed = (*[constants[name] for name in kernel.arg_names[len(args) : -1]], pdl)
     how = tuple([tuple(v.items()) if isinstance(v, dict) else v for v in options.values()])
     facts, values = [], []
@@ -75,7 +157,7 @@ def launch(
     key = (kernel, device, tuple(facts), fixed, how)
     compiled = _compiled.get(key)
     if compiled is None:
-        compiled = kernel.warmup(*args, grid=grid, **constants, PDL=pdl, **options, launch_pdl=pdl)
+        compiled = build(kernel, args, constants | {"PDL": pdl}, options | {"launch_pdl": pdl}, current_target())
         if prepare is not None:
             compiled._init_handles()
             prepare(compiled)

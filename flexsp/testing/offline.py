@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 __all__ = ["Compiled", "compile_launch", "record_launches"]
-
-_TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8", torch.float64: "*fp64",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -35,6 +27,7 @@ class Compiled:
     shared: int
     spills: int
     ptx: str
+    assembler: int  # 129 is CUDA 12.9
 
     @property
     def waits_first(self) -> bool:
@@ -64,38 +57,13 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
     """Compiles one recorded launch as `launch` would for sm_90; reads registers, spills, shared memory and PTX."""
-    import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    kwargs = kwargs | {"PDL": True, "launch_pdl": True}
-    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
-    named = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
-    signature: dict[str, str] = {}
-    constants: dict[Any, Any] = {}
-    attrs: dict[Any, Any] = {}
-    for i, param in enumerate(kernel.params):
-        value = named.get(param.name, param.default)
-        free = param.name in (kernel.do_not_specialize or ())
-        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
-            signature[param.name], constants[(i,)] = "constexpr", value
-            continue
-        signature[param.name], aligned = _describe(value)
-        if aligned and not free:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return _resources(kernel.__name__, out)
+    from flexsp.scan.launch import build
 
-
-def _describe(value: Any) -> tuple[str, bool]:
-    if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype], True
-    if isinstance(value, bool):
-        return "i1", False
-    if isinstance(value, float):
-        return "fp32", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+    constants = {k: v for k, v in kwargs.items() if k in kernel.arg_names} | {"PDL": True}
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names} | {"launch_pdl": True}
+    return _resources(kernel.__name__, build(kernel, args, constants, options, GPUTarget("cuda", 90, 32)))
 
 
 def _resources(name: str, out: Any) -> Compiled:
@@ -109,4 +77,6 @@ def _resources(name: str, out: Any) -> Compiled:
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    return Compiled(name, found["REG"], found["STACK"], out.metadata.shared, spills, out.asm["ptx"])
+    toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION
+    assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
+    return Compiled(name, found["REG"], found["STACK"], out.metadata.shared, spills, out.asm["ptx"], assembler)

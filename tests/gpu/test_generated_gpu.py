@@ -89,8 +89,9 @@ def test_every_variant(
 @pytest.mark.parametrize(
     ("name", "K", "V"),
     [
-        *((name, K, V) for name in ("simple_gla", "gla") for K, V in ((20, 24), (100, 33), (64, 128))),
-        ("gated_deltanet", 64, 128), ("gated_deltanet", 100, 72),
+        (name, K, V)
+        for name in ("simple_gla", "gla", "deltanet", "gated_deltanet", "vector_gated_delta")
+        for K, V in ((20, 24), (20, 64), (64, 24), (100, 33), (64, 128))
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("poisoned")
@@ -99,14 +100,6 @@ def test_head_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, na
     model = variants.load(name).make(H, K, V, torch.bfloat16, code_dir=str(folder))
     found = _solve(model, inputs, bounds, torch.bfloat16, seed)
     _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[torch.bfloat16])
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_narrow_dense_states_run_in_pytorch(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> None:
-    inputs, bounds = _draw(monkeypatch, "gated_deltanet", 20, 24, torch.bfloat16, DOCUMENTS)
-    model = variants.load("gated_deltanet").make(H, 20, 24, torch.bfloat16, code_dir=str(folder))
-    with pytest.warns(UserWarning, match="K = 20: kernels of a dense transition"):
-        _solve(model, inputs, bounds, torch.bfloat16, seed)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])

@@ -43,7 +43,7 @@ def _lower(x, start, C: tl.constexpr, N: tl.constexpr):
     return tl.load(_at(x, start, start, C, N), mask=i[:, None] >= i[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr):
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
 
@@ -97,7 +97,7 @@ def _decay(b, level, N: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):
     return tl.exp(tl.where(second, own - reference, reference - own)), second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def scores_kernel(
     q, k, b, a, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
     N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,
@@ -127,7 +127,7 @@ def scores_kernel(
     tl.store(a + i * C + j, scores)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def scores_grad_kernel(
     da, q, k, b, dq, dk, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
     N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,

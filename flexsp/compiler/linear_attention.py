@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,13 @@ from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
 
 if TYPE_CHECKING:
+    from flexsp.compiler.dispatch import Recipe
     from flexsp.compiler.engine import Generated
 
 __all__ = ["LinearAttention"]
 
 _CHUNK = 64
+_CALLS = 256  # signatures that are kept
 _KINDS = {
     "none": "the state is kept: ranks add up",
     "scalar": "one factor for the state: ranks exchange the state and multiply",
@@ -45,7 +48,8 @@ class LinearAttention:
     The notation is that of Forge (Listings 1 and 3).
 
     The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast
-    says; casts of floating tensors in them are dropped. No kernels are generated from them yet.
+    says; casts of floating tensors in them are dropped. On GPUs run kernels that are generated from them at the first
+    call; `explain` names the file.
 
     Args:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
@@ -88,6 +92,7 @@ class LinearAttention:
         self._sizes = meta.sizes()
         self._sp, self._C, self._code_dir = sp_group, chunk_size, code_dir
         self._told: set[str] = set()
+        self._calls: dict[Any, _Call] = {}
         inputs = {*meta.tokens, *meta.params, *meta.numbers}
         chunk = trace(chunk_mode, "chunk_mode", inputs, meta.numbers)
         after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
@@ -112,42 +117,89 @@ class LinearAttention:
             inputs: the tensors of ``input_meta`` by name, [T, H, ...] or [B, T, H, ...]; parameters [H, ...].
             prev_s: initial states [N, H, *state], N = B or the number of documents, in float32, or float64 if an input
                 is; zeros if None. Under ``sp`` without ``cu_seqlens`` only the first rank has them.
-            cu_seqlens: int32 or int64 [N+1], global boundaries of packed documents; B must be 1. Its values are read on
-                the host.
+            cu_seqlens: int32 or int64 [N+1], global boundaries of packed documents; B must be 1. Where kernels run its
+                values are not looked at unless FLEXSP_CHECK=1.
             sp: as for the ops: None takes the ambient group or ``sp_group``, False runs on this rank alone.
 
         Returns:
             o [T, H, V] or [B, T, H, V] in the dtype of the first tensor of ``input_meta``, and the final states
             [N, H, *state]; under ``sp`` without ``cu_seqlens`` None on all ranks but the last.
         """
-        meta = self.program.meta
+        if torch.compiler.is_compiling():
+            return self._uncompiled(inputs, prev_s, cu_seqlens, sp)
+        return self._call(inputs, prev_s, cu_seqlens, sp)
+
+    @torch.compiler.disable
+    def _uncompiled(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._call(*given)
+
+    def _call(
+        self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+        sp: SequenceParallel | bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+        signature = _signature(inputs, prev_s, cu_seqlens, group)
+        call = self._calls.get(signature)
+        if call is None:
+            call = self._checked(inputs, prev_s, cu_seqlens, group)
+            if len(self._calls) >= _CALLS:
+                del self._calls[next(iter(self._calls))]
+            self._calls[signature] = call
+        shard, bounds = (0, call.T, call.T), None
+        if cu_seqlens is not None:
+            shard = shard if group is None else group.shard_range(call.T)
+            bounds = _bounds(cu_seqlens, shard[2], look=call.recipe is None)
+        if call.recipe is not None:
+            return self._run(call.recipe, [inputs[name] for name in call.recipe.names], prev_s, cu_seqlens, shard)
+        return self._in_pytorch(call, inputs, prev_s, bounds, group)
+
+    def _in_pytorch(
+        self, call: _Call, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, bounds: list[int] | None,
+        group: SequenceParallel | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        meta = self.program.meta
         tokens, params, batched = self._sorted(inputs)
+        first = next(iter(tokens.values()))
+        tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
+        initial = prev_s
+        if initial is None:
+            initial = torch.zeros(call.states, device=first.device, dtype=call.wide)
+        with _no_autocast(first.device.type):
+            o, final = functions.run(
+                self.program, tokens, params, meta.numbers, initial,
+                given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
+            )  # fmt: skip
+        o = o.to(first.dtype)
+        return (o if batched else o[0]), final
+
+    def _checked(
+        self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+        group: SequenceParallel | None,
+    ) -> _Call:  # fmt: skip
+        """What a call with such tensors is; ValueError where it is wrong."""
+        meta = self.program.meta
+        tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
         wide = torch.float32
         for x in (*tokens.values(), *params.values()):
             wide = torch.promote_types(wide, x.dtype)
         names = self._known(tokens, params)
-        code = self._kernels(first, wide, names)
         B, T, H = first.shape[:3]
-        bounds = None if cu_seqlens is None else _bounds(cu_seqlens, B, T, group, look=code is None)
-        N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-        shape = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
-        initial = self._initial(prev_s, shape, first.device, wide, cu_seqlens is not None, group)
-        with _no_autocast(first.device.type):
-            if code is not None:
-                from flexsp.compiler import engine
+        N = B
+        if cu_seqlens is not None:
+            _check_boundaries(cu_seqlens, B)
+            N = cu_seqlens.numel() - 1
+        states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
+        _check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
+        code = self._kernels(first, wide, names)
+        recipe = None
+        if code is not None:
+            from flexsp.compiler import dispatch
 
-                given = None if prev_s is None else initial
-                o, final = engine.run(code, tokens, params, given, cu_seqlens, group, True)
-            else:
-                tokens, params = ({name: x.to(wide) for name, x in each.items()} for each in (tokens, params))
-                o, final = functions.run(
-                    self.program, tokens, params, meta.numbers, initial,
-                    given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
-                )  # fmt: skip
-        o = o.to(first.dtype)
-        return (o if batched else o[0]), final
+            self._run = dispatch.run
+            given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
+            recipe = dispatch.Recipe(code, given, prev_s, cu_seqlens, group)
+        return _Call(T, states, wide, recipe)
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
@@ -240,20 +292,44 @@ class LinearAttention:
             raise ValueError(f"{STATE}: expected, since no input tells {size.name} of {list(choices)}")
         return prev_s.shape[at]
 
-    def _initial(
-        self, prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype,
-        packed: bool, sp: SequenceParallel | None,
-    ) -> torch.Tensor:  # fmt: skip
-        if prev_s is None:
-            return torch.zeros(shape, device=device, dtype=dtype)
-        if not isinstance(prev_s, torch.Tensor):
-            raise ValueError(f"{STATE}: expected a tensor {shape} or None, got {type(prev_s).__name__}")
-        if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
-            got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
-            raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
-        if sp is not None and not packed and not sp.is_first:
-            raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
-        return prev_s
+
+@dataclass(frozen=True)
+class _Call:
+    """What all calls of one signature share: tokens of this rank, shape and dtype of states, the kernels' recipe."""
+
+    T: int
+    states: tuple[int, ...]
+    wide: torch.dtype
+    recipe: Recipe | None
+
+
+def _signature(
+    inputs: dict[str, Any], prev_s: Any, cu_seqlens: Any, sp: SequenceParallel | None
+) -> tuple[Any, ...]:
+    """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
+    facts: list[Any] = [*inputs]
+    for x in (*inputs.values(), prev_s, cu_seqlens):
+        if isinstance(x, torch.Tensor):
+            facts.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
+        else:
+            facts.append(type(x))
+    facts.append(None if sp is None else sp.id)
+    return tuple(facts)
+
+
+def _check_initial(
+    prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, packed: bool,
+    sp: SequenceParallel | None,
+) -> None:  # fmt: skip
+    if prev_s is None:
+        return
+    if not isinstance(prev_s, torch.Tensor):
+        raise ValueError(f"{STATE}: expected a tensor {shape} or None, got {type(prev_s).__name__}")
+    if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
+        got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
+        raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
+    if sp is not None and not packed and not sp.is_first:
+        raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
 
 
 def _no_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -261,17 +337,22 @@ def _no_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def _bounds(cu_seqlens: torch.Tensor, B: int, T: int, sp: SequenceParallel | None, look: bool) -> list[int]:
+def _check_boundaries(cu_seqlens: torch.Tensor, B: int) -> None:
     integers = (torch.int32, torch.int64)
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
         got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__), list(getattr(cu_seqlens, "shape", ()))
         raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of int32 or int64, got {got[0]} {got[1]}")
-    total = T if sp is None else sp.shard_range(T)[2]
     if B != 1:
         raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
+    if cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens: expected boundaries of one document or more, got {cu_seqlens.tolist()}")
+
+
+def _bounds(cu_seqlens: torch.Tensor, total: int, look: bool) -> list[int]:
+    """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1."""
     if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
         return []
     bounds = [int(n) for n in cu_seqlens.tolist()]
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+    if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
     return bounds

@@ -181,7 +181,10 @@ def _header(name: str, pointers: Sequence[str], numbers: Sequence[str], body: _B
     strides = [f"{x}_{axis}" for x in body.tokens for axis in ("sb", "st", "sh")]
     lines = textwrap.wrap(", ".join([*pointers, *strides, *numbers]) + ",", 112)
     lines += textwrap.wrap(constants + ",", 112)
-    return f"@triton.jit\ndef {name}(\n" + "\n".join("    " + line for line in lines) + "\n):\n"
+    free = [*numbers, *(f"{x}_sb" for x in body.tokens if len(body.layout.tokens[x]) == 1)]
+    names = ", ".join(f'"{x}"' for x in free)
+    decorator = textwrap.wrap(f"@triton.jit(do_not_specialize=[{names}])", 112, subsequent_indent="    ")
+    return "\n".join([*decorator, f"def {name}(", *("    " + line for line in lines), "):\n"])
 
 
 def _setup(body: _Body, writes: Sequence[str]) -> list[str]:
@@ -329,7 +332,8 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     keeps = kind in ("states", "back")
     decays = "A" in results
     body.indices.update({K} if decays else set())
-    flags = ["BOUNDARY", *(["LEAVES"] if kind in ("output", "back") else [])]
+    ends = kind in ("summarize", "collect")
+    flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if kind in ("output", "back") else [])]
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
     pointers += [
         "states",
@@ -344,21 +348,35 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
         after.append(f"total = tl.where(length > 0, total * {_per_row(emitter, results['A'], layout)}, total)")
     entry = f"((b * (n_seg + 1) + seg + {int(reverse)}).to(tl.int64) * H + h) * {K} * {V}"
     leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
-    ends = kind in ("summarize", "collect")
-    starts_at_zero = ends and not alone
-    begin = zeros if starts_at_zero else f"load_state(states + {entry}, {tile})"
+    given = f"load_state(boundary + row * {K} * {V}, {tile})"
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}" if K != V else "v0 = 0", "seg = tl.program_id(2)",
-        *_setup(body, []), "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)", f"{state} = {begin}",
-        *total,
+        *_setup(body, []), "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
     ]  # fmt: skip
+    at_edge = f"if seg == {'n_seg - 1' if reverse else '0'}:"
+    if ends and alone:
+        lines.append(f"{state} = load_state(states + {entry}, {tile})")
+    elif ends:
+        edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
+        edge.append(f"store_state(states + {entry}, edge, {tile})")
+        lines += [f"{state} = {zeros}", at_edge, *(f"    {line}" for line in edge)]
+    else:
+        lines += [
+            "if ENTERS:", f"    {state} = load_state(states + {entry}, {tile})", "else:", f"    {state} = {zeros}",
+            "    if BOUNDARY:", "        if not PACKED:", f"            {state} = {given}",
+        ]  # fmt: skip
+    lines += total
     if kind == "summarize":
         lines.append("cuts = 0")
     source = _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
     source += _indent(lines, 1) + _indent(loop, 1)
     source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
-    if ends or (alone and kind in ("output", "back")):
+    if ends:
         source += _indent([f"store_state(states + {leave}, {state}, {tile})"], 1)
+    elif "LEAVES" in flags:
+        at_end = f"        if seg == {'0' if reverse else 'n_seg - 1'}:"
+        store = f"            store_state(left + row * {K} * {V}, {state}, {tile})"
+        source += _indent(["if LEAVES:", "    if not PACKED:", at_end, store], 1)
     if decays:
         source += _indent(
             [f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_wait
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
-__all__ = ["begin", "build", "current_target", "dependent", "launch", "newer_assembler"]
+__all__ = ["Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler"]
 
 _OLDEST = (12, 9)
 _TYPES = {
@@ -163,3 +163,59 @@ def launch(
             prepare(compiled)
         _compiled[key] = compiled
     compiled[grid + (1,) * (3 - len(grid))](*values, *fixed)
+
+
+class Shot:
+    """A launch whose numbers are known beforehand and whose tensors are named: repeated calls only fill in addresses.
+
+    ``frame[name]`` is the tensor of a name; None stands for a pointer that the kernel does not use. Tensors of later
+    calls must have the dtypes and alignments of the first call's.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], pointers: Sequence[str | None], numbers: Sequence[int],
+        constants: dict[str, Any], options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.pointers, self.numbers = kernel, grid, tuple(pointers), tuple(numbers)
+        self.constants, self.options = constants, options
+        self.compiled: Any = None
+        self._after: tuple[Any, ...] = ()
+
+    def __call__(self, frame: Any) -> None:
+        """Launches on the tensors of `frame`, by way of `launch`."""
+        launch(self.kernel, self.grid, self._arguments(frame), self.constants, self.options)
+
+    def _arguments(self, frame: Any) -> tuple[Any, ...]:
+        return (*(None if name is None else frame[name] for name in self.pointers), *self.numbers)
+
+    def fire(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
+        """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
+        compiled = self.compiled
+        if compiled is None:
+            compiled = self._compile(frame)
+        enter = knobs.runtime.launch_enter_hook
+        if enter is not None and enter.calls:  # a profiler listens
+            compiled[self.grid](*[at[name] for name in self.pointers], *self._after)
+            return
+        compiled.run(
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *[at[name] for name in self.pointers], *self._after,
+        )  # fmt: skip
+
+    def _compile(self, frame: Any) -> Any:
+        arguments = self._arguments(frame)
+        pdl = dependent(torch.cuda.current_device())
+        constants = self.constants | {"PDL": pdl}
+        fixed = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
+        facts = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else None for x in arguments]
+        free = self.kernel.do_not_specialize or ()
+        for i, x in enumerate(self.numbers, len(self.pointers)):
+            facts[i] = (abs(x) >= 2**31, *(() if self.kernel.arg_names[i] in free else (x % 16 == 0, x == 1)))
+        how = tuple(sorted(self.options.items()))
+        key = (self.kernel, torch.cuda.current_device(), tuple(facts), tuple(fixed), how)
+        if key not in _compiled:
+            options = self.options | {"launch_pdl": pdl}
+            _compiled[key] = build(self.kernel, arguments, constants, options, current_target())
+            _compiled[key]._init_handles()
+        self.compiled, self._after = _compiled[key], (*self.numbers, *fixed)
+        return self.compiled

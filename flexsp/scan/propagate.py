@@ -30,7 +30,7 @@ from flexsp.scan.launch import begin, launch
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["propagate"]
+__all__ = ["local_launch", "propagate"]
 
 MAX_BLOCKS = 128  # of a kernel that waits for a neighbour
 # SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
@@ -487,38 +487,58 @@ def _launch(
 ) -> None:
     """One launch: local without ``sp``; with ``folded``, only F_tot (with the initial state where ``seeded``)."""
     B, slots, H, K, V = states.shape
-    tiles = _Tiles.of(B, H, K, V, LOCAL_TILE if sp is None else CHAIN_TILE)
+    has_cut = cut is not None
+    if sp is None:
+        kernel, grid, numbers, constants, options = local_launch(
+            B, slots - 1, H, K, V, kind, has_cut, reverse, folded=folded is not None, has_in=not seeded
+        )
+        if grid[0]:
+            launch(kernel, grid, (states, log_a, cut, folded, *[None] * 5, *numbers), constants, options)
+        return
+    channel = _channel(sp)
+    tiles = _Tiles.of(B, H, K, V, CHAIN_TILE)
     if tiles.count == 0:
         return
-    arenas: tuple[torch.Tensor | None, ...] = (None, None, None, None, None)
-    max_tiles = rank = pe_in = pe_out = signature = timeout_ns = 0
-    regions, push, signal = 2, dev.push_store, dev.signal_store
-    # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
-    options: dict[str, Any] = {"maxnreg": 128}
-    has_in, has_out, prepare = not seeded, False, None
-    if sp is not None:
-        channel = _channel(sp)
-        if tiles.count > channel.max_tiles:
-            raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
-        edge = channel.edges[reverse]
-        arenas = (edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor)
-        max_tiles, rank, pe_in, pe_out = channel.max_tiles, sp.rank, edge.pe_in, edge.pe_out
-        signature, timeout_ns = signature_of(B, H, K, V, kind, reverse), int(sp.timeout_s * 1e9)
-        regions, push, signal, options = channel.regions, channel.push, channel.signal, channel.options
-        has_in, has_out, prepare = edge.has_in, edge.has_out, channel.prepare
-    grid = (tiles.count if sp is None else min(tiles.count, MAX_BLOCKS),)
+    if tiles.count > channel.max_tiles:
+        raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
+    edge = channel.edges[reverse]
+    constants = _constants(tiles, K, V, kind, has_cut, reverse) | {
+        "HAS_IN": edge.has_in, "HAS_OUT": edge.has_out, "REGIONS": channel.regions, "PUSH": channel.push,
+        "SIGNAL": channel.signal,
+        "PACE": 0 if edge.has_in or not edge.has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE,
+    }  # fmt: skip
     launch(
         _propagate_kernel,
-        grid,
-        (states, log_a, cut, folded, *arenas, slots - 1, H, tiles.count, max_tiles, timeout_ns, signature, rank,
-         pe_in, pe_out),
-        {"K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": cut is not None,
-         "REVERSE": reverse, "FOLD_ONLY": folded is not None, "HAS_IN": has_in, "HAS_OUT": has_out,
-         "REGIONS": regions, "PUSH": push, "SIGNAL": signal, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY,
-         "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE},
-        {"num_warps": tiles.warps, "num_stages": 1} | options,
-        prepare,
+        (min(tiles.count, MAX_BLOCKS),),
+        (states, log_a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
+         slots - 1, H, tiles.count, channel.max_tiles, int(sp.timeout_s * 1e9),
+         signature_of(B, H, K, V, kind, reverse), sp.rank, edge.pe_in, edge.pe_out),
+        constants,
+        {"num_warps": tiles.warps, "num_stages": 1} | channel.options,
+        channel.prepare,
     )  # fmt: skip
+
+
+def _constants(tiles: _Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
+    """Constants of the kernel; those of the neighbours are for a rank that has none."""
+    return {
+        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": has_cut,
+        "REVERSE": reverse, "FOLD_ONLY": False, "HAS_IN": False, "HAS_OUT": False, "REGIONS": 2,
+        "PUSH": dev.push_store, "SIGNAL": dev.signal_store, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY, "PACE": 0,
+    }  # fmt: skip
+
+
+def local_launch(
+    B: int, nseg: int, H: int, K: int, V: int, kind: str, has_cut: bool, reverse: bool, *, folded: bool = False,
+    has_in: bool = False,
+) -> tuple[Any, tuple[int], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(kernel, grid, numbers after the nine pointers, constants, options) of the scan over this rank's segments."""
+    tiles = _Tiles.of(B, H, K, V, LOCAL_TILE)
+    numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0)
+    constants = _constants(tiles, K, V, kind, has_cut, reverse) | {"FOLD_ONLY": folded, "HAS_IN": has_in}
+    # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
+    options = {"num_warps": tiles.warps, "num_stages": 1, "maxnreg": 128}
+    return _propagate_kernel, (tiles.count,), numbers, constants, options
 
 
 def _over_process_group(

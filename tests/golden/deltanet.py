@@ -12,7 +12,7 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks", "b_sb"])
 def prepare0(
     k_ptr, b_ptr, f32_arg0_ptr, table, k_sb, k_st, k_sh, b_sb, b_st, b_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
@@ -39,7 +39,7 @@ def prepare0(
     store_rows(f32_arg0_ptr + c * C * C, keep_rows(add_0, length), C, C, 0, C, C, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks", "b_sb"])
 def prepare1(
     k_ptr, q_ptr, b_ptr, v_ptr, inverse0_ptr, u_ptr, w_ptr, operand6_ptr, table, k_sb, k_st, k_sh, q_sb, q_st, q_sh,
     b_sb, b_st, b_sh, v_sb, v_st, v_sh, T, H, n_chunks,
@@ -80,7 +80,7 @@ def prepare1(
     store_rows(w_ptr + c * C * K, mm_2, K, C, 0, C, K, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def adjoint0(
     k_ptr, do_ptr, operand6_ptr, u_ptr, w_ptr, grad_u_ptr, grad_w_ptr, entering, leaving, table, k_sb, k_st, k_sh,
     do_sb, do_st, do_sh, T, H, n_chunks,
@@ -123,7 +123,7 @@ def adjoint0(
     store_rows(grad_w_ptr + c * C * K, keep_rows(add_6, length), K, C, 0, C, K, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
     k_ptr, w_ptr, u_ptr, states, boundary, cut, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
@@ -171,7 +171,7 @@ def summarize(
         tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
     q_ptr, k_ptr, do_ptr, operand6_ptr, w_ptr, states, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb,
     do_st, do_sh, T, H, n_seg, n_chunks, per_seg,
@@ -229,12 +229,13 @@ def collect(
     store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
     q_ptr, k_ptr, w_ptr, u_ptr, operand6_ptr, o_ptr, states, boundary, left, table, q_sb, q_st, q_sh, k_sb, k_st,
     k_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -252,7 +253,13 @@ def output(
     operand6_ptr += row * n_chunks * C * C
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -285,14 +292,17 @@ def output(
             if LEAVES:
                 if last:
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, S, 0, v0, True, K, V, BK, BV)
-    store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV)
+    if LEAVES:
+        if not PACKED:
+            if seg == n_seg - 1:
+                store_state(left + row * K * V, S, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
     k_ptr, w_ptr, u_ptr, states, boundary, chunk_states, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -308,7 +318,13 @@ def states(
     u_ptr += row * n_chunks * C * V
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -332,12 +348,13 @@ def states(
             S = add_1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
     q_ptr, k_ptr, do_ptr, operand6_ptr, w_ptr, states, boundary, left, chunk_states, table, q_sb, q_st, q_sh, k_sb,
     k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -355,7 +372,13 @@ def back(
     w_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                dS = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -392,10 +415,13 @@ def back(
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, dS, 0, v0, True, K, V, BK, BV)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
-    store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
+    if LEAVES:
+        if not PACKED:
+            if seg == 0:
+                store_state(left + row * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks", "b_sb"])
 def grads(
     k_ptr, b_ptr, v_ptr, q_ptr, do_ptr, w_ptr, u_ptr, inverse0_ptr, grad_w_ptr, grad_u_ptr, d_q_ptr, d_k_ptr,
     sum0_ptr, sum2_ptr, d_v_ptr, sum1_ptr, entering, leaving, table, k_sb, k_st, k_sh, b_sb, b_st, b_sh, v_sb, v_st,
@@ -504,7 +530,7 @@ def grads(
         tl.store(sum1_ptr + c * C + rows, sum_dim_int_list_1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def gather(
     sum2_ptr, sum1_ptr, sum0_ptr, d_b_ptr, entering, leaving, table, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,

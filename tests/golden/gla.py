@@ -12,7 +12,7 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def prepare0(
     g_ptr, gates_cumsum_ptr, table, g_sb, g_st, g_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
@@ -33,7 +33,7 @@ def prepare0(
     store_rows(gates_cumsum_ptr + c * C * K, cumsum_0, K, C, 0, C, K, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def adjoint0(
     v_ptr, do_ptr, arg1_0_ptr, entering, leaving, table, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
@@ -58,7 +58,7 @@ def adjoint0(
     store_rows(arg1_0_ptr + c * C * C, mul_tensor_0, C, C, 0, C, C, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
     k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, decay, cut, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     n_seg, n_chunks, per_seg,
@@ -80,6 +80,12 @@ def summarize(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     S = tl.zeros([BK, BV], tl.float32)
+    if seg == 0:
+        edge = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+        store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
     total = tl.full([BK], 1.0, tl.float32)
     cuts = 0
     for n in range(c0, c1):
@@ -113,7 +119,7 @@ def summarize(
         tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
     q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, table, q_sb, q_st, q_sh, do_sb, do_st, do_sh, T, H, n_seg,
     n_chunks, per_seg,
@@ -135,6 +141,12 @@ def collect(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     dS = tl.zeros([BK, BV], tl.float32)
+    if seg == n_seg - 1:
+        edge = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+        store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -163,12 +175,13 @@ def collect(
     store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
     q_ptr, v_ptr, k_ptr, gates_cumsum_ptr, scores0_ptr, o_ptr, states, boundary, left, table, q_sb, q_st, q_sh,
     v_sb, v_st, v_sh, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -186,7 +199,13 @@ def output(
     scores0_ptr += row * n_chunks * C * C
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    else:
+        S = tl.zeros([BV, BK], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -223,14 +242,18 @@ def output(
             if LEAVES:
                 if last:
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, S, 0, v0, True, K, V, BK, BV, True)
+    if LEAVES:
+        if not PACKED:
+            if seg == n_seg - 1:
+                store_state(left + row * K * V, S, 0, v0, True, K, V, BK, BV, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
     k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -246,7 +269,13 @@ def states(
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -273,12 +302,13 @@ def states(
             S = add_0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
     q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, q_sb, q_st, q_sh, do_sb, do_st,
     do_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -294,7 +324,13 @@ def back(
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                dS = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -325,9 +361,13 @@ def back(
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, dS, 0, v0, True, K, V, BK, BV)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
+    if LEAVES:
+        if not PACKED:
+            if seg == 0:
+                store_state(left + row * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
     v_ptr, k_ptr, q_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, d_q_ptr, d_k_ptr,
     d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, k_sb, k_st, k_sh, q_sb, q_st, q_sh, do_sb, do_st,

@@ -12,7 +12,7 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks", "g_sb"])
 def prepare0(
     g_ptr, gates_cumsum_ptr, table, g_sb, g_st, g_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
@@ -32,7 +32,7 @@ def prepare0(
     tl.store(gates_cumsum_ptr + c * C + rows, cumsum_0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
     k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, decay, cut, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     n_seg, n_chunks, per_seg,
@@ -54,6 +54,12 @@ def summarize(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     S = tl.zeros([BK, BV], tl.float32)
+    if seg == 0:
+        edge = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+        store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
     total = tl.full([BK], 1.0, tl.float32)
     cuts = 0
     for n in range(c0, c1):
@@ -87,7 +93,7 @@ def summarize(
         tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
     q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, table, q_sb, q_st, q_sh, do_sb, do_st, do_sh, T, H, n_seg,
     n_chunks, per_seg,
@@ -109,6 +115,12 @@ def collect(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     dS = tl.zeros([BK, BV], tl.float32)
+    if seg == n_seg - 1:
+        edge = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+        store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -137,12 +149,13 @@ def collect(
     store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
     q_ptr, k_ptr, v_ptr, gates_cumsum_ptr, o_ptr, states, boundary, left, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -159,7 +172,13 @@ def output(
     gates_cumsum_ptr += row * n_chunks * C
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    else:
+        S = tl.zeros([BV, BK], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -207,14 +226,18 @@ def output(
             if LEAVES:
                 if last:
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, S, 0, v0, True, K, V, BK, BV, True)
+    if LEAVES:
+        if not PACKED:
+            if seg == n_seg - 1:
+                store_state(left + row * K * V, S, 0, v0, True, K, V, BK, BV, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
     k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -230,7 +253,13 @@ def states(
     gates_cumsum_ptr += row * n_chunks * C
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -257,12 +286,13 @@ def states(
             S = add_0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
     q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, q_sb, q_st, q_sh, do_sb, do_st,
     do_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
+    tl.constexpr,
 ):
     begin(PDL)
     v0 = tl.program_id(0) * BV
@@ -278,7 +308,13 @@ def back(
     gates_cumsum_ptr += row * n_chunks * C
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    if ENTERS:
+        dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                dS = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -309,9 +345,13 @@ def back(
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, dS, 0, v0, True, K, V, BK, BV)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
+    if LEAVES:
+        if not PACKED:
+            if seg == 0:
+                store_state(left + row * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
     q_ptr, v_ptr, k_ptr, do_ptr, gates_cumsum_ptr, d_q_ptr, sum1_ptr, sum4_ptr, d_k_ptr, sum0_ptr, sum2_ptr,
     sum3_ptr, d_v_ptr, entering, leaving, table, q_sb, q_st, q_sh, v_sb, v_st, v_sh, k_sb, k_st, k_sh, do_sb, do_st,
@@ -429,7 +469,7 @@ def grads(
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_7, H * V, length, v0, C, V, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def gather(
     gates_cumsum_ptr, sum4_ptr, sum3_ptr, sum2_ptr, sum1_ptr, sum0_ptr, d_g_ptr, entering, leaving, table, T, H,
     n_chunks,

@@ -1,0 +1,517 @@
+"""Stage 6: a call worked out once for its signature (buffers, launches), then run with little host time.
+
+A signature is what a call's tensors look like: shapes, strides, dtypes, alignment. For each there is a `Recipe`: where
+every buffer lies in one allocation, and the launches with their numbers. A repeated call fills in addresses. Another
+length T makes another recipe, but compiles nothing: no kernel is specialised on T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from flexsp.comm.group import SequenceParallel, get_sp
+from flexsp.compiler import intrinsic_kernels
+from flexsp.compiler.differentiate import Intrinsic
+from flexsp.compiler.engine import Generated
+from flexsp.compiler.plan import Launch
+from flexsp.compiler.skeleton import WALKS
+from flexsp.kernels.table import chunk_table
+from flexsp.scan.affine import dense_hop
+from flexsp.scan.launch import Shot
+from flexsp.scan.propagate import local_launch, propagate
+
+__all__ = ["Recipe", "run"]
+
+Tensors = dict[str, torch.Tensor]
+_F32 = torch.float32
+
+
+class Room:
+    """Named buffers of one call in one allocation."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, dtype: torch.dtype, *shape: int) -> str:
+        if name not in self.places:
+            self.places[name] = (self.nbytes, dtype, shape)
+            self.nbytes += -(-math.prod(shape) * dtype.itemsize // 256) * 256
+        return name
+
+    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        start, dtype, shape = self.places[name]
+        return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class Frame:
+    """The memory of one call: given tensors by name, and rooms with what was allocated for them."""
+
+    def __init__(self, tensors: Tensors, rooms: Sequence[tuple[Room, torch.Tensor]]) -> None:
+        self.tensors, self.rooms = tensors, rooms
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.tensors:
+            return self.tensors[name]
+        room, memory = next(pair for pair in self.rooms if name in pair[0].places)
+        return room.view(memory, name)
+
+    def addresses(self) -> dict[str | None, int | None]:
+        at: dict[str | None, int | None] = {None: None}
+        for name, x in self.tensors.items():
+            at[name] = x.data_ptr()
+        for room, memory in self.rooms:
+            base = memory.data_ptr()
+            for name, place in room.places.items():
+                at[name] = base + place[0]
+        return at
+
+
+Do = Callable[[Frame], None]
+Step = Shot | Do
+
+
+def _play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+    if device.type != "cuda":
+        for step in steps:
+            step(frame)
+        return
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _play(steps, frame, device)
+    at = frame.addresses()
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    for step in steps:
+        if type(step) is Shot:
+            step.fire(frame, at, stream)
+        else:
+            step(frame)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Steps of one backward pass; `scratch` holds its buffers."""
+
+    steps: list[Step]
+    scratch: Room
+
+
+class Recipe:
+    """How calls of one signature run. Buffers: ``x`` an input, ``d.x`` its gradient, ``kept.x`` kept by chunk, ``@x``
+    all others. `states` is None where no state enters a segment from elsewhere: one segment and one rank."""
+
+    def __init__(
+        self, code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+        sp: SequenceParallel | None,
+    ) -> None:  # fmt: skip
+        layout = code.layout
+        self.code, self.names = code, tuple(given)
+        first = next(name for name in given if name in layout.tokens)
+        lead = given[first]
+        self.device, self.dtype = lead.device, lead.dtype
+        self.batched = lead.dim() == len(layout.tokens[first]) + 2
+        self.B = lead.shape[0] if self.batched else 1
+        self.T, self.H = lead.shape[self.batched : self.batched + 2]
+        self.docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+        self.given = initial is not None
+        self.sp_id = -1 if sp is None else sp.id
+        self.chained = sp is not None and sp.world_size > 1
+        self.ends = sp is None or self.docs > 0 or sp.rank == sp.world_size - 1
+        self.copied = [name for name, x in given.items() if not self._lies_well(name, x)]
+        given = given | {name: given[name].contiguous() for name in self.copied}
+        self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
+        self.sizes = self._sizes(given, initial)
+        self.plan = code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype)
+        self.K, self.V = self.sizes[layout.rows], self.sizes[layout.cols]
+        self.out = (*lead.shape[: 2 + self.batched], self.V)
+        self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
+        self.states = "@states" if self.scanned else None
+        self.table = "@table" if self.docs else None
+        self.saved, self.scratch = Room(), Room()
+        self._do = (0, 0, 0)
+        self.forward = self._forward()
+        self.backwards: dict[Any, Backward] = {}
+
+    def _lies_well(self, name: str, x: torch.Tensor) -> bool:
+        if name not in self.code.layout.tokens:
+            return x.is_contiguous()
+        return len(self.code.layout.tokens[name]) == 1 or x.stride(-1) == 1 or x.shape[-1] == 1
+
+    def _strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Elements from sequence to sequence, token to token, head to head."""
+        b, t, h = x.stride()[:3] if self.batched else (0, *x.stride()[:2])
+        return (b if self.B > 1 else 0, t, h)
+
+    def _sizes(self, given: Tensors, initial: torch.Tensor | None) -> dict[str, int]:
+        layout = self.code.layout
+        found: dict[str, int] = {}
+        for name, x in given.items():
+            if name in layout.tokens:
+                found.update(zip(layout.tokens[name][1:], x.shape[2 + self.batched :], strict=True))
+            else:
+                found.update(zip(layout.params[name], x.shape[1:], strict=True))
+        if initial is not None:
+            found.update(zip((layout.rows, layout.cols), initial.shape[2:], strict=True))
+        return {name: found[name] for name in layout.sizes}
+
+    # Steps
+
+    def _room(self, name: str, room: Room) -> str:
+        """Room for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
+        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[name]]
+        wide = name.startswith(("gates", "f32")) or len(shape) < 2
+        return room.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
+
+    def _shot(
+        self, kind: str, how: Launch, others: Sequence[str | None], do: str = "@do",
+        do_strides: tuple[int, int, int] = (0, 0, 0), width: int | None = None, **flags: bool,
+    ) -> list[Step]:  # fmt: skip
+        """One launch of a generated kernel. `width`: columns of the state, where they are not the call's."""
+        kernel, plan = self.code.kernels[kind], self.plan
+        if not plan.n_chunks * self.B * self.H:
+            return []
+        pointers: list[str | None] = [do if x == "do" else x for x in kernel.tokens]
+        pointers += [f"kept.{x}" for x in kernel.kept] + list(kernel.params)
+        pointers += [self._written(x) for x in kernel.writes] + list(others)
+        numbers = [n for x in kernel.tokens for n in (do_strides if x == "do" else self.strides[x])]
+        if kind in WALKS:
+            grid = (-(-(width or self.V) // how.cols), self.B * self.H, plan.n_seg)
+            numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
+        else:
+            grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
+            numbers += [self.T, self.H, plan.n_chunks]
+        constants: dict[str, Any] = {}
+        for name, block in plan.blocks:
+            own = name != self.code.layout.cols
+            constants[name] = self.sizes[name] if own else width or self.V
+            constants[f"B{name}"] = block if own else how.cols
+        constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
+        options = {"num_warps": how.warps, "num_stages": how.stages}
+        return [Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
+
+    def _written(self, name: str) -> str:
+        if name in self.code.layout.kept:
+            return f"kept.{name}"
+        return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
+
+    def _stages(self, backward: bool, room: Callable[[str], Room], others: list[str | None]) -> list[Step]:
+        steps: list[Step] = []
+        for stage in self.code.stages:
+            if stage.backward == backward:
+                for name in stage.leaves:
+                    self._room(name, room(name))
+                if stage.writes:
+                    steps += self._shot(stage.kind, self.plan.whole, [*others, self.table], do_strides=self._do)
+                for x in stage.intrinsics:
+                    steps += self._intrinsic(x, room)
+        return steps
+
+    def _intrinsic(self, what: Intrinsic, room: Callable[[str], Room]) -> list[Step]:
+        plan, C = self.plan, self.plan.chunk
+        grid = (plan.n_chunks, self.B * self.H, 1)
+        if not plan.n_chunks * self.B * self.H:
+            return []
+        if what.kind == "inverse":
+            pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
+            constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
+            return [Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, {"num_warps": 1})]
+        *da, q, k, b = what.args
+        size = self.code.layout.kept[b][1]
+        kept = [x not in self.strides for x in (q, k)]
+        of_tokens: list[str | None] = [f"kept.{x}" if is_kept else x for x, is_kept in zip((q, k), kept, strict=True)]
+        strides = [n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))]
+        constants = {
+            "N": self.sizes[size], "BN": dict(plan.blocks)[size], "C": C, "LEVELS": C.bit_length() - 1,
+            "Q_KEPT": kept[0], "K_KEPT": kept[1], "PACKED": self.docs > 0, **_dots(self.dtype),
+        }  # fmt: skip
+        if what.kind == "scores":
+            kernel = intrinsic_kernels.scores_kernel
+            pointers = [*of_tokens, f"kept.{b}", f"kept.{what.results[0]}", self.table]
+        else:
+            kernel = intrinsic_kernels.scores_grad_kernel
+            both = [self._room(f"{what.results[0][:-1]}{i}", room(what.results[0])) for i in range(2)]
+            pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
+        options = {"num_warps": 8, "num_stages": 1}
+        return [Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
+
+    def _of_states(self, name: str, room: Room) -> None:
+        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, self.K, self.V)
+
+    def _forward(self) -> list[Step]:
+        code, plan = self.code, self.plan
+        steps = self._stages(False, lambda name: self.saved if name in code.saved else self.scratch, [])
+        if self.scanned:
+            self._of_states("@states", self.saved)
+            steps += self._dense_scan() if code.dense else self._scan()
+        in_walk = self.given and (self.docs > 0 or not self.scanned)
+        steps += self._shot(
+            "output", plan.walk,
+            [self.states, "@initial" if in_walk else None, "@final" if self.ends else None, self.table],
+            ENTERS=self.scanned, BOUNDARY=in_walk, LEAVES=self.ends,
+        )  # fmt: skip
+        if self.ends and not plan.n_chunks:
+            steps.append(lambda frame: _copy(frame["@final"], frame["@states"][:, -1]))
+        return steps
+
+    def _scan(self) -> list[Step]:
+        """What segments leave, and the scan over segments and ranks, of a diagonal transition."""
+        plan, B, H = self.plan, self.B, self.H
+        decay = None
+        if self.code.program.transition != "none":
+            decay = self.saved.add("@decay", _F32, B, plan.n_seg, H, self.K)
+        cut = self.saved.add("@cut", torch.int32, B, plan.n_seg) if self.docs else None
+        others = ["@states", "@initial" if self.given else None, *([decay] if decay else []), cut, self.table]
+        steps = self._shot("summarize", plan.walk, others, BOUNDARY=self.given)
+        if not plan.n_chunks:
+            steps.append(lambda frame: self._nothing(frame, "@states", 0, "@initial" if self.given else None))
+        return [*steps, self._propagate("@states", False)]
+
+    def _nothing(self, frame: Frame, states: str, slot: int, given: str | None) -> None:
+        """What a shard without tokens contributes."""
+        frame[states].zero_()
+        for name in ("@decay", "@cut"):
+            if name in self.saved.places:
+                frame[name].zero_()
+        if given is not None and not self.docs:
+            frame[states][:, slot] = frame[given]
+
+    def _propagate(self, states: str, reverse: bool) -> Step:
+        decay, cut = (name if name in self.saved.places else None for name in ("@decay", "@cut"))
+        if self.chained:
+            return lambda frame: propagate(
+                frame[states], None if decay is None else frame[decay], None if cut is None else frame[cut],
+                get_sp(self.sp_id), reverse=reverse,
+            )  # fmt: skip
+        kind = "none" if decay is None else "vector"
+        B, n_seg, H, K, V = self.B, self.plan.n_seg, self.H, self.K, self.V
+        kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
+        return Shot(kernel, (*grid, 1, 1), [states, decay, cut, *[None] * 6], numbers, constants, options)
+
+    def _dense_scan(self) -> list[Step]:
+        """What arrives from the left neighbour, of a dense transition, put where the walk starts."""
+        K, plan = self.K, self.plan
+        given = "@initial" if self.given and not self.docs else None
+
+        def enter(frame: Frame) -> None:
+            _enter(frame["@states"][:, 0], None if given is None else frame[given])
+
+        def through(frame: Frame) -> None:
+            _copy(frame["@states"][:, 1], frame["@states"][:, 0])
+
+        steps: list[Step] = [enter]
+        if self.chained:
+            self.saved.add("@A", _F32, self.B, self.H, K, K)
+            self.scratch.add("@unit", _F32, self.B, 2, self.H, K, K)
+            self.scratch.add("@zeros", self.dtype, K)
+            self.scratch.add("@cut", torch.int32, self.B, 1)
+            in_walk = self.given and self.docs > 0
+
+            def begin(frame: Frame) -> None:
+                frame["@unit"][:] = torch.eye(K, device=self.device)
+                frame["@zeros"].zero_()
+
+            def hop(frame: Frame) -> None:
+                """A^T of the shard is the adjoint walk without outputs, from the unit matrix (MATH 8, [0 | I])."""
+                _copy(frame["@A"], frame["@unit"][:, 0])
+                frame["@states"][:, 0] += dense_hop(frame["@states"][:, 1], frame["@A"].mT, get_sp(self.sp_id), False)
+
+            steps.append(begin)
+            steps += self._shot(
+                "collect", plan.walk, ["@unit", None, self.table], do="@zeros", width=K, BOUNDARY=False
+            )
+            others = ["@states", "@initial" if in_walk else None, "@cut", self.table]
+            steps += self._shot("summarize", plan.walk, others, BOUNDARY=in_walk)
+            steps += [hop] if plan.n_chunks else [through, hop]
+        return steps if plan.n_chunks else [*steps, through]
+
+    def backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
+        """Steps for gradients of outputs that lie like `do`, with or without gradients of final and initial states."""
+        key = (do.stride(), do.data_ptr() % 16 == 0, dfinal, dinitial)
+        found = self.backwards.get(key)
+        if found is None:
+            if len(self.backwards) >= 16:
+                self.backwards.clear()
+            found = self.backwards[key] = self._backward(do, dfinal, dinitial)
+        return found
+
+    def _backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
+        code, plan, room = self.code, self.plan, Room()
+        self._do = self._strides(do)
+        of_chunks = self.dtype if self.dtype == torch.bfloat16 else _F32
+        for name in ("@entering", "@leaving"):
+            room.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
+        steps: list[Step] = []
+        after = "@dfinal" if dfinal else None
+        dstates = "@dstates" if self.scanned else None
+        if self.scanned:
+            self._of_states("@dstates", room)
+            steps += self._dense_scan_back(after) if code.dense else self._scan_back(after)
+        first, last = (x and (self.docs > 0 or not self.scanned) for x in (self.given, dfinal))
+        others = [self.states, "@initial" if first else None, "@entering", self.table]
+        steps += self._shot("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
+        steps += self._shot(
+            "back", plan.walk,
+            [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", self.table],
+            do_strides=self._do, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
+        )  # fmt: skip
+        if dinitial and not plan.n_chunks:
+            steps.append(lambda frame: _copy(frame["@dinitial"], frame["@dstates"][:, 0]))
+        of_chunk: list[str | None] = ["@entering", "@leaving"]
+        steps += self._stages(True, lambda name: room, of_chunk)
+        for name in code.layout.params:
+            sizes = [self.sizes[s] for s in code.layout.params[name]]
+            room.add(f"d.{name}", _F32, self.B, self.H, plan.n_chunks, *sizes)
+        for name in code.sums:
+            self._room(name, room)
+        steps += self._shot("grads", plan.part, [*of_chunk, self.table], do_strides=self._do)
+        if code.small:
+            steps += self._shot("gather", plan.small, [*of_chunk, self.table], do_strides=self._do)
+        return Backward(steps, room)
+
+    def _scan_back(self, after: str | None) -> list[Step]:
+        others = ["@dstates", after, self.table]
+        steps = self._shot("collect", self.plan.walk, others, do_strides=self._do, BOUNDARY=after is not None)
+        if not self.plan.n_chunks:
+            steps.append(lambda frame: self._nothing(frame, "@dstates", -1, after))
+        return [*steps, self._propagate("@dstates", True)]
+
+    def _dense_scan_back(self, after: str | None) -> list[Step]:
+        given = None if self.docs else after
+        in_walk = after is not None and self.docs > 0
+
+        def enter(frame: Frame) -> None:
+            _enter(frame["@dstates"][:, 1], None if given is None else frame[given])
+
+        def through(frame: Frame) -> None:
+            _copy(frame["@dstates"][:, 0], frame["@dstates"][:, 1])
+
+        def hop(frame: Frame) -> None:
+            frame["@dstates"][:, 1] += dense_hop(frame["@dstates"][:, 0], frame["@A"], get_sp(self.sp_id), True)
+
+        steps: list[Step] = [enter]
+        if self.chained:
+            others = ["@dstates", after if in_walk else None, self.table]
+            steps += self._shot("collect", self.plan.walk, others, do_strides=self._do, BOUNDARY=in_walk)
+            steps += [hop] if self.plan.n_chunks else [through, hop]
+        return steps if self.plan.n_chunks else [*steps, through]
+
+    # Calls
+
+    def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def inputs(
+        self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, table: torch.Tensor | None
+    ) -> Tensors:
+        found = dict(zip(self.names, tensors, strict=True))
+        for name in self.copied:
+            found[name] = found[name].contiguous()
+        if initial is not None:
+            found["@initial"] = initial.contiguous()
+        if table is not None:
+            found["@table"] = table
+        return found
+
+    def run_forward(
+        self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(o, final states, what the backward pass reads)."""
+        given = self.inputs(tensors, initial, table)
+        o = given["@o"] = self.empty(*self.out, dtype=self.dtype)
+        final = None
+        if self.ends:
+            final = given["@final"] = self._edge()
+        saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
+        scratch = self.empty(self.scratch.nbytes, dtype=torch.uint8)
+        _play(self.forward, Frame(given, ((self.saved, saved), (self.scratch, scratch))), self.device)
+        return o, final, saved
+
+    def _edge(self) -> torch.Tensor:
+        """States of documents or sequences; those of documents that end on other ranks are zero."""
+        x = self.empty(self.docs or self.B, self.H, self.K, self.V)
+        return x.zero_() if self.docs and self.chained else x
+
+    def run_backward(
+        self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, saved: torch.Tensor,
+        table: torch.Tensor | None, do: torch.Tensor, dfinal: torch.Tensor | None, want_dinitial: bool,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:  # fmt: skip
+        """Gradients of the inputs, and of the initial states."""
+        do = do if do.stride(-1) == 1 or do.shape[-1] == 1 else do.contiguous()
+        given = self.inputs(tensors, initial, table) | {"@do": do}
+        if dfinal is not None:
+            given["@dfinal"] = dfinal.to(_F32).contiguous()
+        dinitial = None
+        if want_dinitial:
+            dinitial = given["@dinitial"] = self._edge()
+        for name, x in zip(self.names, tensors, strict=True):
+            if name in self.strides:
+                given[f"d.{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        back = self.backward(do, dfinal is not None, want_dinitial)
+        scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
+        frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
+        _play(back.steps, frame, self.device)
+        grads = [
+            frame[f"d.{name}"] if name in self.strides else frame[f"d.{name}"].sum((0, 2)).to(x.dtype)
+            for name, x in zip(self.names, tensors, strict=True)
+        ]
+        return grads, dinitial
+
+
+def _dots(dtype: torch.dtype) -> dict[str, Any]:
+    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
+
+
+def _enter(slot: torch.Tensor, given: torch.Tensor | None) -> None:
+    slot.zero_() if given is None else slot.copy_(given)
+
+
+class _Function(torch.autograd.Function):
+    """`anchor` makes autograd record the node on every rank under `sp`."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, table, anchor, initial, *tensors):  # type: ignore[no-untyped-def]
+        o, final, saved = recipe.run_forward(tensors, initial, table)
+        ctx.save_for_backward(*tensors, initial, saved, table)
+        ctx.recipe = recipe
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
+        recipe: Recipe = ctx.recipe
+        *tensors, initial, saved, table = ctx.saved_tensors
+        if do is None:
+            do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
+        want = initial is not None and ctx.needs_input_grad[3]
+        grads, dinitial = recipe.run_backward(tensors, initial, saved, table, do, dfinal, want)
+        return None, None, None, dinitial, *grads
+
+
+def run(
+    recipe: Recipe, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    shard: tuple[int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Outputs and final states of generated kernels, differentiable. `shard`: its first token, its end, of how many."""
+    sp = get_sp(recipe.sp_id) if recipe.sp_id >= 0 else None
+    table = None
+    if cu_seqlens is not None:
+        table = chunk_table(cu_seqlens, *shard[:2], recipe.plan.chunk, sp is None or sp.is_last)
+    if torch.is_grad_enabled() and (
+        recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
+    ):
+        anchor = sp.anchor if sp is not None and recipe.chained else None
+        return _Function.apply(recipe, table, anchor, initial, *tensors)
+    return recipe.run_forward(tensors, initial, table)[:2]

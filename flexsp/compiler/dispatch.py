@@ -7,6 +7,7 @@ length T makes another recipe, but compiles nothing: no kernel is specialised on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
+from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.compiler.plan import Launch
 from flexsp.compiler.skeleton import WALKS
 from flexsp.kernels.table import chunk_table
@@ -28,7 +30,7 @@ from flexsp.scan.affine import dense_hop
 from flexsp.scan.launch import Shot
 from flexsp.scan.propagate import local_launch, propagate
 
-__all__ = ["Recipe", "run"]
+__all__ = ["Recipe", "compile_ahead", "run"]
 
 Tensors = dict[str, torch.Tensor]
 _F32 = torch.float32
@@ -79,14 +81,15 @@ Do = Callable[[Frame], None]
 Step = Shot | Do
 
 
-def _play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+    """Runs the steps; on CUDA on the device's current stream."""
     if device.type != "cuda":
         for step in steps:
             step(frame)
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _play(steps, frame, device)
+            return play(steps, frame, device)
     at = frame.addresses()
     stream = triton.runtime.driver.active.get_current_stream(device.index)
     for step in steps:
@@ -135,6 +138,7 @@ class Recipe:
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
         self.states = "@states" if self.scanned else None
         self.table = "@table" if self.docs else None
+        self.play: Callable[[Sequence[Step], Frame, torch.device], None] = play
         self.saved, self.scratch = Room(), Room()
         self._do = (0, 0, 0)
         self.forward = self._forward()
@@ -431,7 +435,7 @@ class Recipe:
             final = given["@final"] = self._edge()
         saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
         scratch = self.empty(self.scratch.nbytes, dtype=torch.uint8)
-        _play(self.forward, Frame(given, ((self.saved, saved), (self.scratch, scratch))), self.device)
+        self.play(self.forward, Frame(given, ((self.saved, saved), (self.scratch, scratch))), self.device)
         return o, final, saved
 
     def _edge(self) -> torch.Tensor:
@@ -457,7 +461,7 @@ class Recipe:
         back = self.backward(do, dfinal is not None, want_dinitial)
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        _play(back.steps, frame, self.device)
+        self.play(back.steps, frame, self.device)
         grads = [
             frame[f"d.{name}"] if name in self.strides else frame[f"d.{name}"].sum((0, 2)).to(x.dtype)
             for name, x in zip(self.names, tensors, strict=True)
@@ -515,3 +519,44 @@ def run(
         anchor = sp.anchor if sp is not None and recipe.chained else None
         return _Function.apply(recipe, table, anchor, initial, *tensors)
     return recipe.run_forward(tensors, initial, table)[:2]
+
+
+_AHEAD = (1024, 65536)  # tokens: plans for short and for long sequences differ in flags and tiles
+
+
+def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
+    """Compiles forward and backward for all combinations of the sizes in `meta`, into Triton's cache. How many kernels.
+
+    For inputs that are contiguous and aligned, in the dtypes of `meta`, packed and not, without initial states and
+    without gradients of final ones. Sizes that have no kernels are left out.
+    """
+    if not isinstance(intrinsic_kernels.inverse_kernel, triton.JITFunction):
+        raise ValueError("enable_aot: expected a process without TRITON_INTERPRET, whose kernels can be compiled")
+    built: set[str] = set()
+
+    def build(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+        built.update(step.build(frame, target).hash for step in steps if isinstance(step, Shot))
+
+    choices = meta.sizes()
+    lead = next(iter(meta.tokens.values())).dtype
+    for values in itertools.product(*choices.values()):
+        sizes = dict(zip(choices, values, strict=True))
+        if code.refuses(sizes, lead, on_gpu=False) is None:
+            for T, docs in itertools.product(_AHEAD, (0, 4)):
+                given = {
+                    name: torch.empty(_lengths(what, sizes, T), dtype=what.dtype, device="meta")
+                    for name, what in (meta.tokens | meta.params).items()
+                }
+                bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+                recipe = Recipe(code, given, None, bounds, None)
+                recipe.play = build
+                table = torch.empty(recipe.plan.n_chunks, 5, dtype=torch.int32, device="meta") if docs else None
+                o, _, saved = recipe.run_forward(list(given.values()), None, table)
+                recipe.run_backward(list(given.values()), None, saved, table, torch.empty_like(o), None, False)
+    return len(built)
+
+
+def _lengths(what: SymbTensor, sizes: dict[str, int], T: int) -> list[int]:
+    """The sizes of a tensor of T tokens; heads that are not given are 32."""
+    names = [x.name if isinstance(x, ConstExpr) else x for x in what.shape]
+    return [x if isinstance(x, int) else T if x == "T" else sizes.get(x, 32) for x in names]

@@ -56,7 +56,12 @@ class LinearAttention:
             are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
             "chunk_state" may repeat its shape.
         chunk_mode, decay_mode, merge_mode: the functions. Arguments with defaults that are no inputs keep them.
-        sp_group: SequenceParallel over whose ranks calls run that give no ``sp``.
+        sp_group: SequenceParallel over whose ranks calls run that give no ``sp``; or a ProcessGroup, for which one is
+            made (collective).
+        enable_aot: compile the kernels now, for all combinations of the ConstExprs and the dtypes of ``input_meta``,
+            into Triton's cache (TRITON_CACHE_DIR): for the GPU that is there, else for compute capability
+            FLEXSP_AOT_ARCH (90). Later calls, of other processes too, find them there. Inputs of other dtypes, with
+            other strides, and calls with ``prev_s`` compile at their first call.
         code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
         chunk_size: tokens of a chunk, None lets the plan choose; results do not depend on it beyond rounding, unless
             the functions do.
@@ -64,7 +69,7 @@ class LinearAttention:
     Raises:
         CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
         ValueError: bad input_meta.
-        NotImplementedError: enable_aot or autotune.
+        NotImplementedError: autotune. NotAvailable: enable_aot where no kernels can be generated.
     """
 
     def __init__(
@@ -79,18 +84,13 @@ class LinearAttention:
         chunk_size: int | None = None,
         autotune: bool = False,
     ) -> None:
-        for name, value in (("enable_aot", enable_aot), ("autotune", autotune)):
-            if value:
-                raise NotImplementedError(f"{name} is not there yet: kernels are compiled at their first call")
-        if sp_group is not None and not isinstance(sp_group, SequenceParallel):
-            raise ValueError(
-                f"sp_group: expected what flexsp.init_sequence_parallel(group) returns, got {type(sp_group).__name__}"
-            )
+        if autotune:
+            raise NotImplementedError("autotune is not there yet: the plan chooses chunks and tiles")
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
-        self._sp, self._C, self._code_dir = sp_group, chunk_size, code_dir
+        self._sp, self._C, self._code_dir = _ranks(sp_group), chunk_size, code_dir
         self._told: set[str] = set()
         self._calls: dict[Any, _Call] = {}
         inputs = {*meta.tokens, *meta.params, *meta.numbers}
@@ -102,6 +102,8 @@ class LinearAttention:
             trace(decay_mode, "decay_mode", {*after_chunk, STATE}, meta.numbers),
             trace(merge_mode, "merge_mode", after_chunk, meta.numbers),
         )
+        if enable_aot:
+            self._compile_ahead()
 
     def __call__(
         self,
@@ -139,7 +141,7 @@ class LinearAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         signature = _signature(inputs, prev_s, cu_seqlens, group)
-        call = self._calls.get(signature)
+        call = self.remembered(signature)
         if call is None:
             call = self._checked(inputs, prev_s, cu_seqlens, group)
             if len(self._calls) >= _CALLS:
@@ -152,6 +154,10 @@ class LinearAttention:
         if call.recipe is not None:
             return self._run(call.recipe, [inputs[name] for name in call.recipe.names], prev_s, cu_seqlens, shard)
         return self._in_pytorch(call, inputs, prev_s, bounds, group)
+
+    def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
+        """What an earlier call of the signature was found to be."""
+        return self._calls.get(signature)
 
     def _in_pytorch(
         self, call: _Call, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, bounds: list[int] | None,
@@ -200,6 +206,19 @@ class LinearAttention:
             given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
             recipe = dispatch.Recipe(code, given, prev_s, cu_seqlens, group)
         return _Call(T, states, wide, recipe)
+
+    def _compile_ahead(self) -> None:
+        code = self._generated
+        if isinstance(code, str):
+            raise NotEmittable(f"enable_aot: there are no kernels to compile: {code}")
+        from triton.backends.compiler import GPUTarget
+
+        from flexsp.compiler import dispatch
+        from flexsp.scan.launch import current_target
+
+        arch = int(os.environ.get("FLEXSP_AOT_ARCH", 90))
+        target = current_target() if torch.cuda.is_available() else GPUTarget("cuda", arch, 32)
+        dispatch.compile_ahead(code, self.program.meta, target)
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
@@ -315,6 +334,19 @@ def _signature(
             facts.append(type(x))
     facts.append(None if sp is None else sp.id)
     return tuple(facts)
+
+
+def _ranks(sp_group: Any) -> SequenceParallel | None:
+    if sp_group is None or isinstance(sp_group, SequenceParallel):
+        return sp_group
+    if isinstance(sp_group, torch.distributed.ProcessGroup):
+        from flexsp.launch.bootstrap import init_sequence_parallel
+
+        return init_sequence_parallel(sp_group)
+    raise ValueError(
+        "sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel(group) returns, got "
+        f"{type(sp_group).__name__}"
+    )
 
 
 def _check_initial(

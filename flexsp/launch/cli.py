@@ -1,4 +1,4 @@
-"""The `flexsp` command: `doctor`, `bench op`, `bench scale`, `bench table`, `bench plot`.
+"""The `flexsp` command: `doctor`, `bench op`, `bench scale`, `bench host`, `bench table`, `bench plot`.
 
 The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
 """
@@ -124,6 +124,11 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
     _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --nproc"))
+    host = bench.add_parser("host", help="host time of a call of generated kernels, with and without the dispatcher")
+    _shape_arguments(host)
+    chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
+    host.add_argument("--ops", type=_listed(str, OPS), default=chosen, metavar="A,B", help=f"of {','.join(OPS)}")
+    host.add_argument("--T", type=int, default=1024, help="tokens (default 1024)")
     table = bench.add_parser("table", help="Markdown tables of result files")
     table.add_argument("results", nargs="+")
     plot = bench.add_parser("plot", help="weak-scaling picture of `bench scale` result files")
@@ -143,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.op import run
     elif args.bench == "scale":
         from flexsp.bench.scale import run
+    elif args.bench == "host":
+        from flexsp.bench.host import run
     elif args.bench == "table":
         from flexsp.bench.table import run
     else:

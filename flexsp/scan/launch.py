@@ -183,9 +183,10 @@ class Shot:
 
     def __call__(self, frame: Any) -> None:
         """Launches on the tensors of `frame`, by way of `launch`."""
-        launch(self.kernel, self.grid, self._arguments(frame), self.constants, self.options)
+        launch(self.kernel, self.grid, self.arguments(frame), self.constants, self.options)
 
-    def _arguments(self, frame: Any) -> tuple[Any, ...]:
+    def arguments(self, frame: Any) -> tuple[Any, ...]:
+        """What the kernel takes before its constants."""
         return (*(None if name is None else frame[name] for name in self.pointers), *self.numbers)
 
     def fire(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
@@ -202,8 +203,14 @@ class Shot:
             *[at[name] for name in self.pointers], *self._after,
         )  # fmt: skip
 
+    def build(self, frame: Any, target: Any) -> Any:
+        """The kernel compiled for a target, which need not be here; tensors of `frame` may be on any device."""
+        pdl = target.arch >= 90
+        options = self.options | {"launch_pdl": pdl}
+        return build(self.kernel, self.arguments(frame), self.constants | {"PDL": pdl}, options, target)
+
     def _compile(self, frame: Any) -> Any:
-        arguments = self._arguments(frame)
+        arguments = self.arguments(frame)
         pdl = dependent(torch.cuda.current_device())
         constants = self.constants | {"PDL": pdl}
         fixed = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
@@ -214,8 +221,7 @@ class Shot:
         how = tuple(sorted(self.options.items()))
         key = (self.kernel, torch.cuda.current_device(), tuple(facts), tuple(fixed), how)
         if key not in _compiled:
-            options = self.options | {"launch_pdl": pdl}
-            _compiled[key] = build(self.kernel, arguments, constants, options, current_target())
+            _compiled[key] = self.build(frame, current_target())
             _compiled[key]._init_handles()
         self.compiled, self._after = _compiled[key], (*self.numbers, *fixed)
         return self.compiled

@@ -1,0 +1,114 @@
+"""`flexsp bench host`: the host's time for a call of generated kernels, with the dispatcher and without it."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
+from flexsp.bench.record import environment, file_stem, save
+from flexsp.bench.timing import synchronize
+
+__all__ = ["run", "without_dispatcher"]
+
+_BURST = 20  # calls between two waits for the device, so that its queue never fills
+FORWARD_US, RATIO = 60.0, 0.5
+
+
+@contextmanager
+def without_dispatcher() -> Iterator[None]:
+    """Every call is checked, planned and laid out anew, and launched by Triton's own launcher."""
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.linear_attention import LinearAttention
+
+    def fire(self: Any, frame: Any, at: Any, stream: int) -> None:
+        self.kernel[self.grid](*self.arguments(frame), **self.constants, PDL=True, launch_pdl=True, **self.options)
+
+    plain = dispatch.Shot.fire, LinearAttention.remembered
+    dispatch.Shot.fire = fire  # type: ignore[method-assign]
+    LinearAttention.remembered = lambda self, signature: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dispatch.Shot.fire, LinearAttention.remembered = plain  # type: ignore[method-assign]
+
+
+def _host_us(call: Callable[[], object], device: torch.device, warmup: int, rounds: int) -> float:
+    """Median microseconds until a call returns; the device is waited for between bursts, outside the time."""
+    times = []
+    for _ in range(warmup):
+        call()
+    for _ in range(rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(_BURST):
+            call()
+        times.append((time.perf_counter() - began) / _BURST * 1e6)
+    synchronize(device)
+    return statistics.median(times)
+
+
+def _measure(name: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    case, shape = CASES[name], Shape(args.B, args.T, args.H, args.K, args.V)
+    inputs = make_inputs(case, shape, getattr(torch, args.dtype), device)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return case.ours(inputs)
+
+    calls: dict[str, Callable[[], object]] = {
+        "forward": forward,
+        "forward, recorded by autograd": lambda: case.ours(inputs),
+        "forward+backward": lambda: forward_backward(case.ours, inputs),
+    }
+    rows = []
+    for mode, call in calls.items():
+        row: dict[str, Any] = {"case": name, "T": args.T, "mode": mode}
+        if name.startswith("generated"):
+            with without_dispatcher():
+                row["plain_us"] = _host_us(call, device, args.warmup, args.iterations)
+        row["dispatcher_us"] = _host_us(call, device, args.warmup, args.iterations)
+        rows.append(row)
+        plain = f"   without the dispatcher {row['plain_us']:7.1f} us" if "plain_us" in row else ""
+        print(f"  {name:22s} T={args.T} {mode:30s} {row['dispatcher_us']:7.1f} us{plain}", flush=True)
+    return rows
+
+
+def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for row in rows:
+        if row["mode"] == "forward" and "plain_us" in row:
+            for text, limit, value in (
+                ("host microseconds of a forward", FORWARD_US, row["dispatcher_us"]),
+                ("host time / without the dispatcher", RATIO, row["dispatcher_us"] / row["plain_us"]),
+            ):
+                verdict = "pass" if value <= limit else "MISS"
+                found.append({"target": f"{row['case']} {text}", "limit": limit, "value": value, "verdict": verdict})
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write JSON. 0 unless --strict and a miss."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench host: expected a CUDA device, got none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    record = environment(device, args.argv)
+    rows = [row for name in args.ops for row in _measure(name, args, device)]
+    result: dict[str, Any] = {
+        "kind": "host", "environment": record, "rows": rows, "targets": _targets(rows),
+        "shape": {"B": args.B, "T": args.T, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
+        "method": f"host clock over bursts of {_BURST} calls, the device waited for in between; median of bursts",
+    }  # fmt: skip
+    out = Path(args.out) / f"{file_stem('host', record)}.json"
+    save(out, result)
+    for verdict in result["targets"]:
+        print(f"  {verdict['verdict']:13s}{verdict['value']:8.2f} <= {verdict['limit']:<5g} {verdict['target']}")
+    print(f"wrote {out}")
+    return int(args.strict and any(verdict["verdict"] == "MISS" for verdict in result["targets"]))

@@ -433,12 +433,6 @@ def test_what_falls_back_says_why_once(folder: str) -> None:
         assert told.startswith("merge: runs in PyTorch, slowly: ") and reason in told, told
 
 
-@pytest.mark.parametrize("option", ["enable_aot", "autotune"])
-def test_options_that_are_not_there(option: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{option} is not there yet"):
-        variants.load("linear").make(2, 5, 4, **{option: True})
-
-
 def in_folder(sp: Any, given: str, default: str) -> list[Any]:
     """Files after each of three models: the first's folder is given, the second finds its file, the third's is not."""
     make = variants.load("simple_gla").make

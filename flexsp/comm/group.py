@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from flexsp.exceptions import FlexspError
 
-__all__ = ["SequenceParallel", "current_sp", "get_sp", "resolve_sp", "sequence_parallel"]
+__all__ = ["SequenceParallel", "current_sp", "get_sp", "resolve_sp", "sequence_parallel", "sp_over"]
 
 _GROUPS: dict[int, SequenceParallel] = {}
 _next_id = itertools.count()
@@ -258,6 +258,12 @@ def get_sp(sp_id: int) -> SequenceParallel:
     if sp_id not in _GROUPS:
         raise FlexspError(f"SequenceParallel {sp_id} was closed: a call or a backward pass still needs it")
     return _GROUPS[sp_id]
+
+
+def sp_over(group: dist.ProcessGroup) -> SequenceParallel | None:
+    """The newest live SequenceParallel over the ranks of a process group."""
+    ranks = dist.get_process_group_ranks(group)
+    return next((sp for sp in reversed(_GROUPS.values()) if sp.global_ranks == ranks), None)
 
 
 @contextlib.contextmanager

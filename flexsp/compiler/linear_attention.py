@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.group import SequenceParallel, resolve_sp
+from flexsp.comm.group import SequenceParallel, resolve_sp, sp_over
 from flexsp.compiler import functions
 from flexsp.compiler.check import Program, check
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
@@ -56,8 +56,8 @@ class LinearAttention:
             are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
             "chunk_state" may repeat its shape.
         chunk_mode, decay_mode, merge_mode: the functions. Arguments with defaults that are no inputs keep them.
-        sp_group: SequenceParallel over whose ranks calls run that give no ``sp``; or a ProcessGroup, for which one is
-            made (collective).
+        sp_group: SequenceParallel over whose ranks calls run that give no ``sp``; or a ProcessGroup over whose ranks
+            `flexsp.init_sequence_parallel` was called.
         enable_aot: compile the kernels now, for all combinations of the ConstExprs and the dtypes of ``input_meta``,
             into Triton's cache (TRITON_CACHE_DIR): for the GPU that is there, else for compute capability
             FLEXSP_AOT_ARCH (90). Later calls, of other processes too, find them there. Inputs of other dtypes, with
@@ -339,14 +339,16 @@ def _signature(
 def _ranks(sp_group: Any) -> SequenceParallel | None:
     if sp_group is None or isinstance(sp_group, SequenceParallel):
         return sp_group
-    if isinstance(sp_group, torch.distributed.ProcessGroup):
-        from flexsp.launch.bootstrap import init_sequence_parallel
-
-        return init_sequence_parallel(sp_group)
-    raise ValueError(
-        "sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel(group) returns, got "
-        f"{type(sp_group).__name__}"
-    )
+    if not isinstance(sp_group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            "sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel(group) returns, got "
+            f"{type(sp_group).__name__}"
+        )
+    found = sp_over(sp_group)
+    if found is None:
+        ranks = torch.distributed.get_process_group_ranks(sp_group)
+        raise ValueError(f"sp_group: call flexsp.init_sequence_parallel(group) first; none is open over ranks {ranks}")
+    return found
 
 
 def _check_initial(

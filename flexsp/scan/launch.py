@@ -113,7 +113,8 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
 
 def _describe(value: Any) -> tuple[str, bool]:
     if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype], value.device.type == "meta" or value.data_ptr() % 16 == 0
+        dtype, aligned = _looks(value)
+        return _TYPES[dtype], aligned
     if isinstance(value, bool):
         return "i1", False
     if isinstance(value, float):
@@ -209,19 +210,26 @@ class Shot:
         options = self.options | {"launch_pdl": pdl}
         return build(self.kernel, self.arguments(frame), self.constants | {"PDL": pdl}, options, target)
 
-    def _compile(self, frame: Any) -> Any:
-        arguments = self.arguments(frame)
-        pdl = dependent(torch.cuda.current_device())
-        constants = self.constants | {"PDL": pdl}
-        fixed = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
-        facts = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else None for x in arguments]
+    def facts(self, frame: Any) -> tuple[Any, ...]:
+        """What decides which compiled kernel it is, but for the device."""
+        facts: list[Any] = [None if name is None else _looks(frame[name]) for name in self.pointers]
+        names = self.kernel.arg_names[len(self.pointers) :]
         free = self.kernel.do_not_specialize or ()
-        for i, x in enumerate(self.numbers, len(self.pointers)):
-            facts[i] = (abs(x) >= 2**31, *(() if self.kernel.arg_names[i] in free else (x % 16 == 0, x == 1)))
-        how = tuple(sorted(self.options.items()))
-        key = (self.kernel, torch.cuda.current_device(), tuple(facts), tuple(fixed), how)
+        for name, n in zip(names, self.numbers, strict=False):
+            facts.append((abs(n) >= 2**31, *(() if name in free else (n % 16 == 0, n == 1))))
+        constants = tuple(self.constants[name] for name in names[len(self.numbers) :] if name in self.constants)
+        return (self.kernel, tuple(facts), constants, tuple(sorted(self.options.items())))
+
+    def _compile(self, frame: Any) -> Any:
+        key = (torch.cuda.current_device(), self.facts(frame))
         if key not in _compiled:
             _compiled[key] = self.build(frame, current_target())
             _compiled[key]._init_handles()
+        constants = self.constants | {"PDL": dependent(torch.cuda.current_device())}
+        fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
         self.compiled, self._after = _compiled[key], (*self.numbers, *fixed)
         return self.compiled
+
+
+def _looks(x: torch.Tensor) -> tuple[torch.dtype, bool]:
+    return x.dtype, x.device.type == "meta" or x.data_ptr() % 16 == 0

@@ -1,0 +1,254 @@
+"""What is kept of a call for the next one like it: recipes, launches with filled-in addresses, kernels for any T."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.exceptions import NotAvailable
+from flexsp.scan import launch as module
+from flexsp.scan.launch import Shot
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests import variants
+
+ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+Tensors = dict[str, torch.Tensor]
+
+
+# Shots ----------------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Pretends to be a kernel on a GPU and keeps what it is launched with."""
+
+    arg_names = ("x", "y", "T", "step", "BLOCK", "PDL")
+    do_not_specialize = ("T",)
+
+    def __init__(self) -> None:
+        self.function, self.packed_metadata = "function", "metadata"
+        self.launches: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
+        self.builds: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.launches.append(args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.hooked.append((grid, args))
+
+    def _init_handles(self) -> None: ...
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+
+    def build(kernel: Kernel, *what: Any) -> Kernel:
+        kernel.builds.append(what)
+        return kernel
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module, "dependent", lambda device: True)
+    monkeypatch.setattr(module, "current_target", lambda: type("Target", (), {"arch": 90}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return made
+
+
+def shot(kernel: Kernel, T: int = 5, step: int = 32, **constants: int) -> Shot:
+    return Shot(kernel, (2, 3, 1), ["x", None], [T, step], {"BLOCK": 16} | constants, {"num_warps": 4})
+
+
+def test_a_shot_fills_in_addresses(kernel: Kernel) -> None:
+    one, frame = shot(kernel), {"x": torch.zeros(8)}
+    for address in (64, 4096):
+        one.fire(frame, {"x": address, None: None}, 7)
+    assert len(kernel.builds) == 1
+    head = (2, 3, 1, 7, "function", "metadata", None, None, None)
+    assert kernel.launches == [(*head, address, None, 5, 32, 16, True) for address in (64, 4096)]
+
+
+def test_only_what_is_specialised_builds_again(kernel: Kernel) -> None:
+    frame = {"x": torch.zeros(8)}
+
+    def builds(other: Shot, of: Any = frame) -> int:
+        before = len(kernel.builds)
+        other.fire(of, {"x": 64, None: None}, 7)
+        return len(kernel.builds) - before
+
+    assert builds(shot(kernel)) == 1
+    assert builds(shot(kernel, T=16)) == builds(shot(kernel, T=1)) == builds(shot(kernel, step=64)) == 0
+    assert builds(shot(kernel, T=2**31)) == 1
+    assert builds(shot(kernel, step=33)) == 1
+    assert builds(shot(kernel, step=1)) == 1
+    assert builds(shot(kernel, BLOCK=32)) == 1
+    assert builds(shot(kernel), {"x": torch.zeros(8, dtype=torch.bfloat16)}) == 1
+    assert builds(shot(kernel), {"x": torch.zeros(9)[1:]}) == 1
+
+
+def test_profilers_see_the_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hook:
+        calls = (print,)
+
+    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", Hook())
+    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    assert not kernel.launches
+    assert kernel.hooked == [((2, 3, 1), (64, None, 5, 32, 16, True))]
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+
+def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list[int]:
+    """How many different kernels calls of the first n lengths need, forward and backward, for every n."""
+    from flexsp.compiler import dispatch
+
+    code = variants.load(name).make(4, 64, 64, torch.bfloat16, code_dir=folder)._generated
+    meta, found, counts = code.program.meta, set(), []
+    sizes = {"H": 4, "K": 64, "V": 64}
+    for T in lengths:
+        lead = {name: [2, T] for name in meta.tokens} | {name: [] for name in meta.params}
+        given = {}
+        for name, what in (meta.tokens | meta.params).items():
+            shape = lead[name] + [sizes[s.name] for s in what.shape if s != "T"]
+            given[name] = torch.empty(shape, dtype=what.dtype, device="meta")
+        recipe = dispatch.Recipe(code, given, None, None, None)
+        recipe.play = lambda steps, frame, device: found.update(x.facts(frame) for x in steps if isinstance(x, Shot))
+        o, _, saved = recipe.run_forward(list(given.values()), None, None)
+        recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
+        counts.append(len(found))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["retnet", "gla", "gated_deltanet"])
+def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None:
+    """Of lengths for which the plan is of one kind: several segments (or one, of a dense transition)."""
+    lengths = [4096, 4097, 5000, 6001, 8192, 10007]
+    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, env={"TRITON_INTERPRET": "0"})
+    assert counts[0] >= 5
+    assert counts == [counts[0]] * len(lengths), counts
+
+
+def repeated(sp: Any, folder: str) -> dict[str, Any]:
+    """Calls alike and not alike: recipes made, and errors of outputs and gradients against PyTorch in float64."""
+    from flexsp.compiler import dispatch
+
+    torch.manual_seed(0)
+    model = variants.load("simple_gla").make(2, 8, 4, code_dir=folder)
+    made = []
+    plain = dispatch.Recipe.__init__
+
+    def count(self: Any, *args: Any) -> None:
+        made.append(args)
+        plain(self, *args)
+
+    dispatch.Recipe.__init__ = count  # type: ignore[method-assign]
+    errors, recipes = [], []
+    calls = ((9, False, True), (9, False, True), (10, False, True), (9, True, True), (9, False, False))
+    for T, lay, batched in calls:
+        x = {"q": torch.randn(1, T, 2, 8), "k": torch.randn(1, T, 2, 8), "v": torch.randn(1, T, 2, 4)}
+        x["g"] = torch.nn.functional.logsigmoid(torch.randn(1, T, 2))
+        if lay:
+            x = {name: y.transpose(1, 2).contiguous().transpose(1, 2) for name, y in x.items()}
+        if not batched:
+            x = {name: y[0] for name, y in x.items()}
+        mine = {name: y.detach().requires_grad_() for name, y in x.items()}
+        theirs = {name: y.detach().double().requires_grad_() for name, y in x.items()}
+        (o, final), (want, last) = model(**mine), model(**theirs)
+        do = torch.randn(o.shape[::-1]).movedim(0, -1).reshape(o.shape) if lay else torch.randn(o.shape)
+        for cotangent in (do, torch.ones(()).expand(o.shape)):  # two backward passes, of gradients that lie differently
+            ends, keep = [cotangent, torch.ones_like(final)], {"retain_graph": True}
+            got = torch.autograd.grad([o, final], [*mine.values()], ends, **keep)
+            ref = torch.autograd.grad([want, last], [*theirs.values()], [x.double() for x in ends], **keep)
+            assert all(a.shape == b.shape for a, b in zip(got, mine.values(), strict=True))
+            errors += [relative_error(a, b) for a, b in zip(got, ref, strict=True)]
+        errors += [relative_error(o, want), relative_error(final, last)]
+        recipes.append(len(made))
+    only_final = torch.autograd.grad(final.sum(), mine["k"])[0]
+    errors.append(relative_error(only_final, torch.autograd.grad(last.sum(), theirs["k"])[0]))
+    with torch.no_grad():
+        again = model(**mine)[0]
+    return {"recipes": recipes, "errors": errors, "recorded": again.requires_grad, "same": torch.equal(again, o)}
+
+
+def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
+    (found,) = run_ranks(repeated, 1, str(tmp_path), env=ENV)
+    assert found["recipes"] == [1, 1, 2, 3, 4]
+    assert max(found["errors"]) < 1e-5, found["errors"]
+    assert not found["recorded"]
+    assert found["same"]
+
+
+# Ahead of time --------------------------------------------------------------------------------------------------------
+
+AHEAD = """
+import sys, time, torch
+from tests import variants
+from flexsp.compiler import dispatch
+from flexsp.compiler.engine import Generated
+from triton.backends.compiler import GPUTarget
+
+code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
+print(dispatch.compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
+variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
+"""
+
+
+def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
+    root = str(Path(__file__).parents[1])
+    env |= {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env |= {"FLEXSP_CODE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cubins = list((tmp_path / "cache").glob("*/*.cubin"))
+    assert len(cubins) == int(done.stdout) >= 10
+    assert {"output.cubin", "grads.cubin", "_propagate_kernel.cubin"} <= {x.name for x in cubins}
+
+
+def test_what_has_no_kernels_cannot_be_compiled_ahead() -> None:
+    with pytest.raises(NotAvailable, match="enable_aot: .*vector states"):
+        variants.load("hgrn").make(2, 8, enable_aot=True)
+
+
+def interpreted(sp: Any) -> str:
+    try:
+        variants.load("linear").make(2, 16, 16, enable_aot=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    (message,) = run_ranks(interpreted, 1, env=ENV)
+    assert "TRITON_INTERPRET" in message
+
+
+def over_group(sp: Any, folder: str) -> tuple[bool, bool, str]:
+    import torch.distributed as dist
+
+    mine_only = [dist.new_group([rank]) for rank in range(2)][sp.rank]
+    try:
+        variants.load("simple_gla").make(2, 8, 4, sp_group=mine_only)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    torch.manual_seed(3)
+    meta = {"q": (1, 24, 2, 8), "k": (1, 24, 2, 8), "v": (1, 24, 2, 4), "g": (1, 24, 2)}
+    x = {name: -torch.rand(shape, dtype=torch.float64) for name, shape in meta.items()}
+    model = variants.load("simple_gla").make(2, 8, 4, torch.float64, sp_group=dist.group.WORLD)
+    alone = model(**x, sp=False)[0]
+    mine = model(**{name: sp.shard(y) for name, y in x.items()})[0]
+    return torch.allclose(mine, sp.shard(alone)), model._sp is sp, message
+
+
+def test_a_process_group_is_taken(tmp_path: Path) -> None:
+    for rank, (right, same, message) in enumerate(run_ranks(over_group, 2, str(tmp_path))):
+        assert right and same
+        assert f"init_sequence_parallel(group) first; none is open over ranks [{rank}]" in message

@@ -316,6 +316,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "unused": (lambda i, j, g: 1.0, "argument 'g' is not used"),
     "zero": (lambda i, j, g: 0.0 * g[i], "is 0 for every j < i|argument 'g' is not used"),
     "operator": (lambda i, j, g: torch.erf(g[i]), "operator 'erf' is not supported; supported are abs"),
+    "not finite": (lambda i, j, g: g[i] / j, r"is not finite, .*at i, j = \d, 0 with g = "),
     "tensor": (lambda i, j, g: torch.ones(()) * g[i], "a tensor that is no argument"),
     "arguments": (lambda i: i, "expected the arguments i, j"),
     "stars": (lambda i, j, *g: 1.0, r"no \*args"),
@@ -358,6 +359,19 @@ def test_errors_of_calls_with_a_mask() -> None:
         FlexLinearAttention(transition=transition.delta_rule(), custom_mask=segments)
     with pytest.raises(ValueError, match="custom_mask: expected another name than 'scale'"):
         FlexLinearAttention(custom_mask=lambda i, j, scale: scale)
+
+
+def test_an_array_may_have_the_name_of_a_step_size(seed: int) -> None:
+    def named(i, j, decay):  # type: ignore[no-untyped-def]
+        return torch.exp(decay[j])
+
+    model = FlexLinearAttention(decay.exponential(data_dependent=False), custom_mask=named)
+    x = draw("", model, 1, 9, seed) | {"decay": torch.randn(1, 9, H, dtype=torch.float64)}
+    o, _ = model(**x)
+    want, _ = FlexLinearAttention(decay.exponential(data_dependent=False))(
+        **{key: y * x["decay"].exp().unsqueeze(-1) if key == "v" else y for key, y in x.items() if key != "decay"}
+    )
+    assert relative_error(o, want) < EXACT
 
 
 def test_strong_gates_of_a_mask_do_not_overflow(seed: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -202,6 +204,13 @@ def test_a_transition_that_wants_gates_gets_zeros_without_decay(seed: int) -> No
     del x["decay"]
     assert torch.equal(FlexLinearAttention(custom_transition=Plain)(**x)[0], closed)
     assert relative_error(FlexLinearAttention()(**x)[0], closed) < EXACT
+
+
+def test_a_model_can_be_copied(seed: int) -> None:
+    x = draw_transition("momentum", 1, 9, seed)
+    model = FlexLinearAttention(decay.gated(), custom_transition=Momentum)
+    o, _ = model(**x)
+    assert torch.equal(copy.deepcopy(model)(**x)[0], o) and torch.equal(pickle.loads(pickle.dumps(model))(**x)[0], o)
 
 
 def altered(**changes: Any) -> type:

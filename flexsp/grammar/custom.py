@@ -9,7 +9,6 @@ any other variant:
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +44,7 @@ class CustomTransition:
             if shape != ("K",) and shape[-1:] != ("V",) and not (len(shape) == 2 and shape[0] == "K"):
                 kinds = 'rows (n, "V") or ("V",), or columns ("K",) or ("K", m)'
                 self._fail(f"extra_state[{name!r}]: expected {kinds}, got {shape}")
-        self._program = functools.lru_cache(maxsize=64)(self._make)
+        self._programs: dict[tuple[Any, ...], LinearAttention] = {}
 
     def _fail(self, text: str) -> None:
         raise ValueError(f"custom_transition {self.name}: {text}")
@@ -94,7 +93,10 @@ class CustomTransition:
 
     def program(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
         """The compiled class; `gate` is "g" for gates a head, "gk" a channel or None; `column` as in programs."""
-        return self._program(H, K, V, scale, gate, column)
+        key = (H, K, V, scale, gate, column)
+        if key not in self._programs:
+            self._programs[key] = self._make(*key)
+        return self._programs[key]
 
     def _is_rows(self, name: str) -> bool:
         return self.extra[name][-1] == "V"

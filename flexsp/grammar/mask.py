@@ -141,7 +141,7 @@ class _Mixed(Exception):
 def make_mask(function: Callable[..., Any]) -> Mask:
     """Traces and factors a mask function; CompileError says which factor it does not have, and for which i and j."""
     name, arrays, symbols, cases = trace(function)
-    probe = _Probe(arrays, symbols)
+    probe = _Probe(name, arrays, symbols)
     past, own = cases["past"], cases["own"]
     if symbols.ordered and cases["future"] != 0:
         at, M, inputs = probe.largest(cases["future"], later=True)
@@ -254,8 +254,8 @@ def _unseparable(culprit: Expr, past: Expr, probe: _Probe) -> str:
 class _Probe:
     """Random arrays of a few tokens in float64, at which expressions of i and j are looked at."""
 
-    def __init__(self, arrays: tuple[str, ...], symbols: Symbols) -> None:
-        self.arrays, self.symbols = arrays, symbols
+    def __init__(self, name: str, arrays: tuple[str, ...], symbols: Symbols) -> None:
+        self.name, self.arrays, self.symbols = name, arrays, symbols
         self.made = torch.Generator(device="cpu").manual_seed(0)
 
     def draw(self, sign: int) -> Tensors:
@@ -289,8 +289,10 @@ class _Probe:
             given = self.draw(sign)
             values = [self.grid(x, given).masked_fill(~kept, 0.0) for x in exprs]
             if all(bool(M.isfinite().all()) for M in values):
-                break
-        return given, values
+                return given, values
+        text = "is not finite, whether arrays are normal, positive or negative: at i, j ="
+        i, j = divmod(int(torch.stack(values).isfinite().all(0).flatten().int().argmin()), _TOKENS)
+        raise CompileError(ROLE, self.name, f"{text} {i}, {j} with {_text(given)}")
 
     def largest(self, expr: Expr, later: bool) -> tuple[tuple[int, int], float, str]:
         given, (M,) = self.finite(expr, later=later)
@@ -322,7 +324,7 @@ class _Probe:
         )
         G = gate.cumsum(0) + total
         product = (row.unsqueeze(1) * column * (G.unsqueeze(1) - G).exp()).tril() + more.diag()
-        self._compare(mask.name, "the product of its factors", product, M, given, _TOLERANCE)
+        self._compare("the product of its factors", product, M, given, _TOLERANCE)
         concrete = torch.zeros_like(M)
         for i in range(_TOKENS):
             for j in range(i + 1):
@@ -331,18 +333,14 @@ class _Probe:
                 except Exception as error:
                     text = f"can be traced, but fails at i = {i}, j = {j} on tensors: {type(error).__name__}: {error}"
                     raise CompileError(ROLE, mask.name, text) from error
-        self._compare(mask.name, "what it gives when it runs", concrete, M, given, _FLOAT32)
+        self._compare("what it gives when it runs", concrete, M, given, _FLOAT32)
 
-    def _compare(
-        self, name: str, what: str, found: torch.Tensor, want: torch.Tensor, given: Tensors, bound: float
-    ) -> None:
+    def _compare(self, what: str, found: torch.Tensor, want: torch.Tensor, given: Tensors, bound: float) -> None:
         error = ((found - want).abs() / want.abs().max().clamp(min=1e-30)).nan_to_num(nan=torch.inf)
         if bool(error.max() > bound):
             i, j = divmod(int(error.argmax()), _TOKENS)
-            raise CompileError(
-                ROLE, name, f"its expression gives {want[i, j]:.6g} at i = {i}, j = {j}, {what} is {found[i, j]:.6g} "
-                f"with {_text(given)}"
-            )  # fmt: skip
+            text = f"its expression gives {want[i, j]:.6g} at i = {i}, j = {j}, {what} is {found[i, j]:.6g}"
+            raise CompileError(ROLE, self.name, f"{text} with {_text(given)}")
 
 
 def _text(given: Tensors) -> str:

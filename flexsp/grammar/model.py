@@ -133,6 +133,10 @@ class FlexLinearAttention:
         plain = self.mask is None or self.mask.is_decay
         return self.transition.kind == "one_step_gd" and not self.decay.vector and plain
 
+    @property
+    def _has_steps(self) -> bool:
+        return self.decay.kind == "exponential" and "decay" in self.decay.inputs
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -173,7 +177,7 @@ class FlexLinearAttention:
         gate, per_head = self._gate(given, q)
         if factors is not None:
             gate, per_head = _sum(gate, factors.gate), _sum(per_head, factors.per_head)
-        column = given["decay"] if self.decay.kind == "exponential" and "decay" in given else None
+        column = given["decay"] if self._has_steps else None
         if factors is not None and factors.column is not None:
             column = factors.column if column is None else factors.column * column
         if gate is not None and per_head is not None:
@@ -237,7 +241,7 @@ class FlexLinearAttention:
             check.check_non_positive("decay", given["decay"], "natural-log gates <= 0")
         if self.decay.kind == "exponential":
             check.check_non_positive("A", given["A"], "values <= 0")
-            if "decay" in given:
+            if self._has_steps:
                 check.check_non_negative("decay", given["decay"], "step sizes >= 0")
 
     def _gate(self, given: dict[str, torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -249,7 +253,7 @@ class FlexLinearAttention:
             return given["decay"], None
         if self.decay.kind == "exponential":
             A = given["A"].to(wide)
-            return (given["decay"].to(wide) * A, None) if "decay" in given else (None, A)
+            return (given["decay"].to(wide) * A, None) if self._has_steps else (None, A)
         H = q.shape[2]
         if self.decay.log_decay is None:
             return None, torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, device=q.device, dtype=wide))))

@@ -206,6 +206,52 @@ def test_a_transition_that_wants_gates_gets_zeros_without_decay(seed: int) -> No
     assert relative_error(FlexLinearAttention()(**x)[0], closed) < EXACT
 
 
+def test_steps_of_an_exponential_decay_reach_a_class(seed: int) -> None:
+    """As the gate and as a factor on the values."""
+    x = draw_transition("plain", 1, 9, seed)
+    x |= {"decay": -x["decay"], "A": -torch.rand(H, dtype=torch.float64)}
+    found = gradients(with_state(FlexLinearAttention(decay.exponential(), custom_transition=Plain)), x, ZERO, seed)
+    want = gradients(with_state(FlexLinearAttention(decay.exponential())), x, ZERO, seed)
+    assert max(relative_error(found[key], want[key]) for key in want) < EXACT
+
+
+ZERO = torch.zeros(1, H, K, V, dtype=torch.float64)
+
+
+def with_state(model: FlexLinearAttention) -> Any:
+    return lambda values, state: model(**values, initial_state=state, output_final_state=True)
+
+
+class Counters:
+    """Linear attention beside rows and columns of several numbers, which halve and double with every chunk."""
+
+    extra_state = {"low": (2, "V"), "high": ("K", 3), "end": ("V",)}
+
+    def chunk(self, k, v):  # type: ignore[no-untyped-def]
+        return k.T @ v, 0 * (v.T @ v)[:2], 0 * (k.T @ k)[:, :3], v.sum(0)
+
+    def propagate(self, state, low, high, end, chunk_state, chunk_low, chunk_high, chunk_end):  # type: ignore[no-untyped-def]
+        return state + chunk_state, 0.5 * low + chunk_low, 2 * high + chunk_high, end + chunk_end
+
+    def output(self, q, k, v, state, low, high, end):  # type: ignore[no-untyped-def]
+        return (q @ k.T).tril(0) @ v + q @ state + low.sum(0) + (q @ high).sum(1)[:, None]
+
+
+def test_places_of_rows_and_columns(seed: int) -> None:
+    x = {key: y for key, y in draw_transition("plain", 1, 7, seed).items() if key != "decay"}
+    state = torch.randn(1, H, K + 3, V + 3, dtype=torch.float64)
+    o, final = FlexLinearAttention(custom_transition=Counters)(**x, initial_state=state, output_final_state=True)
+    plain, last = FlexLinearAttention()(**x, initial_state=state[..., :K, :V].clone(), output_final_state=True)
+    high = (K**-0.5 * x["q"].unsqueeze(-1) * state[:, None, :, :K, V:]).sum((-1, -2)).unsqueeze(-1)
+    assert final is not None and last is not None
+    assert relative_error(o, plain + state[:, None, :, K : K + 2, :V].sum(-2) + high) < EXACT
+    assert relative_error(final[..., :K, :V], last) < EXACT
+    assert relative_error(final[..., K : K + 2, :V], 0.5 * state[..., K : K + 2, :V]) < EXACT
+    assert relative_error(final[..., :K, V:], 2 * state[..., :K, V:]) < EXACT
+    assert relative_error(final[..., K + 2, :V], state[..., K + 2, :V] + x["v"].sum(1)) < EXACT
+    assert not final[..., K:, V:].any()
+
+
 def test_a_model_can_be_copied(seed: int) -> None:
     x = draw_transition("momentum", 1, 9, seed)
     model = FlexLinearAttention(decay.gated(), custom_transition=Momentum)

@@ -1,4 +1,4 @@
-"""Linear-attention variants put together from components: a decay, a feature map, a transition."""
+"""Linear-attention variants put together from components: a decay, a feature map, a transition, a mask."""
 
 from flexsp.grammar import decay, feature_map, transition
 from flexsp.grammar.model import FlexLinearAttention

@@ -35,7 +35,7 @@ def relu() -> FeatureMap:
 def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:
     """Rotates the pairs (x_{2i}, x_{2i+1}) of q and k; K must be even.
 
-    By position times base^{-2i/K}, positions counted over the whole sequence from its start (from each document's
-    where packed), or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2] (radians).
+    By position times base^{-2i/K}, or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2]
+    (radians). Positions and sums count from the start of the whole sequence, of each document where packed.
     """
     return FeatureMap("rope", ("theta",) if data_dependent else (), base)

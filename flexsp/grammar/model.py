@@ -2,67 +2,140 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.group import SequenceParallel, resolve_sp
+from flexsp.compiler import LinearAttention
 from flexsp.grammar import programs
-from flexsp.grammar.decay import Decay
-from flexsp.grammar.feature_map import FeatureMap
-from flexsp.grammar.transition import Transition
+from flexsp.grammar.custom import CustomTransition
+from flexsp.grammar.decay import Decay, none
+from flexsp.grammar.feature_map import FeatureMap, identity
+from flexsp.grammar.sequence import positions, running_sum
+from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
-from flexsp.scan.exchange import exchange
+
+if TYPE_CHECKING:
+    from flexsp.grammar.mask import Factors, Mask
 
 __all__ = ["FlexLinearAttention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
+_ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens", "sp"}
+Tensors = dict[str, torch.Tensor]
 
 
 class FlexLinearAttention:
-    """A linear-attention variant from a decay, a feature map and a transition.
+    """A linear-attention variant from a decay, a feature map and a transition, or a mask and transition of one's own.
 
     Args:
-        decay: from `flexsp.grammar.decay`: none, fixed, gated, exponential.
-        features: from `flexsp.grammar.feature_map`: identity, elu, relu, rope.
-        transition: from `flexsp.grammar.transition`: one_step_gd, delta_rule.
-        custom_mask, custom_transition: not there yet, NotImplementedError.
+        decay: from `flexsp.grammar.decay`: none (the default), fixed, gated, exponential.
+        features: from `flexsp.grammar.feature_map`: identity (the default), elu, relu, rope.
+        transition: from `flexsp.grammar.transition`: one_step_gd (the default), delta_rule.
+        custom_mask: a scalar function ``mask(i, j, g, ...)`` of the query's position i, the key's position j and
+            arrays, whose names calls give: o_i = scale sum_{j <= i} M(i, j) q_i P_ij k_j v_j, with P_ij what the
+            transition does between the two tokens (1 for one_step_gd). See below.
+        custom_transition: a class in place of ``transition``, with state of its own. See below.
+
+    A mask must be a product of causal (what it gives for j > i is left out; if it asks for the order of i and j it must
+    be 0 there), a decay e^{G_i - G_j} that does not grow with i, and a local factor, a term of i times a term of j.
+    i == j may have a value of its own. ``decay`` multiplies with it. The function is run on symbols: ``g[i]`` and
+    ``g[j]`` are entries of an array [B, T, H], ``g.cumsum(0)`` an array of running sums, an array that is not indexed
+    a number of the head [H], i and j integers. `if` and torch.where may ask whether i < j, i == j and the like;
+    torch.where also for values of one token. Positions and running sums count from the start of the sequence, over all
+    ranks, and of each document where packed. G should be a sum of `cumsum` terms, of multiples of i, or of both: then
+    only gates inside a chunk are added up. What else is subtracted, an array that holds running sums already for
+    example, is taken apart into gates first, from float32 at least; a term of i or j that does not cancel is
+    evaluated as it is, even if it overflows. An initial state counts as written at a running sum of 0 (position -1).
+    Final states hold decay and terms of j, not terms of i.
+
+    A custom transition has three methods on one chunk of one head, which take what they name. ``chunk(k, v, ...)``
+    gives what the chunk adds; ``propagate(state, chunk_state, ...)`` the state after the chunk; ``output(q, state,
+    ...)`` the outputs [C, V] from the state that enters it. q is [C, K] with features and scale, k [C, K], v [C, V],
+    g the log gates of ``decay`` [C] ([C, K] if it has one a channel), states are [K, V]; `cache_result` in chunk
+    names further arguments of the other two. ``inputs`` maps names of more inputs of a call to what is behind
+    [B, T, H]: (), ("K",), ("V",). ``extra_state`` maps names of further state to shapes: rows (n, "V") or ("V",),
+    columns ("K",) or ("K", m); n may be "K". chunk and propagate then return tuples, the state first; propagate gets
+    ``name`` and ``chunk_name``, output ``name``. Initial and final states are one matrix [N, H, K + rows, V + columns]:
+    the state, columns to its right, rows below it, in the order of ``extra_state``. Ranks run side by side if
+    propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine.
+
+    Raises:
+        CompileError: what cannot be traced or factored; it names the factor and the line, or i and j and values.
+        NotImplementedError: a combination that is not there.
     """
 
     def __init__(
-        self, decay: Decay, features: FeatureMap, transition: Transition, *,
-        custom_mask: Any = None, custom_transition: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        decay: Decay | None = None,
+        features: FeatureMap | None = None,
+        transition: Transition | None = None,
+        *,
+        custom_mask: Callable[..., Any] | None = None,
+        custom_transition: Any = None,
+    ) -> None:
         for name, value, kind in (
             ("decay", decay, Decay), ("features", features, FeatureMap), ("transition", transition, Transition),
         ):  # fmt: skip
-            if not isinstance(value, kind):
+            if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name}: expected a component of flexsp.grammar, got {value!r}")
-        for name, value in (("custom_mask", custom_mask), ("custom_transition", custom_transition)):
-            if value is not None:
-                raise NotImplementedError(f"{name} is not there yet")
-        self.decay, self.features, self.transition = decay, features, transition
+        if custom_transition is not None and transition is not None:
+            raise ValueError("custom_transition: expected no transition beside it; leave one of the two out")
+        if custom_transition is not None and custom_mask is not None:
+            raise NotImplementedError("custom_mask with custom_transition: use decay and the class's own factors")
+        self.decay, self.features = decay or none(), features or identity()
+        self.transition: Transition | CustomTransition = transition or one_step_gd()
+        if custom_transition is not None:
+            self.transition = CustomTransition(custom_transition)
+        self.mask: Mask | None = None
+        if custom_mask is not None:
+            from flexsp.grammar.mask import make_mask  # sympy is slow to import
+
+            self.mask = make_mask(custom_mask)
+        own = self.mask.inputs if self.mask is not None else tuple(getattr(self._custom, "inputs", ()))
+        taken = _ARGUMENTS | {*self.decay.inputs, *self.features.inputs, *getattr(transition, "inputs", ())}
+        for name in own:
+            if name in taken:
+                what = "custom_mask" if self.mask is not None else "custom_transition"
+                raise ValueError(f"{what}: expected another name than {name!r}, which calls already have")
+
+    @property
+    def _custom(self) -> CustomTransition | None:
+        return self.transition if isinstance(self.transition, CustomTransition) else None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors besides q, k and v that a call must bring."""
-        return (*self.decay.inputs, *self.features.inputs, *self.transition.inputs)
+        of_mask = self.mask.inputs if self.mask is not None else ()
+        return (*self.decay.inputs, *self.features.inputs, *self.transition.inputs, *of_mask)
 
     def explain(self) -> str:
-        """Which engine runs the combination, and what a call must bring."""
-        parts = f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"
+        """Which engine runs the combination, the factors of a custom mask, and what a call must bring."""
+        lines = [f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"]
+        lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
+        lines += [x.explain() for x in (self.mask, self._custom) if x is not None]
         if self._on_the_diagonal_engine:
-            runs = "runs on the diagonal engine (flexsp.ops.chunk_simple_gla)"
+            lines.append("runs on the diagonal engine (flexsp.ops.chunk_simple_gla)")
+        elif self._custom is not None and self._custom.extra:
+            lines.append("compiled from the class's three methods, which run in PyTorch: its state has several parts")
         else:
-            runs = "compiled from three PyTorch functions (flexsp/grammar/programs.py), which run in PyTorch"
-        return f"{parts}; besides q, k and v: {', '.join(self.inputs) or 'nothing'}\n{runs}"
+            of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
+            lines.append(f"compiled from {of}: generated kernels on GPUs, PyTorch on CPU and in float64")
+        return "\n".join(lines)
 
     @property
     def _on_the_diagonal_engine(self) -> bool:
-        return self.transition.kind == "one_step_gd" and not self.decay.vector
+        plain = self.mask is None or self.mask.is_decay
+        return self.transition.kind == "one_step_gd" and not self.decay.vector and plain
+
+    @property
+    def _has_steps(self) -> bool:
+        return self.decay.kind == "exponential" and "decay" in self.decay.inputs
 
     def __call__(
         self,
@@ -81,37 +154,95 @@ class FlexLinearAttention:
 
         Args:
             q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens.
-            given: what the components name: ``decay``, ``A``, ``theta``, ``beta``; their docstrings give shapes and
-                units. In the inputs' dtype or float32. Log gates below -104 (-800 in float64) act as that, a decay
-                of 0, and have no gradient. Signs are checked as by the ops: on CPU, on CUDA under FLEXSP_CHECK=1.
+            given: what the components name: ``decay``, ``A``, ``theta``, ``beta``, arrays of a custom mask, inputs of
+                a custom transition; docstrings give shapes and units. In the inputs' dtype or float32. Log gates
+                below -104 (-800 in float64) act as that, a decay of 0, and have no gradient. Signs are checked as by
+                the ops: on CPU, on CUDA under FLEXSP_CHECK=1.
             scale: factor on q, K^-1/2 if None.
-            initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`.
+            initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`. States of a custom
+                transition are larger, see the class.
         """
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
-        _check(q, k, v, given, self.decay)
+        self._check(q, k, v, given)
         group, sizes = resolve_sp(sp), (q.shape[2], q.shape[3], v.shape[3])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
-        states = (check.number_of_states(q.shape[0], cu_seqlens), *sizes)
-        check.check_state("initial_state", initial_state, states, "[N, H, K, V]", q, cu_seqlens, group)
+        state = sizes[1:] if self._custom is None else self._custom.rows_and_columns(*sizes[1:])
+        states = (check.number_of_states(q.shape[0], cu_seqlens), sizes[0], *state)
+        dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
+        check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[3])
         q, k = self._map(q, k, given.get("theta"), cu_seqlens, group)
+        factors = None if self.mask is None else self.mask.factors(given, q, cu_seqlens, group)
         gate, per_head = self._gate(given, q)
-        wide, dtype = check.accumulation_dtype(q), v.dtype
-        if self.decay.kind == "exponential" and "decay" in given:
-            v = v.to(wide) * given["decay"].unsqueeze(-1).to(wide)
+        if factors is not None:
+            gate, per_head = _sum(gate, factors.gate), _sum(per_head, factors.per_head)
+        column = given["decay"] if self._has_steps else None
+        if factors is not None and factors.column is not None:
+            column = factors.column if column is None else factors.column * column
+        if gate is not None and per_head is not None:
+            gate, per_head = gate + (per_head if gate.dim() == 3 else per_head.unsqueeze(-1)), None
         common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
         if self._on_the_diagonal_engine:
+            if column is not None:
+                v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)
             return chunk_simple_gla(
-                q, k, v.to(dtype), gate, per_head, scale=scale, initial_state=initial_state,
+                q, k, v, gate, per_head, scale=scale, initial_state=initial_state,
                 output_final_state=output_final_state, **common,
             )  # fmt: skip
-        tokens: dict[str, Any] = {"q": q.to(wide) * scale, "k": k, "v": v, "g": _every_channel(gate, per_head, q)}
-        program = programs.gla
-        if self.transition.kind == "delta_rule":
-            program, tokens["beta"] = programs.delta, given["beta"]
-        o, final = program(*sizes)(**tokens, prev_s=initial_state, **common)
-        return o.to(dtype), final if output_final_state else None
+        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
+        program = self._compiled(tokens, sizes, scale, _clamped(gate, per_head, q), column, factors)
+        o, final = program(prev_s=initial_state, **tokens, **common)
+        return o, final if output_final_state else None
+
+    def _compiled(
+        self, tokens: dict[str, Any], sizes: tuple[int, int, int], scale: float, gate: torch.Tensor | None,
+        column: torch.Tensor | None, factors: Factors | None,
+    ) -> LinearAttention:  # fmt: skip
+        """The compiled variant; `tokens` gets what else it takes."""
+        if self._custom is not None and gate is None and self._custom.wants_gate:
+            gate = tokens["q"].new_zeros((), dtype=check.accumulation_dtype(tokens["q"])).expand(tokens["q"].shape[:3])
+        kind = None if gate is None else "g" if gate.dim() == 3 else "gk"
+        if self._custom is not None:
+            tokens |= {name: x for name, x in (("g", gate), ("column", column)) if x is not None}
+            return self._custom.program(*sizes, scale, kind, column is not None)
+        further = {"column": column} | ({} if factors is None else {"row": factors.row, "own": factors.own})
+        further |= {} if kind is None else {kind: gate}
+        found = {name: x for name, x in further.items() if x is not None}
+        tokens |= found
+        make = programs.delta if self.transition.kind == "delta_rule" else programs.linear
+        return make(*sizes, scale, tuple(sorted(found)))
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check.check_tensor(name, x, None, f"[B, T, H, {'V' if name == 'v' else 'K'}]")
+        if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
+            raise ValueError(
+                "q, k, v: expected [B, T, H, K], [B, T, H, K] and [B, T, H, V], got "
+                f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check.check_tensor(name, x, None, "[B, T, H, K]", dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
+        B, T, H, K = q.shape
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "decay": ((B, T, H, K), "[B, T, H, K]") if self.decay.vector else ((B, T, H), "[B, T, H]"),
+            "A": ((H,), "[H]"),
+            "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
+            "beta": ((B, T, H), "[B, T, H]"),
+        }
+        if self._custom is not None:
+            shapes |= self._custom.shapes(q, v)
+        if self.mask is not None:
+            self.mask.check(given, q)
+        for name in (*self.decay.inputs, *self.features.inputs, *self.transition.inputs):
+            dtypes = _FLOATS if name == "theta" else (q.dtype, torch.float32)
+            check.check_tensor(name, given[name], *shapes[name], dtypes=dtypes, device=q.device)
+        if self.decay.kind == "gated":
+            check.check_non_positive("decay", given["decay"], "natural-log gates <= 0")
+        if self.decay.kind == "exponential":
+            check.check_non_positive("A", given["A"], "values <= 0")
+            if self._has_steps:
+                check.check_non_negative("decay", given["decay"], "step sizes >= 0")
 
     def _gate(self, given: dict[str, torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(log gate of every token, constant log gate of every head)."""
@@ -122,7 +253,7 @@ class FlexLinearAttention:
             return given["decay"], None
         if self.decay.kind == "exponential":
             A = given["A"].to(wide)
-            return (given["decay"].to(wide) * A, None) if "decay" in given else (None, A)
+            return (given["decay"].to(wide) * A, None) if self._has_steps else (None, A)
         H = q.shape[2]
         if self.decay.log_decay is None:
             return None, torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, device=q.device, dtype=wide))))
@@ -144,44 +275,20 @@ class FlexLinearAttention:
         return q, k
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor], decay: Decay) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check.check_tensor(name, x, None, f"[B, T, H, {'V' if name == 'v' else 'K'}]")
-    if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            "q, k, v: expected [B, T, H, K], [B, T, H, K] and [B, T, H, V], got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check.check_tensor(name, x, None, "[B, T, H, K]", dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
-    B, T, H, K = q.shape
-    shapes = {
-        "decay": ((B, T, H, K), "[B, T, H, K]") if decay.vector else ((B, T, H), "[B, T, H]"),
-        "A": ((H,), "[H]"),
-        "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
-        "beta": ((B, T, H), "[B, T, H]"),
-    }
-    for name, x in given.items():
-        dtypes = _FLOATS if name == "theta" else (q.dtype, torch.float32)
-        check.check_tensor(name, x, *shapes[name], dtypes=dtypes, device=q.device)
-    if decay.kind == "gated":
-        check.check_non_positive("decay", given["decay"], "natural-log gates <= 0")
-    if decay.kind == "exponential":
-        check.check_non_positive("A", given["A"], "values <= 0")
-        if "decay" in given:
-            check.check_non_negative("decay", given["decay"], "step sizes >= 0")
+def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
+    """Log gates that multiply: [B, T, H] or [B, T, H, K] with [B, T, H], or [H] with [H]."""
+    if x is None or y is None:
+        return x if y is None else y
+    return x + (y if x.dim() == y.dim() else y.unsqueeze(-1))
 
 
-def _every_channel(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
-    """The log gate as [B, T, H, K], at least so large that differences of its sums keep what follows."""
+def _clamped(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The log gate of every token, at least so large that differences of its sums keep what follows."""
     wide = check.accumulation_dtype(q)
     least = _MIN_LOG_DECAY[wide]
     if gate is not None:
-        gate = gate.to(wide).clamp(min=least)
-        return gate if gate.dim() == 4 else gate.unsqueeze(-1).expand(q.shape)
-    if per_head is not None:
-        return per_head.clamp(min=least).view(1, 1, -1, 1).expand(q.shape)
-    return torch.zeros((), device=q.device, dtype=wide).expand(q.shape)
+        return gate.to(wide).clamp(min=least)
+    return None if per_head is None else per_head.clamp(min=least).expand(q.shape[:3])
 
 
 def _angles(
@@ -193,24 +300,10 @@ def _angles(
     if K % 2:
         raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
     if theta is not None:
-        return _running_sum(theta, cu_seqlens, sp)
-    start = 0 if sp is None else sp.shard_range(T)[0]
-    position = torch.arange(start, start + T, device=q.device)
-    if cu_seqlens is not None:
-        position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position, right=True) - 1]
+        return running_sum(theta, cu_seqlens, sp)
+    position = positions(T, q.device, cu_seqlens, sp)
     inverse = base ** (-torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K)
     return (position.unsqueeze(-1) * inverse).view(1, T, 1, K // 2)
-
-
-def _running_sum(theta: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None) -> torch.Tensor:
-    if cu_seqlens is not None:
-        raise NotImplementedError("feature_map.rope(data_dependent=True) with cu_seqlens is not there yet")
-    total = theta.to(torch.promote_types(theta.dtype, torch.float32)).cumsum(1)
-    if sp is None or sp.world_size == 1:
-        return total
-    mine = total[:, -1:] if total.shape[1] else total.new_zeros(theta.shape[0], 1, *theta.shape[2:])
-    before = exchange(mine.transpose(1, 2).contiguous(), None, None, sp)
-    return total + before.transpose(1, 2)
 
 
 def _rotate(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:

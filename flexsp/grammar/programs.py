@@ -1,8 +1,14 @@
-"""The combinations that no engine has, as three functions for the compiler."""
+"""The combinations that no engine has, as three functions for the compiler.
+
+Log gates come as `g` [C], one a head, or `gk` [C, K], one a key channel, or not at all. Factors of a mask and step
+sizes come as `row`, `column` and `own` [C]: outputs times row, values times column, and own (q_t . k_t) v_t is added.
+Arguments that a call does not give are None.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -16,58 +22,94 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )  # fmt: skip
 
-__all__ = ["delta", "gla"]
+__all__ = ["delta", "linear"]
 
 Tensor = torch.Tensor
+Optional = torch.Tensor | None
 
 
-def _gla_chunk(k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    return (k * (g.sum(0) - g.cumsum(0)).exp()).T @ v
+def _times(x: Tensor, factor: Optional) -> Tensor:
+    return x if factor is None else x * factor[:, None]
 
 
-def _gla_decay(prev_s: Tensor, chunk_state: Tensor, g: Tensor) -> Tensor:
-    return prev_s * g.sum(0).exp()[:, None] + chunk_state
+def _read(x: Tensor, g: Optional, gk: Optional) -> Tensor:
+    """x [C, K] as it reads the state that enters the chunk."""
+    return x * gk.cumsum(0).exp() if gk is not None else _times(x, None if g is None else g.cumsum(0).exp())
 
 
-def _gla_merge(q: Tensor, k: Tensor, v: Tensor, g: Tensor, chunk_state: Tensor) -> Tensor:
-    b = g.cumsum(0)
-    return decayed_scores(q, k, b) @ v + (q * b.exp()) @ chunk_state
+def _written(x: Tensor, g: Optional, gk: Optional) -> Tensor:
+    """x [C, K] as it writes to the state that leaves the chunk."""
+    if gk is not None:
+        return x * (gk.sum(0) - gk.cumsum(0)).exp()
+    return _times(x, None if g is None else (g.sum(0) - g.cumsum(0)).exp())
 
 
-def _delta_chunk(k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
-    b = g.cumsum(0)
-    p = k * beta[:, None]
-    inverse = unit_lower_inverse(identity(k, k.size(0)) + decayed_scores(k, p, b).tril(-1))
-    u = inverse @ v
+def _kept(S: Tensor, g: Optional, gk: Optional) -> Tensor:
+    if gk is not None:
+        return S * gk.sum(0).exp()[:, None]
+    return S if g is None else S * g.sum(0).exp()
+
+
+def _scores(q: Tensor, k: Tensor, g: Optional, gk: Optional) -> Tensor:
+    if g is None and gk is None:
+        return (q @ k.T).tril(0)
+    return decayed_scores(q, k, g.cumsum(0) if g is not None else gk.cumsum(0))  # type: ignore[union-attr]
+
+
+def _linear_chunk(k: Tensor, v: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None) -> Tensor:
+    return _written(k, g, gk).T @ _times(v, column)
+
+
+def _linear_decay(prev_s: Tensor, chunk_state: Tensor, g: Optional = None, gk: Optional = None) -> Tensor:
+    return _kept(prev_s, g, gk) + chunk_state
+
+
+def _linear_merge(
+    q: Tensor, k: Tensor, v: Tensor, chunk_state: Tensor, scale: float, g: Optional = None, gk: Optional = None,
+    row: Optional = None, column: Optional = None, own: Optional = None,
+) -> Tensor:  # fmt: skip
+    o = _times(_scores(q, k, g, gk) @ _times(v, column) + _read(q, g, gk) @ chunk_state, row)
+    return (o if own is None else o + _times(v, own * (q * k).sum(-1))) * scale
+
+
+def _delta_chunk(
+    k: Tensor, v: Tensor, beta: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
+) -> Tensor:
+    p = _times(k, beta)
+    inverse = unit_lower_inverse(identity(k, k.size(0)) + _scores(k, p, g, gk).tril(-1))
+    u = inverse @ _times(v, column)
     cache_result(u, "u")
-    cache_result(inverse @ (k * b.exp()), "w")
-    return (p * (b[-1] - b).exp()).T @ u
+    cache_result(inverse @ _read(k, g, gk), "w")
+    return _written(p, g, gk).T @ u
 
 
-def _delta_decay(prev_s: Tensor, k: Tensor, beta: Tensor, g: Tensor, w: Tensor, chunk_state: Tensor) -> Tensor:
-    p = k * beta[:, None] * (g.sum(0) - g.cumsum(0)).exp()
-    return prev_s * g.sum(0).exp()[:, None] - p.T @ (w @ prev_s) + chunk_state
+def _delta_decay(
+    prev_s: Tensor, k: Tensor, beta: Tensor, w: Tensor, chunk_state: Tensor, g: Optional = None, gk: Optional = None
+) -> Tensor:
+    return _kept(prev_s, g, gk) - _written(_times(k, beta), g, gk).T @ (w @ prev_s) + chunk_state
 
 
-def _delta_merge(q: Tensor, k: Tensor, beta: Tensor, g: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor) -> Tensor:
-    b = g.cumsum(0)
-    return decayed_scores(q, k * beta[:, None], b) @ (u - w @ chunk_state) + (q * b.exp()) @ chunk_state
+def _delta_merge(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor, scale: float,
+    g: Optional = None, gk: Optional = None, row: Optional = None, own: Optional = None,
+) -> Tensor:  # fmt: skip
+    p = _times(k, beta)
+    o = _times(_scores(q, p, g, gk) @ (u - w @ chunk_state) + _read(q, g, gk) @ chunk_state, row)
+    return (o if own is None else o + _times(v, own * (q * p).sum(-1))) * scale
 
 
-def _meta(H: int, K: int, V: int) -> dict[str, SymbTensor]:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    key = SymbTensor(["T", h, k])
-    return {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "g": key, "prev_s": SymbTensor(["NS", h, k, v])}
+def _program(functions: tuple[Callable[..., Tensor], ...], tokens: tuple[str, ...]) -> Callable[..., LinearAttention]:
+    @functools.lru_cache(maxsize=64)
+    def make(H: int, K: int, V: int, scale: float, given: tuple[str, ...]) -> LinearAttention:
+        h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
+        key, number = SymbTensor(["T", h, k]), SymbTensor(["T", h])
+        meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
+        meta |= {name: key if name == "gk" else number for name in (*tokens, *given)}
+        return LinearAttention(meta, functions[0], functions[1], functions[2])
+
+    return make
 
 
-@functools.lru_cache(maxsize=64)
-def gla(H: int, K: int, V: int) -> LinearAttention:
-    """GLA: g [B, T, H, K]."""
-    return LinearAttention(_meta(H, K, V), _gla_chunk, _gla_decay, _gla_merge)
-
-
-@functools.lru_cache(maxsize=64)
-def delta(H: int, K: int, V: int) -> LinearAttention:
-    """The delta rule with a gate for each key channel, g [B, T, H, K], and beta [B, T, H]."""
-    meta = _meta(H, K, V) | {"beta": SymbTensor(["T", ConstExpr("H", H)])}
-    return LinearAttention(meta, _delta_chunk, _delta_decay, _delta_merge)
+# Of H, K, V, the factor on q, and the names of what is given besides q, k, v (and beta).
+linear = _program((_linear_chunk, _linear_decay, _linear_merge), ())
+delta = _program((_delta_chunk, _delta_decay, _delta_merge), ("beta",))

@@ -1,0 +1,214 @@
+"""A custom transition: a class that says how a chunk acts on the state and on further state of its own.
+
+All of the state of a head travels as one matrix, so initial and final states, packed documents and ranks are those of
+any other variant:
+
+    [ state     K x V | columns K x m ]
+    [ rows      n x V | zeros         ]
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler.meta import CHUNK_STATE, STATE
+
+__all__ = ["CustomTransition"]
+
+Tensor = torch.Tensor
+Shape = tuple[str | int, ...]
+_METHODS = ("chunk", "propagate", "output")
+_TAKEN = {"q", "k", "v", "g", "state", "scale", "column", STATE, CHUNK_STATE, "cu_seqlens", "sp", "initial_state",
+          "output_final_state", "given"}  # fmt: skip
+
+
+class CustomTransition:
+    """The user's class (an instance of it) checked, and compiled for the sizes of a call."""
+
+    kind = "custom"
+
+    def __init__(self, given: Any) -> None:
+        self.made = given() if isinstance(given, type) else given
+        self.name = type(self.made).__name__
+        missing = [m for m in _METHODS if not callable(getattr(self.made, m, None))]
+        if missing:
+            self._fail(f"expected a class with the methods {', '.join(_METHODS)}, {missing[0]} is missing")
+        self.inputs = self._shapes("inputs", "()", '("K",)', '("V",)')
+        self.extra = self._shapes("extra_state", '(n, "V")', '("V",)', '("K",)', '("K", m)')
+        for name, shape in self.extra.items():
+            if shape != ("K",) and shape[-1:] != ("V",) and not (len(shape) == 2 and shape[0] == "K"):
+                kinds = 'rows (n, "V") or ("V",), or columns ("K",) or ("K", m)'
+                self._fail(f"extra_state[{name!r}]: expected {kinds}, got {shape}")
+        self._programs: dict[tuple[Any, ...], LinearAttention] = {}
+
+    def _fail(self, text: str) -> None:
+        raise ValueError(f"custom_transition {self.name}: {text}")
+
+    def _shapes(self, attribute: str, *kinds: str) -> dict[str, Shape]:
+        given = getattr(self.made, attribute, {})
+        if not isinstance(given, Mapping):
+            self._fail(f"{attribute}: expected a dict from names to shapes, got {given!r}")
+        found = {}
+        for name, shape in given.items():
+            good = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) <= 2
+            if not good or any(n not in ("K", "V") and (type(n) is not int or n < 1) for n in shape):
+                self._fail(f"{attribute}[{name!r}]: expected one of {', '.join(kinds)}, got {shape!r}")
+            if not isinstance(name, str) or name in _TAKEN or name.startswith("chunk_"):
+                self._fail(f"{attribute}: expected another name than {name!r}")
+            found[name] = tuple(shape)
+        return found
+
+    @property
+    def wants_gate(self) -> bool:
+        """Whether a method takes the log gates."""
+        return any("g" in inspect.signature(getattr(self.made, m)).parameters for m in _METHODS)
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        """Sizes of the matrix that holds all of a head's state."""
+        sizes = {name: _numbers(shape, K, V) for name, shape in self.extra.items()}
+        rows = sum(n[0] if len(n) == 2 else 1 for name, n in sizes.items() if self._is_rows(name))
+        columns = sum(n[1] if len(n) == 2 else 1 for name, n in sizes.items() if not self._is_rows(name))
+        return K + rows, V + columns
+
+    def shapes(self, q: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes of a call's inputs, as numbers and as text."""
+        found = {}
+        for name, shape in self.inputs.items():
+            text = ", ".join(["B", "T", "H", *map(str, shape)])
+            found[name] = ((*q.shape[:3], *_numbers(shape, q.shape[3], v.shape[3])), f"[{text}]")
+        return found
+
+    def explain(self) -> str:
+        """How the state is laid out."""
+        if not self.extra:
+            return f"custom transition {self.name}, state [K, V]"
+        parts = [f"{name} {list(shape)} as {'rows' if self._is_rows(name) else 'columns'}" for name, shape in
+                 self.extra.items()]  # fmt: skip
+        return f"custom transition {self.name}, state [K, V] and {', '.join(parts)}, in one matrix"
+
+    def program(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
+        """The compiled class; `gate` is "g" for gates a head, "gk" a channel or None; `column` as in programs."""
+        key = (H, K, V, scale, gate, column)
+        if key not in self._programs:
+            self._programs[key] = self._make(*key)
+        return self._programs[key]
+
+    def _is_rows(self, name: str) -> bool:
+        return self.extra[name][-1] == "V"
+
+    def _make(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
+        rows, columns = self.rows_and_columns(K, V)
+        h = ConstExpr("H", H)
+        sizes: Any = {"K": K, "V": V} if self.extra else {"K": ConstExpr("K", K), "V": ConstExpr("V", V)}
+        state = [rows, columns] if self.extra else [sizes["K"], sizes["V"]]
+        shapes: dict[str, Shape] = {"q": ("K",), "k": ("K",), "v": ("V",), **self.inputs}
+        if gate is not None:
+            shapes["g"] = () if gate == "g" else ("K",)
+        if column:
+            shapes["column"] = ()
+        meta: dict[str, Any] = {
+            name: SymbTensor(["T", h, *(sizes.get(n, n) for n in shape)]) for name, shape in shapes.items()
+        }
+        meta |= {STATE: SymbTensor(["NS", h, *state]), "scale": scale}
+        layout = _Layout(self.extra, K, V)
+        phases = [_Phase(getattr(self.made, m), self.name, layout, column) for m in _METHODS]
+        return LinearAttention(meta, phases[0], phases[1], phases[2])
+
+
+def _numbers(shape: Shape, K: int, V: int) -> tuple[int, ...]:
+    named = {"K": K, "V": V}
+    return tuple(named[n] if isinstance(n, str) else n for n in shape)
+
+
+class _Layout:
+    """The state and what is beside it, as one matrix and apart."""
+
+    def __init__(self, extra: dict[str, Shape], K: int, V: int) -> None:
+        self.K, self.V = K, V
+        self.places: dict[str, tuple[Any, ...]] = {}
+        at_row, at_column = K, V
+        for name, shape in extra.items():
+            n = _numbers(shape, K, V)
+            if shape[-1] == "V":
+                end = at_row + (n[0] if len(n) == 2 else 1)
+                self.places[name] = (slice(at_row, end) if len(n) == 2 else at_row, slice(0, V))
+                at_row = end
+            else:
+                end = at_column + (n[1] if len(n) == 2 else 1)
+                self.places[name] = (slice(0, K), slice(at_column, end) if len(n) == 2 else at_column)
+                at_column = end
+        self.rows, self.columns = at_row - K, at_column - V
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("state", *self.places)
+
+    def apart(self, X: Tensor) -> dict[str, Tensor]:
+        """The parts by name."""
+        if not self.places:
+            return {"state": X}
+        return {"state": X[: self.K, : self.V], **{name: X[place] for name, place in self.places.items()}}
+
+    def together(self, parts: Any) -> Tensor:
+        """One matrix of the parts, in the order of `names`."""
+        parts = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
+        if len(parts) != len(self.names):
+            raise ValueError(f"expected {len(self.names)} results, {', '.join(self.names)}, got {len(parts)}")
+        state, rows, columns = parts[0], [], []
+        for x, place in zip(parts[1:], self.places.values(), strict=True):
+            if isinstance(place[1], int):
+                columns.append(x.unsqueeze(1))
+            elif isinstance(place[0], int):
+                rows.append(x.unsqueeze(0))
+            else:
+                (rows if place[1] == slice(0, self.V) else columns).append(x)
+        top = torch.cat([state, *columns], 1) if columns else state
+        if not rows:
+            return top
+        bottom = torch.cat(rows, 0)
+        if columns:
+            corner = torch.zeros_like(bottom[:, :1]).expand(self.rows, self.columns)
+            bottom = torch.cat([bottom, corner], 1)
+        return torch.cat([top, bottom], 0)
+
+
+class _Phase:
+    """One method as a function that the compiler takes: the state is one matrix, q comes scaled."""
+
+    def __init__(self, method: Callable[..., Any], owner: str, layout: _Layout, column: bool) -> None:
+        self.method, self.layout, self.column = method, layout, column
+        self.__name__ = f"{owner}.{method.__name__}"
+        self.wanted = [n for n, p in inspect.signature(method).parameters.items() if p.default is p.empty]
+        needed = dict.fromkeys(name for n in self.wanted for name in self._sources(n))
+        if method.__name__ == "propagate":
+            needed.setdefault(STATE)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in needed])
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        if name in self.layout.names:
+            return (STATE,) if self.method.__name__ == "propagate" else (CHUNK_STATE,)
+        if name.removeprefix("chunk_") in self.layout.names and name.startswith("chunk_"):
+            return (CHUNK_STATE,)
+        if name == "q":
+            return ("q", "scale")
+        return ("v", "column") if name == "v" and self.column else (name,)
+
+    def __call__(self, **values: Any) -> Any:
+        found = dict(values)
+        if "q" in values:
+            found["q"] = values["q"] * values["scale"]
+        if "v" in values and self.column:
+            found["v"] = values["v"] * values["column"][:, None]
+        of_state = STATE if self.method.__name__ == "propagate" else CHUNK_STATE
+        if of_state in values:
+            found |= self.layout.apart(values[of_state])
+        if of_state == STATE and CHUNK_STATE in values:
+            found |= {f"chunk_{name}": x for name, x in self.layout.apart(values[CHUNK_STATE]).items()}
+        result = self.method(**{name: found[name] for name in self.wanted})
+        return result if self.method.__name__ == "output" else self.layout.together(result)

@@ -1,0 +1,298 @@
+"""A custom transition with state of its own against token loops in float64, packed and over ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, normalize
+
+from flexsp.compiler import CompileError, cache_result, identity, unit_lower_inverse
+from flexsp.grammar import FlexLinearAttention, decay, transition
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests.test_grammar import EXACT, H, K, Tensors, V, gradients
+
+
+class Momentum:
+    """The delta rule with momentum: M_t = e^{g_t} M_{t-1} + beta_t k_t (v_t - k_t S_{t-1})^T, S_t = S_{t-1} + M_t."""
+
+    inputs = {"beta": ()}
+    extra_state = {"momentum": ("K", "V")}
+
+    def sums(self, g):  # type: ignore[no-untyped-def]
+        """P(t, r) = e^{g_{r+1} + ... + g_t}, what is left at t of a write at r, and D, its sum from r to t."""
+        b = g.cumsum(0)
+        ones = torch.ones_like(b[:, None] * b[None, :]).tril(0)
+        P = ones * (b[:, None] - b[None, :]).exp()
+        return b, P, ones @ P, ones @ b.exp()[:, None]
+
+    def chunk(self, k, v, g, beta):  # type: ignore[no-untyped-def]
+        b, P, D, c = self.sums(g)
+        solve = unit_lower_inverse(identity(k, k.size(0)) + ((k @ k.T) * (D - P) * beta[None, :]).tril(-1))
+        cache_result(beta[:, None] * (solve @ v), "u")
+        cache_result(beta[:, None] * (solve @ k), "w")
+        cache_result(beta[:, None] * (solve @ (k * (c - b.exp()[:, None]))), "y")
+        u = beta[:, None] * (solve @ v)
+        return (k * D[-1][:, None]).T @ u, (k * P[-1][:, None]).T @ u
+
+    def propagate(self, state, momentum, chunk_state, chunk_momentum, k, g, w, y):  # type: ignore[no-untyped-def]
+        b, P, D, c = self.sums(g)
+        lost = w @ state + y @ momentum
+        new = state + c[-1] * momentum - (k * D[-1][:, None]).T @ lost + chunk_state
+        return new, b[-1].exp() * momentum - (k * P[-1][:, None]).T @ lost + chunk_momentum
+
+    def output(self, q, k, g, state, momentum, u, w, y):  # type: ignore[no-untyped-def]
+        b, P, D, c = self.sums(g)
+        writes = u - w @ state - y @ momentum
+        return q @ state + (q * c) @ momentum + ((q @ k.T) * D).tril(0) @ writes
+
+
+class Normalised:
+    """Linear attention divided by the sum of its weights, z_t = e^{g_t} z_{t-1} + k_t; with a running mean of v."""
+
+    extra_state = {"mean": ("V",), "z": ("K",)}
+
+    def chunk(self, k, v, g):  # type: ignore[no-untyped-def]
+        left = (g.sum(0) - g.cumsum(0)).exp()[:, None]
+        return (k * left).T @ v, (v * left).sum(0), (k * left).sum(0)
+
+    def propagate(self, state, mean, z, chunk_state, chunk_mean, chunk_z, g):  # type: ignore[no-untyped-def]
+        kept = g.sum(0).exp()
+        return kept * state + chunk_state, kept * mean + chunk_mean, kept * z + chunk_z
+
+    def output(self, q, k, v, g, state, mean, z):  # type: ignore[no-untyped-def]
+        b = g.cumsum(0)
+        P = torch.ones_like(b[:, None] * b[None, :]).tril(0) * (b[:, None] - b[None, :]).exp()
+        scores = (q @ k.T) * P
+        weight = scores.sum(-1) + (q * b.exp()[:, None]) @ z
+        means = P @ v + b.exp()[:, None] * mean[None, :]
+        return (scores @ v + (q * b.exp()[:, None]) @ state) / (1 + weight * weight)[:, None] + means
+
+
+class Plain:
+    """GLA, without further state."""
+
+    def chunk(self, k, v, g):  # type: ignore[no-untyped-def]
+        return (k * (g.sum(0) - g.cumsum(0)).exp()[:, None]).T @ v
+
+    def propagate(self, state, chunk_state, g):  # type: ignore[no-untyped-def]
+        return g.sum(0).exp() * state + chunk_state
+
+    def output(self, q, k, v, g, state):  # type: ignore[no-untyped-def]
+        b = g.cumsum(0)
+        return ((q @ k.T).tril(0) * (b[:, None] - b).exp()) @ v + (q * b.exp()[:, None]) @ state
+
+
+CLASSES = {"momentum": Momentum, "normalised": Normalised, "plain": Plain}
+SIZES = {"momentum": (2 * K, V), "normalised": (K + 1, V + 1), "plain": (K, V)}
+
+
+def step(name: str, x: Tensors, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(state after one token, output)."""
+    q, k, v, kept = K**-0.5 * x["q"], x["k"], x["v"], x["decay"].exp()[..., None, None]
+
+    def read(k: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+        return (k.unsqueeze(-1) * S).sum(-2)
+
+    if name == "momentum":
+        state, momentum = S[..., :K, :], S[..., K:, :]
+        write = x["beta"].unsqueeze(-1) * (v - read(k, state))
+        momentum = kept * momentum + k.unsqueeze(-1) * write.unsqueeze(-2)
+        state = state + momentum
+        return torch.cat([state, momentum], -2), read(q, state)
+    if name == "plain":
+        S = kept * S + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return S, read(q, S)
+    ones = torch.ones_like(v[..., :1])
+    written = torch.cat([k, ones], -1).unsqueeze(-1) * torch.cat([v, ones], -1).unsqueeze(-2)
+    written = torch.cat([written[..., :K, :], written[..., K:, :] * torch.tensor([1.0] * V + [0.0])], -2)
+    S = kept * S + written
+    weight = read(q, S[..., :K, V:])
+    return S, read(q, S[..., :K, :V]) / (1 + weight * weight) + S[..., K, :V]
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 38, 38, 70]], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_transition_against_token_loop(name: str, bounds: list[int] | None, seed: int) -> None:
+    model = FlexLinearAttention(decay.gated(), custom_transition=CLASSES[name])
+    spans = [(0, 70)] if bounds is None else list(zip(bounds, bounds[1:], strict=False))
+    B, cu = (2, None) if bounds is None else (1, torch.tensor(bounds))
+    x = draw_transition(name, B, 70, seed)
+    initial = torch.randn(B if bounds is None else len(spans), H, *SIZES[name], dtype=torch.float64)
+    if name == "normalised":
+        initial[..., K, V] = 0
+
+    def slow(values: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, finals = [], []
+        for n, (begin, end) in enumerate(spans):
+            S = state if bounds is None else state[n : n + 1]
+            for t in range(begin, end):
+                S, o = step(name, {key: y[:, t] for key, y in values.items()}, S)
+                outputs.append(o)
+            finals.append(S)
+        return torch.stack(outputs, 1), torch.cat(finals)
+
+    def call(values: Tensors, state: torch.Tensor) -> Any:
+        return model(**values, initial_state=state, output_final_state=True, cu_seqlens=cu)
+
+    found, want = gradients(call, x, initial, seed), gradients(slow, x, initial, seed)
+    if name == "normalised":  # nothing reads or writes the corner
+        for each in (found, want):
+            for key in ("final", "dinitial"):
+                each[key][..., K, V] = 0
+    errors = {key: relative_error(found[key], want[key]) for key in want}
+    assert max(errors.values()) < EXACT, errors
+
+
+def draw_transition(name: str, B: int, T: int, seed: int) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "decay": ()} | ({"beta": ()} if name == "momentum" else {})
+    x = {key: torch.randn(B, T, H, *n, generator=made, dtype=torch.float64) for key, n in shapes.items()}
+    x["k"] = normalize(x["k"], dim=-1)
+    x["decay"] = logsigmoid(x["decay"])
+    if "beta" in x:
+        x["beta"] = 0.5 * x["beta"].sigmoid()
+    return x
+
+
+def transition_on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> float:
+    T = sum(lengths)
+    x = draw_transition(name, 2, T, seed)
+    made = torch.Generator().manual_seed(seed)
+    cotangent = torch.randn(2, T, H, V, dtype=torch.float64, generator=made)
+    initial = torch.randn(2, H, *SIZES[name], dtype=torch.float64, generator=made)
+    model = FlexLinearAttention(decay.gated(), custom_transition=CLASSES[name])
+    sp.set_lengths(lengths)
+    start, stop, _ = sp.shard_range(lengths[sp.rank])
+
+    def run(part: slice, ranks: Any, state: torch.Tensor | None) -> list[torch.Tensor]:
+        leaves = {key: y[:, part].clone().requires_grad_() for key, y in x.items()}
+        o, final = model(**leaves, sp=ranks, initial_state=state, output_final_state=True)
+        loss = (o * cotangent[:, part]).sum()
+        (loss if final is None else loss + final.square().sum()).backward()
+        of_tokens = [o.detach(), *(y.grad for y in leaves.values() if y.grad is not None)]
+        return of_tokens + ([] if final is None else [final.detach()])
+
+    mine = run(slice(start, stop), sp, initial if sp.is_first else None)
+    whole = run(slice(0, T), False, initial)
+    n = len(x) + 1
+    pairs = [(a, b[:, start:stop]) for a, b in zip(mine[:n], whole[:n], strict=True)]
+    if sp.is_last:
+        pairs.append((mine[n], whole[n]))
+    return max((relative_error(a, b) for a, b in pairs if a.numel()), default=0.0)
+
+
+@pytest.mark.parametrize("name", ["momentum", "normalised"])
+def test_transition_on_ranks_equals_one_rank(name: str, seed: int) -> None:
+    answers = run_ranks(transition_on_ranks, 3, name, [20, 0, 17], seed)
+    assert max(answers) < EXACT, answers
+
+
+def test_explain_says_how_states_lie_and_what_runs() -> None:
+    text = FlexLinearAttention(decay.gated(), custom_transition=Momentum()).explain()
+    assert "Momentum, state [K, V] and momentum ['K', 'V'] as rows, in one matrix" in text and "run in PyTorch" in text
+    assert "generated kernels on GPUs" in FlexLinearAttention(decay.gated(), custom_transition=Plain).explain()
+
+
+def test_a_transition_that_wants_gates_gets_zeros_without_decay(seed: int) -> None:
+    x = draw_transition("plain", 1, 9, seed)
+    closed = FlexLinearAttention(decay.gated(), custom_transition=Plain)(**x | {"decay": 0 * x["decay"]})[0]
+    del x["decay"]
+    assert torch.equal(FlexLinearAttention(custom_transition=Plain)(**x)[0], closed)
+    assert relative_error(FlexLinearAttention()(**x)[0], closed) < EXACT
+
+
+def test_steps_of_an_exponential_decay_reach_a_class(seed: int) -> None:
+    """As the gate and as a factor on the values."""
+    x = draw_transition("plain", 1, 9, seed)
+    x |= {"decay": -x["decay"], "A": -torch.rand(H, dtype=torch.float64)}
+    found = gradients(with_state(FlexLinearAttention(decay.exponential(), custom_transition=Plain)), x, ZERO, seed)
+    want = gradients(with_state(FlexLinearAttention(decay.exponential())), x, ZERO, seed)
+    assert max(relative_error(found[key], want[key]) for key in want) < EXACT
+
+
+ZERO = torch.zeros(1, H, K, V, dtype=torch.float64)
+
+
+def with_state(model: FlexLinearAttention) -> Any:
+    return lambda values, state: model(**values, initial_state=state, output_final_state=True)
+
+
+class Counters:
+    """Linear attention beside rows and columns of several numbers, which halve and double with every chunk."""
+
+    extra_state = {"low": (2, "V"), "high": ("K", 3), "end": ("V",)}
+
+    def chunk(self, k, v):  # type: ignore[no-untyped-def]
+        return k.T @ v, 0 * (v.T @ v)[:2], 0 * (k.T @ k)[:, :3], v.sum(0)
+
+    def propagate(self, state, low, high, end, chunk_state, chunk_low, chunk_high, chunk_end):  # type: ignore[no-untyped-def]
+        return state + chunk_state, 0.5 * low + chunk_low, 2 * high + chunk_high, end + chunk_end
+
+    def output(self, q, k, v, state, low, high, end):  # type: ignore[no-untyped-def]
+        return (q @ k.T).tril(0) @ v + q @ state + low.sum(0) + (q @ high).sum(1)[:, None]
+
+
+def test_places_of_rows_and_columns(seed: int) -> None:
+    x = {key: y for key, y in draw_transition("plain", 1, 7, seed).items() if key != "decay"}
+    state = torch.randn(1, H, K + 3, V + 3, dtype=torch.float64)
+    o, final = FlexLinearAttention(custom_transition=Counters)(**x, initial_state=state, output_final_state=True)
+    plain, last = FlexLinearAttention()(**x, initial_state=state[..., :K, :V].clone(), output_final_state=True)
+    high = (K**-0.5 * x["q"].unsqueeze(-1) * state[:, None, :, :K, V:]).sum((-1, -2)).unsqueeze(-1)
+    assert final is not None and last is not None
+    assert relative_error(o, plain + state[:, None, :, K : K + 2, :V].sum(-2) + high) < EXACT
+    assert relative_error(final[..., :K, :V], last) < EXACT
+    assert relative_error(final[..., K : K + 2, :V], 0.5 * state[..., K : K + 2, :V]) < EXACT
+    assert relative_error(final[..., :K, V:], 2 * state[..., :K, V:]) < EXACT
+    assert relative_error(final[..., K + 2, :V], state[..., K + 2, :V] + x["v"].sum(1)) < EXACT
+    assert not final[..., K:, V:].any()
+
+
+def test_a_model_can_be_copied(seed: int) -> None:
+    x = draw_transition("momentum", 1, 9, seed)
+    model = FlexLinearAttention(decay.gated(), custom_transition=Momentum)
+    o, _ = model(**x)
+    assert torch.equal(copy.deepcopy(model)(**x)[0], o) and torch.equal(pickle.loads(pickle.dumps(model))(**x)[0], o)
+
+
+def altered(**changes: Any) -> type:
+    return type("Altered", (Momentum,), changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (object(), "expected a class with the methods chunk, propagate, output, chunk is missing"),
+        (altered(output=None), "output is missing"),
+        (altered(extra_state=["z"]), "extra_state: expected a dict"),
+        (altered(extra_state={"z": ("Z",)}), r"extra_state\['z'\]: expected one of"),
+        (altered(extra_state={"z": (3, 4)}), r"extra_state\['z'\]: expected rows"),
+        (altered(extra_state={"state": ("V",)}), "expected another name than 'state'"),
+        (altered(inputs={"beta": 3}), r"inputs\['beta'\]: expected one of \(\), \(\"K\",\)"),
+        (altered(inputs={"q": ()}), "inputs: expected another name than 'q'"),
+        (altered(inputs={"decay": ()}), "custom_transition: expected another name than 'decay'"),
+    ],
+)
+def test_classes_that_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlexLinearAttention(decay.gated(), custom_transition=given)
+
+
+def test_errors_of_calls_with_a_transition() -> None:
+    x = {key: y.float() for key, y in draw_transition("momentum", 1, 5, 0).items()}
+    model = FlexLinearAttention(decay.gated(), custom_transition=Momentum)
+    with pytest.raises(ValueError, match=r"beta: expected shape \[B, T, H\] = \[1, 5, 2\]"):
+        model(**x | {"beta": x["k"]})
+    with pytest.raises(ValueError, match=r"initial_state: .*\[N, H, K \+ rows, V \+ columns\] = \[1, 2, 8, 3\]"):
+        model(**x, initial_state=torch.zeros(1, H, K, V))
+    few = altered(propagate=lambda self, state, chunk_state: state + chunk_state)
+    with pytest.raises(CompileError, match="expected 2 results, state, momentum, got 1"):
+        FlexLinearAttention(decay.gated(), custom_transition=few)(**x)
+    with pytest.raises(ValueError, match="expected no transition beside it"):
+        FlexLinearAttention(transition=transition.delta_rule(), custom_transition=Momentum)
+    with pytest.raises(NotImplementedError, match="custom_mask with custom_transition"):
+        FlexLinearAttention(custom_mask=lambda i, j: 1.0, custom_transition=Momentum)

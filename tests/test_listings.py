@@ -1,0 +1,226 @@
+"""Forge's Listings 1 and 3 (scalar GLA, DeltaNet), every expression as printed, against token loops in float64."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import flexsp.compiler as forge
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+
+H, K, V = 2, 16, 8
+# The error of float64 is rounding alone; of the others what the inputs' type and its sums allow.
+BOUND = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+Tensors = dict[str, Tensor]
+
+
+# Listing 1 ------------------------------------------------------------------------------------------------------------
+
+
+def chunk_mode_scalar_gla(k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """k: [C, K], v: [C, V], g: [C]"""
+    g_cumsum = g.cumsum(dim=0)
+    g_cumsum_last = g.sum(dim=0)
+    g_cumsum = (g_cumsum_last - g_cumsum).unsqueeze(0).exp()
+    k_fp32 = k.permute([1, 0]).to(g.dtype)
+    k_decay = (k_fp32 * g_cumsum).to(v.dtype)
+    chunk_state = k_decay @ v
+    return chunk_state
+
+
+def decay_mode_scalar_gla(prev_s: Tensor, chunk_state: Tensor, g: Tensor) -> Tensor:
+    """g: [C]"""
+    g_sum = g.sum(dim=0).exp()
+    return prev_s * g_sum + chunk_state
+
+
+def merge_mode_scalar_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    chunk_state: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """q: [C, K], k: [C, K], v: [C, V], chunk_state: [K, V]"""
+    g_cumsum = g.cumsum(0)
+    chunk_state = chunk_state.to(q.dtype)
+    p = (q @ k.T).tril(0)
+    p = (p * (g_cumsum[..., None] - g_cumsum[None, ...]).exp()).to(v.dtype)
+    return (p @ v + q @ chunk_state * g_cumsum.exp() [..., None]) * scale  # fmt: skip
+
+
+def scalar_gla(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAttention:
+    CONST_H = ConstExpr("H", H)
+    CONST_K = ConstExpr("K", K)
+    CONST_V = ConstExpr("V", V)
+    meta = {
+        "q": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
+        "k": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
+        "v": SymbTensor(["T", CONST_H, CONST_V], dtype=dtype),
+        "g": SymbTensor(["T", CONST_H], dtype=torch.float32),
+        "prev_s": SymbTensor(["NS", CONST_H, CONST_K, CONST_V], dtype=torch.float32),
+        "chunk_state": SymbTensor(["NC", CONST_H, CONST_K, CONST_V], dtype=dtype),
+        "scale": 1 / math.sqrt(K),
+    }
+    return LinearAttention(
+        input_meta=meta,
+        sp_group=pg if args.sp else None,
+        enable_aot=args.aot,
+        code_dir=args.dir,
+        chunk_mode=chunk_mode_scalar_gla,
+        decay_mode=decay_mode_scalar_gla,
+        merge_mode=merge_mode_scalar_gla,
+    )
+
+
+# Listing 3, whose metadata and call are not printed: as in Listing 1 --------------------------------------------------
+
+
+def chunk_mode_deltanet(k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    I = forge.identity(k, k.size(0))
+    # Note: forge handles the specific fp32 accumulation
+    T = (I + forge.matmul_out_fp32(k * b[..., None], k.T).tril(-1)). \
+        inverse().to(k.dtype)  # fmt: skip
+    U = T @ (v * b[..., None])
+    W = T @ (k * b[..., None])
+    # Explicitly cache results for reuse in other phases
+    forge.cache_result(U, "u")
+    forge.cache_result(W, "w")
+    S = k.T @ U
+    return S
+
+
+def decay_mode_deltanet(prev_s: Tensor, k: Tensor, w: Tensor, chunk_state: Tensor) -> Tensor:
+    """
+    Inter-Chunk State Propagation
+    """
+    # Calculate decay matrix based on cached W
+    decay = forge.identity(k, k.size(1)) - k.T @ w
+    return decay @ prev_s.to(decay.dtype) + chunk_state
+
+
+def merge_mode_deltanet(q: Tensor, k: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor, scale: Tensor) -> Tensor:
+    """
+    Output Merging
+    Note: 'u' and 'w' are automatically injected from the cached results
+    """
+    new_v = u - w @ chunk_state
+    return ((q @ k.T).tril(0) @ new_v + q @ chunk_state) * scale
+
+
+def deltanet(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAttention:
+    CONST_H = ConstExpr("H", H)
+    CONST_K = ConstExpr("K", K)
+    CONST_V = ConstExpr("V", V)
+    meta = {
+        "q": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
+        "k": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
+        "v": SymbTensor(["T", CONST_H, CONST_V], dtype=dtype),
+        "b": SymbTensor(["T", CONST_H], dtype=dtype),
+        "prev_s": SymbTensor(["NS", CONST_H, CONST_K, CONST_V], dtype=torch.float32),
+        "chunk_state": SymbTensor(["NC", CONST_H, CONST_K, CONST_V], dtype=dtype),
+        "scale": 1 / math.sqrt(K),
+    }
+    return LinearAttention(
+        input_meta=meta,
+        sp_group=pg if args.sp else None,
+        enable_aot=args.aot,
+        code_dir=args.dir,
+        chunk_mode=chunk_mode_deltanet,
+        decay_mode=decay_mode_deltanet,
+        merge_mode=merge_mode_deltanet,
+    )
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+LISTINGS = {"scalar GLA": scalar_gla, "DeltaNet": deltanet}
+ALONE = argparse.Namespace(sp=False, aot=False, dir=None)
+
+
+def draw(name: str, T: int, seed: int, strength: float = 1.0) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    x = {"q": normal(T, H, K), "k": normalize(normal(T, H, K), dim=-1), "v": normal(T, H, V)}
+    of_listing = {"g": strength * logsigmoid(normal(T, H))} if name == "scalar GLA" else {"b": normal(T, H).sigmoid()}
+    return x | of_listing | {"prev_s": normal(1, H, K, V)}
+
+
+def token_loop(x: Tensors) -> tuple[Tensor, Tensor]:
+    S, outputs = x["prev_s"][0], []
+    for t in range(x["q"].shape[0]):
+        q, k, v = (x[key][t].unsqueeze(-1) for key in "qkv")
+        if "g" in x:
+            S = x["g"][t].exp()[:, None, None] * S + k @ v.mT
+        else:
+            S = S + x["b"][t][:, None, None] * k @ (v - S.mT @ k).mT
+        outputs.append((S.mT @ q)[..., 0] / math.sqrt(K))
+    return torch.stack(outputs), S.unsqueeze(0)
+
+
+def answers(call: Any, x: Tensors, seed: int) -> Tensors:
+    leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
+    o, final = call(leaves)
+    made = torch.Generator().manual_seed(seed)
+    loss = sum((y.double() * torch.randn(y.shape, generator=made, dtype=torch.float64)).sum() for y in (o, final))
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"o": o.detach(), "final": final.detach()} | {f"d{key}": y for key, y in zip(leaves, grads, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("name", LISTINGS)
+def test_listing_against_token_loop(name: str, dtype: torch.dtype, seed: int) -> None:
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    x = {key: y.to(kept if key in ("g", "prev_s") else dtype) for key, y in draw(name, 150, seed).items()}
+    model = LISTINGS[name](dtype, None, ALONE)
+    found = answers(lambda given: model(**given), x, seed)
+    want = answers(token_loop, {key: y.double() for key, y in x.items()}, seed)
+    assert found["o"].dtype == dtype and found["final"].dtype == kept
+    errors = {key: relative_error(found[key].double(), want[key]) for key in want}
+    assert max(errors.values()) < BOUND[dtype], errors
+
+
+def test_strong_gates_of_listing_1(seed: int) -> None:
+    """e^{b_i - b_j} above the diagonal overflows as printed, tril comes too late: 0 * inf."""
+    x = {key: y.float() for key, y in draw("scalar GLA", 150, seed, strength=30).items()}
+    found = answers(lambda given: scalar_gla(torch.float32, None, ALONE)(**given), x, seed)
+    want = answers(token_loop, {key: y.double() for key, y in x.items()}, seed)
+    errors = {key: relative_error(found[key].double(), want[key]) for key in want}
+    assert max(errors.values()) < 1e-3, errors
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_kernels_are_made_of_a_listing(name: str) -> None:
+    text = LISTINGS[name](torch.bfloat16, None, ALONE).explain()
+    assert "runs: generated kernels on GPUs" in text, text
+
+
+def on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> list[float]:
+    """With `sp_group` as the listing gives it."""
+    x = draw(name, sum(lengths), seed)
+    sp.set_lengths(lengths)
+    start, stop, _ = sp.shard_range(lengths[sp.rank])
+    model = LISTINGS[name](torch.float64, sp, argparse.Namespace(sp=True, aot=False, dir=None))
+    mine = {key: y[start:stop] for key, y in x.items() if key != "prev_s"}
+    o, final = model(**mine, prev_s=x["prev_s"] if sp.is_first else None)
+    want, last = token_loop(x)
+    errors = [relative_error(o, want[start:stop])] if stop > start else []
+    return errors if final is None else [*errors, relative_error(final, last)]
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_listing_on_ranks(name: str, seed: int) -> None:
+    found = run_ranks(on_ranks, 3, name, [70, 0, 29], seed)
+    assert all(error < BOUND[torch.float64] for errors in found for error in errors), found

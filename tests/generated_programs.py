@@ -60,6 +60,19 @@ NOT_YET = {
 """Features that run in PyTorch since no kernel is made of them or of their derivative."""
 
 
+WILD_PADDING = {
+    "0 * log(0)": "k * (w * w).log() * 0.2",
+    "0 / 0": "k * w / (w * w).sqrt()",
+    "an axis masked, the other not": "(k * k).log().sum(-1)[:, None] * k * 0.05",
+    "rows of a product": "(k * k).log() @ torch.outer(w, w) * 0.05",
+    "a root": "k * ((w * w) * 1e6 - 1e-3).sqrt() * 1e-3",
+    "behind relu": "((k @ torch.outer(w, w)) * 0.1).relu() * (w * w).log()",
+    "behind a column": "(k @ torch.outer(w, w))[:, 0].square().log()[:, None] * k * 0.1",
+    "an exponential": "k * ((w * w * 1e9).tanh() * -200 + 200).exp()",
+}
+"""Features that are inf or NaN where their inputs are padded with zeros, and finite elsewhere."""
+
+
 @dataclass(frozen=True)
 class DrawnProgram:
     """Source of chunk, decay and merge, the inputs they have, and their sizes."""
@@ -70,7 +83,6 @@ class DrawnProgram:
     K: int
     V: int
     chunk: int
-    bound: float = 5e-5
 
     def model(self, **options: Any) -> LinearAttention:
         sizes = {name: ConstExpr(name, getattr(self, name)) for name in "HKV"}
@@ -83,15 +95,16 @@ class DrawnProgram:
         return LinearAttention(meta, made["chunk"], made["decay"], made["merge"], chunk_size=self.chunk, **options)
 
     @staticmethod
-    def of_feature(feature: str) -> DrawnProgram:
-        """Linear attention with one feature of k, which is made of k and w."""
+    def of_features(*features: str) -> DrawnProgram:
+        """Linear attention with a sum of features of k, which are made of k and w."""
+        feature = " + ".join(f"({x})" for x in features)
         source = (
             f"def chunk(k, v, w):\n    return ({feature}).T @ v\n\n\n"
             "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
             f"def merge(q, k, v, w, scale, chunk_state):\n"
             f"    return ((q @ ({feature}).T).tril() @ v + q @ chunk_state) * scale\n"
         )
-        return DrawnProgram(source, ("q", "k", "v", "w"), 2, 20, 24, 16)
+        return DrawnProgram(source, ("q", "k", "v", "w"), 1, 20, 24, 16)
 
     def inputs(self, B: int, T: int, bounds: Any, made: torch.Generator) -> dict[str, torch.Tensor]:
         """Values that float32 has."""

@@ -104,11 +104,7 @@ def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
 
 def _cost(nodes: set[Any]) -> int:
     """Rough work of computing these too: products and large loads first."""
-    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(_shape(node)) for node in nodes)
-
-
-def _shape(node: Any) -> tuple[str, ...]:
-    return dims(node)
+    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(dims(node)) for node in nodes)
 
 
 def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
@@ -121,7 +117,7 @@ def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
         if at in seen or at in stop or at.op == "placeholder":
             continue
         seen.add(at)
-        if any(len(_shape(x)) == 2 for x in at.all_input_nodes):
+        if any(len(dims(x)) == 2 for x in at.all_input_nodes):
             found[at] = None
         else:
             waiting += at.all_input_nodes

@@ -12,8 +12,9 @@ import torch
 
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.generated_programs import WILD_PADDING, DrawnProgram, draw_program
+from tests.generated_programs import OPERATORS, UNSUPPORTED, WILD_PADDING, DrawnProgram, draw_program
 from tests.test_generated import (
+    ALL,
     ENV,
     SOME_SEGMENTS,
     Tensors,
@@ -173,9 +174,33 @@ def test_random_programs(n: int, seed: int, folder: str) -> None:
     check_program(draw_program(drawn), seed, folder, (17 + seed % 16, None), PACKED)
 
 
-@pytest.mark.parametrize("case", WILD_PADDING)
-def test_padding_that_is_not_finite(case: str, seed: int, folder: str) -> None:
-    check_program(DrawnProgram.of_features(WILD_PADDING[case]), seed, folder, WHOLE)
+def alone(groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Each feature in a program of its own, where time is no matter."""
+    return {x: [x] for features in groups.values() for x in features} if ALL else groups
+
+
+PADDING = {name: list(WILD_PADDING.values())[i::2] for i, name in enumerate(("even", "odd"))}
+
+
+@pytest.mark.parametrize("features", alone(PADDING).values(), ids=alone(PADDING))
+def test_padding_that_is_not_finite(features: list[str], seed: int, folder: str) -> None:
+    check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
+
+
+@pytest.mark.parametrize("features", alone(OPERATORS).values(), ids=alone(OPERATORS))
+def test_operators(features: list[str], seed: int, folder: str) -> None:
+    check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
+
+
+def reasons(sp: Any) -> dict[str, str]:
+    """Why no kernel is made of a feature."""
+    return {name: str(DrawnProgram.of_features(x).model()._generated) for name, x in UNSUPPORTED.items()}
+
+
+def test_operators_without_a_kernel_are_named_with_their_line() -> None:
+    (found,) = run_ranks(reasons, 1, env=ENV)
+    for name, reason in found.items():
+        assert reason.startswith(f"no kernel is made of {name}") and ", at <string>:" in reason, (name, reason)
 
 
 def by_a_constant(sp: Any, folder: str) -> list[float]:

@@ -175,8 +175,9 @@ class Emitter:
 
     def _emit(self, node: Any) -> Any:
         target = node.target
-        if target is aten.sym_size.int:
-            return limit(node.meta["size"])
+        if target in (aten.sym_size.int, aten.sym_numel.default):
+            sizes = " * ".join(limit(size) for size in node.meta["sizes"])
+            return f"({sizes})" if " " in sizes else sizes or "1"
         if target in ON_SIZES:
             return self._of_sizes(node)
         if target is aten.full.default:
@@ -445,17 +446,16 @@ class Emitter:
 
     def _pow(self, node: Any) -> Value:
         x, p = self._arg(node.args[0], dims(node)), node.args[1]
-        name = inner(x.text)
-        if p == 1:
-            return x
-        if p in (2, 3, 4):
-            return self.let(node_name(node), replace(x, text=" * ".join([name] * int(p)), low=False))
-        text = _POWERS.get(p) if isinstance(p, (int, float)) else None
-        if text is None:
+        if not isinstance(p, (int, float)) or p * 2 != int(p * 2) or not 0 < abs(p) <= _LARGEST_POWER:
             raise NotEmittable(f"no kernel is made of the power {p} yet")
+        name, whole, half = inner(x.text), int(abs(p)), abs(p) % 1 > 0
+        text = " * ".join([name] * whole + [f"tl.sqrt({x.text})"] * half)
+        if p < 0:
+            text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / ({text})"
+        like = aten.reciprocal.default if p < 0 else aten.sqrt.default if half else aten.mul.Tensor
         zero = x.zero if p > 0 else frozenset()
-        wild = x.wild or not defined_at(aten.sqrt.default if p > 0 else aten.reciprocal.default, x)
-        return self.let(node_name(node), Value(text.format(name), x.sizes, zero, wild, steady=x.steady))
+        value = Value(text, x.sizes, zero, x.wild or not defined_at(like, x), steady=x.steady)
+        return self.let(node_name(node), value)
 
     def _threshold_backward(self, node: Any) -> Value:
         """The gradient of relu: grad where its input is above the threshold."""
@@ -519,10 +519,7 @@ def node_name(node: Any) -> str:
     return node.name if node.name[-1].isdigit() else f"{node.name}_0"
 
 
-_POWERS = {
-    0.5: "tl.sqrt({0})", 1.5: "{0} * tl.sqrt({0})", -0.5: "tl.rsqrt({0})", -1: "1.0 / {0}", -2: "1.0 / ({0} * {0})",
-    -3: "1.0 / ({0} * {0} * {0})", -1.5: "1.0 / ({0} * tl.sqrt({0}))",
-}  # fmt: skip
+_LARGEST_POWER = 8
 _IN_BRANCH = {*BINARY, *UNARY, aten.tril.default, aten.triu.default, aten.where.self, aten.masked_fill.Scalar}
 
 

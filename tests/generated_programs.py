@@ -20,7 +20,10 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 
-__all__ = ["OPERATORS", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program", "lost_registers"]
+__all__ = [
+    "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram",
+    "draw_program", "lost_registers",
+]  # fmt: skip
 
 _NAMES: dict[str, Any] = {
     "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "identity": identity,
@@ -92,9 +95,8 @@ OPERATORS = {
 """Features that kernels are made of."""
 
 UNSUPPORTED = {
-    "flip": "k.flip(1)", "stack": "torch.stack([k, k]).sum(0)", "cat": "torch.cat([k, k])[:k.size(0)]",
-    "unbind": "k.unbind(1)[0][:, None] * k", "cumprod": "k.cumprod(0)", "prod": "k.prod(-1)[:, None] * k",
-    "tiles of three axes": "torch.einsum('ck,cd->ckd', k, k).sum(-1)",
+    "flip": "k.flip(1)", "stack": "torch.stack([k, k]).sum(0)", "unbind": "k.unbind(1)[0][:, None] * k",
+    "cumprod": "k.cumprod(0)", "tiles of three axes": "torch.einsum('ck,cd->ckd', k, k).sum(-1)",
     "the power 0.3 of a chunk's length": "k * k.size(0) ** 0.3", "the power 2.3": "(k * k) ** 2.3",
 }  # fmt: skip
 """What the message says, and features that run in PyTorch since no kernel is made of them or of their derivative."""
@@ -147,6 +149,10 @@ class DrawnProgram:
             f"def merge(q, k, v, w, scale, chunk_state):\n    return ({reads} + q @ chunk_state) * scale\n"
         )
         return DrawnProgram(source, ("q", "k", "v", "w"), 1, 20, 24, 16)
+
+    @staticmethod
+    def of_source(source: str, *more: str) -> DrawnProgram:
+        return DrawnProgram(source, ("q", "k", "v", *more), 1, 20, 24, 16)
 
     def inputs(self, B: int, T: int, bounds: Any, made: torch.Generator) -> dict[str, torch.Tensor]:
         """Values that float32 has."""
@@ -280,6 +286,46 @@ def draw_program(seed: int) -> DrawnProgram:
     names = tuple(name for name in _SHAPES if name in made.names)
     return DrawnProgram(source, names, made.choice([1, 1, 2]), K, V, made.choice([16, 16, 32]))
 
+
+_PLAIN_DECAY = "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
+PADDED_STATES = {
+    "columns of the state": (
+        "def chunk(k, v):\n    return k.T @ (v * v + 1)\n\n\n" + _PLAIN_DECAY
+        + "def merge(q, k, v, scale, chunk_state):\n"
+        "    return (q @ chunk_state).sum(-1)[:, None] * v * scale + (q @ k.T).tril() @ v\n"
+    ),
+    "running sums [C, C]": (
+        "def chunk(k, v):\n    return k.T @ v\n\n\n"
+        "def decay(k, v, prev_s, chunk_state):\n"
+        "    d = torch.outer(k[:, 0], k[:, 1]).square().log().cumsum(0) * 0.01\n"
+        "    return prev_s + chunk_state + k.T @ (d @ v) * 0.1\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+    "a kept [C, C]": (
+        "def chunk(k, v):\n    cache_result((k @ k.T).square().log(), 'kc')\n"
+        "    return (unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1)) @ k).T @ v\n\n\n"
+        "def decay(k, v, kc, prev_s, chunk_state):\n    return prev_s + chunk_state + k.T @ (kc @ v) * 0.01\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+}  # fmt: skip
+"""Programs in which padding of what walks hold or of what is kept in memory is not zero, or not finite."""
+
+NOT_LINEAR = (
+    "def chunk(k, v):\n    return k.T @ v\n\n\n" + _PLAIN_DECAY
+    + "def merge(q, k, v, chunk_state):\n    o = q @ chunk_state\n"
+    "    return o * (o * o).sum(-1)[:, None] + (q @ k.T).tril() @ v\n"
+)  # fmt: skip
+"""The gradient of the state needs the state: no kernel is made of that."""
+
+SCORES_OF_SCORES = (
+    "def chunk(k, v, gk):\n    b = gk.cumsum(0)\n"
+    "    t = unit_lower_inverse(identity(k, k.size(0)) + (decayed_scores(k, k, b) * 0.1).tril(-1))\n"
+    "    cache_result(t @ (k * 0.3), 'kc')\n    return (k * (b[-1] - b).exp()).T @ (t @ v)\n\n\n"
+    "def decay(gk, prev_s, chunk_state):\n    return prev_s * gk.sum(0).exp()[:, None] + chunk_state\n\n\n"
+    "def merge(q, v, gk, kc, chunk_state):\n    b = gk.cumsum(0)\n"
+    "    return decayed_scores(q, kc, b) @ v + (q * b.exp()) @ chunk_state\n"
+)
+"""The gradient of the first scores needs that of the second."""
 
 # A fault of ptxas -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,16 @@ import torch
 
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.generated_programs import OPERATORS, UNSUPPORTED, WILD_PADDING, DrawnProgram, draw_program
+from tests.generated_programs import (
+    NOT_LINEAR,
+    OPERATORS,
+    PADDED_STATES,
+    SCORES_OF_SCORES,
+    UNSUPPORTED,
+    WILD_PADDING,
+    DrawnProgram,
+    draw_program,
+)
 from tests.test_generated import (
     ALL,
     ENV,
@@ -187,6 +196,11 @@ def test_padding_that_is_not_finite(features: list[str], seed: int, folder: str)
     check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
 
 
+@pytest.mark.parametrize("case", PADDED_STATES)
+def test_padding_of_states_and_of_kept_values(case: str, seed: int, folder: str) -> None:
+    check_program(DrawnProgram.of_source(PADDED_STATES[case]), seed, folder, (45, None))
+
+
 @pytest.mark.parametrize("features", alone(OPERATORS).values(), ids=alone(OPERATORS))
 def test_operators(features: list[str], seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
@@ -194,13 +208,19 @@ def test_operators(features: list[str], seed: int, folder: str) -> None:
 
 def reasons(sp: Any) -> dict[str, str]:
     """Why no kernel is made of a feature."""
-    return {name: str(DrawnProgram.of_features(x).model()._generated) for name, x in UNSUPPORTED.items()}
+    programs = {name: DrawnProgram.of_features(x) for name, x in UNSUPPORTED.items()}
+    programs["a merge_mode that is not linear in the state"] = DrawnProgram.of_source(NOT_LINEAR)
+    return {name: str(program.model()._generated) for name, program in programs.items()}
 
 
 def test_operators_without_a_kernel_are_named_with_their_line() -> None:
     (found,) = run_ranks(reasons, 1, env=ENV)
     for name, reason in found.items():
         assert reason.startswith(f"no kernel is made of {name}") and ", at <string>:" in reason, (name, reason)
+
+
+def test_gradients_of_scores_one_behind_the_other(seed: int, folder: str) -> None:
+    check_program(DrawnProgram.of_source(SCORES_OF_SCORES, "gk"), seed, folder, WHOLE)
 
 
 def by_a_constant(sp: Any, folder: str) -> list[float]:

@@ -249,6 +249,7 @@ class _Keeper:
         self.found: dict[str, Any] = {}
         self.intrinsics: list[Intrinsic] = []
         self.levels: dict[Any, int] = {}
+        self.grad_levels: dict[Any, int] = {}
 
     def run(self) -> None:
         forward = _ancestors([self.named["o"], self.named["S"]])
@@ -256,7 +257,8 @@ class _Keeper:
             if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
                 self.found[f"gates_{node.name}"] = node
         for node in list(self.graph.nodes):
-            self.levels[node] = max([self.levels[x] for x in node.all_input_nodes], default=0)
+            for levels in (self.levels, self.grad_levels):
+                levels[node] = max([levels[x] for x in node.all_input_nodes], default=0)
             if node.target in _KINDS:
                 self._intrinsic(node)
         if self.intrinsics:
@@ -297,13 +299,12 @@ class _Keeper:
         if kind == "scores_grad":
             parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}
             self.found |= parts
-            results = tuple(parts)
+            results, levels = tuple(parts), self.grad_levels
         else:
-            self.levels[node] += 1
-            results = (f"{kind}{n}",)
+            results, levels = (f"{kind}{n}",), self.levels
             self.found[results[0]] = node
-        level = self.levels[node] if kind != "scores_grad" else 1
-        self.intrinsics.append(Intrinsic(kind, args, results, level))
+        levels[node] += 1
+        self.intrinsics.append(Intrinsic(kind, args, results, levels[node]))
 
     def _name(self, x: Any, otherwise: str) -> str:
         if x.op == "placeholder":

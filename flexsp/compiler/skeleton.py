@@ -73,6 +73,7 @@ def make_kernel(
     `alone`: no scan over segments follows, so the walk itself leaves the last state.
     """
     chunkwise = kind not in WALKS
+    state = None if chunkwise else _state(kind)
     body = _Body(layout, panels=not chunkwise)
     memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     made: list[tuple[Emitter, Mapping[str, Any]]] = []
@@ -80,7 +81,7 @@ def make_kernel(
         graph, found = cut(step, outputs, given)
         emitter = Emitter(graph, {}, memory)
         emitter.given = {
-            node.name: _loader(node, body, emitter, chunkwise) for node in graph.nodes if node.op == "placeholder"
+            node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"
         }
         made.append((emitter, found))
     if chunkwise:
@@ -93,6 +94,11 @@ def make_kernel(
     return _walk(kind, body, emitter, results, alone)
 
 
+def _state(kind: str) -> str:
+    """What a walk holds: the state or its gradient."""
+    return "dS" if kind in ("collect", "back") else "S"
+
+
 def _elements(sizes: tuple[str, ...]) -> str:
     """Numbers of one chunk of a kept value."""
     return " * ".join(sizes) or "1"
@@ -101,12 +107,15 @@ def _elements(sizes: tuple[str, ...]) -> str:
 # Loads ----------------------------------------------------------------------------------------------------------------
 
 
-def _loader(node: Any, body: _Body, emitter: Emitter, chunkwise: bool) -> Callable[[], Value]:
+def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Callable[[], Value]:
+    """What loads a placeholder; `state` is what the walk holds, None in chunkwise kernels."""
     name, sizes = node.name, dims(node)
 
     def load() -> Value:
         if name in ("S", "dS"):
-            if not chunkwise:
+            if state not in (None, name):
+                raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
+            if state is not None:
                 text = f"tl.trans({name})" if emitter.flipped else name
                 return Value(text, sizes, frozenset({0, 1}))
             K, V = sizes
@@ -316,8 +325,8 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     layout = body.layout
     K, V = layout.rows, layout.cols
     _reads_in_memory(body, emitter)
-    reverse = kind in ("collect", "back")
-    state = "dS" if reverse else "S"
+    state = _state(kind)
+    reverse = state == "dS"
     flip = bool(emitter.flipped)
     tile = f"0, v0, True, {K}, {V}, B{K}, B{V}" + (", True" if flip else "")
     zeros = f"tl.zeros([{f'B{V}, B{K}' if flip else f'B{K}, B{V}'}], tl.float32)"

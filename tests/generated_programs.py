@@ -20,7 +20,10 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 
-__all__ = ["NOT_YET", "DrawnProgram", "draw_program"]
+__all__ = [
+    "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram",
+    "draw_program",
+]  # fmt: skip
 
 _NAMES: dict[str, Any] = {
     "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "identity": identity,
@@ -42,6 +45,16 @@ _FEATURES += (
     "{x} * {x}.sigmoid()", "{x}.tanh()", "{x}.relu() + 0.1 * {x}", "{x} ** 2 * 0.3", "{x}.square() * 0.3",
     "{x}.abs() * 0.5 + 0.1",
 )  # fmt: skip
+_FEATURES += (
+    "torch.where({x} > 0, {x}, 0.1 * {x})", "torch.maximum({x}, {x} * -0.3)", "{x}.clamp(-1.5, 1.5)",
+    "torch.nn.functional.softplus({x})", "torch.nn.functional.gelu({x}, approximate='tanh')",
+    "torch.nn.functional.elu({x})", "torch.nn.functional.leaky_relu({x}, 0.1)", "{x} * ({x} > 0).to({x}.dtype) + 0.1",
+    "{x} * (1 / {x}.size(0)) * 8", "{x} / {x}.size(1) ** 0.5", "{x}.softmax(-1) * 3", "{x}.log_softmax(-1) * 0.3",
+    "{x} - {x}.amax(-1, keepdim=True) * 0.3", "{x} - {x}.mean(-1, keepdim=True)", "{x}.clamp(max=1).exp2() * 0.5",
+    "({x} * 0.5).clamp(max=1).expm1()", "({x} * {x}).log1p()", "torch.nn.functional.normalize({x}, dim=-1) * 2",
+    "torch.einsum('cn,c->cn', {x}, {x}.amin(-1)) * 0.2", "{x}.mT.transpose(0, 1) * 0.7",
+    "torch.nn.functional.silu({x})",
+)  # fmt: skip
 _OF_TOKENS = ("{x} * beta[:, None]", "{x} * (1 - beta).unsqueeze(-1)", "{x} * (beta * beta + 0.2).sqrt()[..., None]")
 _OF_KEYS = ("{x} * w", "{x} + w[None, :] * 0.2", "{x} / (1 + w * w)", "{x} * gk.exp()")
 _OF_SCORES = (
@@ -49,15 +62,56 @@ _OF_SCORES = (
     "(-({s} * {s})).exp().tril()", "{s}.tril().sin()", "{s}.masked_fill(torch.ones_like({s}).tril() == 0, 0.0)",
 )  # fmt: skip
 
-NOT_YET = {
-    "where": "torch.where(k > 0, k, 0.1 * k)",
-    "maximum": "torch.maximum(k, k * -0.3)",
-    "clamp": "k.clamp(min=-1)",
-    "softplus": "torch.nn.functional.softplus(k)",
-    "a cast mask": "k * (k > 0).to(k.dtype)",
-    "a number times a size": "k * (k.size(0) * w * 0.1).exp()",
+_F = "torch.nn.functional"
+OPERATORS = {
+    "masks": [
+        "torch.where(k > 0, k, 0.1 * k)", "torch.where(w > 0, k, -k)", "k * (k > 0).to(k.dtype)", "k.sign() * w",
+        "k.masked_fill(k < 0, 0.5)", "k * (k.abs() < 1)", "torch.where((k > 0) & (w < 0), w, k * k)",
+    ],
+    "extrema": [
+        "torch.maximum(k, k * -0.3)", "torch.minimum(k, w)", "torch.maximum(k, k)", "k.amax(-1, keepdim=True) * k",
+        "k * k.amin(1)[:, None]", "k.clamp(min=-1)", "k.clamp(max=0.5)", "k.clamp(-1, 1)", "torch.clamp(k, min=w)",
+    ],
+    "activations": [
+        f"{_F}.softplus(k)", f"{_F}.silu(k)", f"{_F}.gelu(k, approximate='tanh')", f"{_F}.gelu(k)", f"{_F}.elu(k)",
+        f"{_F}.leaky_relu(k)", f"{_F}.logsigmoid(k)", "k.erf()",
+    ],
+    "sizes": [
+        "k * (k.size(0) * 0.1)", "k * (1 / k.size(0))", "k / k.size(1) ** 0.5", "k * (k.size(0) + 2) ** -0.5",
+        "k * (k.size(0) // 2 - k.size(1)) * 0.1", "k * w.mean()", "k - k.mean(-1, keepdim=True)",
+    ],
+    "functions": [
+        "k.exp2()", "(k * k + 1).log2()", "(k * 0.1).expm1()", "torch.log1p(k * k)", "(k * k + 1) ** -1.5",
+        "torch.softmax(k, -1)", "torch.log_softmax(k, -1) * 0.3", "k + k.logsumexp(-1, keepdim=True)",
+        f"{_F}.normalize(k, dim=-1)", "k / k.norm(dim=-1, keepdim=True)",
+    ],
+    "products": [
+        "k * torch.outer(k[:, 0], w)", "k @ torch.outer(w, w)", "torch.einsum('ck,k->ck', k, w)",
+        "torch.einsum('ck,dk->dc', [k, k]).triu().T @ k", "torch.einsum('ck,k->c', k, w)[:, None] * k",
+        "torch.einsum('kj,ck', torch.outer(w, w), k)", "k.mT.T * 0.5", "k.permute(1, 0).transpose(0, 1) * 0.5",
+        "(k @ w)[:, None] * k",
+    ],
+}  # fmt: skip
+"""Features that kernels are made of."""
+
+UNSUPPORTED = {
+    "flip": "k.flip(1)", "stack": "torch.stack([k, k]).sum(0)", "unbind": "k.unbind(1)[0][:, None] * k",
+    "cumprod": "k.cumprod(0)", "tiles of three axes": "torch.einsum('ck,cd->ckd', k, k).sum(-1)",
+    "the power 0.3 of a chunk's length": "k * k.size(0) ** 0.3", "the power 2.3": "(k * k) ** 2.3",
+}  # fmt: skip
+"""What the message says, and features that run in PyTorch since no kernel is made of them or of their derivative."""
+
+WILD_PADDING = {
+    "0 * log(0)": "k * (w * w).log() * 0.2",
+    "0 / 0": "k * w / (w * w).sqrt()",
+    "an axis masked, the other not": "(k * k).log().sum(-1)[:, None] * k * 0.05",
+    "rows of a product": "(k * k).log() @ torch.outer(w, w) * 0.05",
+    "a root": "k * ((w * w) * 1e6 - 1e-3).sqrt() * 1e-3",
+    "behind relu": "((k @ torch.outer(w, w)) * 0.1).relu() * (w * w).log()",
+    "behind a column": "(k @ torch.outer(w, w))[:, 0].square().log()[:, None] * k * 0.1",
+    "an exponential": "k * ((w * w * 1e9).tanh() * -200 + 200).exp()",
 }
-"""Features that run in PyTorch since no kernel is made of them or of their derivative."""
+"""Features that are inf or NaN where their inputs are padded with zeros, and finite elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +124,6 @@ class DrawnProgram:
     K: int
     V: int
     chunk: int
-    bound: float = 5e-5
 
     def model(self, **options: Any) -> LinearAttention:
         sizes = {name: ConstExpr(name, getattr(self, name)) for name in "HKV"}
@@ -83,15 +136,23 @@ class DrawnProgram:
         return LinearAttention(meta, made["chunk"], made["decay"], made["merge"], chunk_size=self.chunk, **options)
 
     @staticmethod
-    def of_feature(feature: str) -> DrawnProgram:
-        """Linear attention with one feature of k, which is made of k and w."""
+    def of_features(*features: str) -> DrawnProgram:
+        """Linear attentions with features of k, which are made of k and w, and the sum of their outputs.
+
+        Every feature has products of its own, so that what one does to its padding is not hidden by another.
+        """
+        writes = " + ".join(f"({x}).T @ v" for x in features)
+        reads = " + ".join(f"(q @ ({x}).T).tril() @ v" for x in features)
         source = (
-            f"def chunk(k, v, w):\n    return ({feature}).T @ v\n\n\n"
+            f"def chunk(k, v, w):\n    return {writes}\n\n\n"
             "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
-            f"def merge(q, k, v, w, scale, chunk_state):\n"
-            f"    return ((q @ ({feature}).T).tril() @ v + q @ chunk_state) * scale\n"
+            f"def merge(q, k, v, w, scale, chunk_state):\n    return ({reads} + q @ chunk_state) * scale\n"
         )
-        return DrawnProgram(source, ("q", "k", "v", "w"), 2, 20, 24, 16)
+        return DrawnProgram(source, ("q", "k", "v", "w"), 1, 20, 24, 16)
+
+    @staticmethod
+    def of_source(source: str, *more: str) -> DrawnProgram:
+        return DrawnProgram(source, ("q", "k", "v", *more), 1, 20, 24, 16)
 
     def inputs(self, B: int, T: int, bounds: Any, made: torch.Generator) -> dict[str, torch.Tensor]:
         """Values that float32 has."""
@@ -224,3 +285,44 @@ def draw_program(seed: int) -> DrawnProgram:
     K, V = made.choice([(20, 24), (7, 12), (16, 9), (33, 5)])
     names = tuple(name for name in _SHAPES if name in made.names)
     return DrawnProgram(source, names, made.choice([1, 1, 2]), K, V, made.choice([16, 16, 32]))
+
+
+_PLAIN_DECAY = "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
+PADDED_STATES = {
+    "columns of the state": (
+        "def chunk(k, v):\n    return k.T @ (v * v + 1)\n\n\n" + _PLAIN_DECAY
+        + "def merge(q, k, v, scale, chunk_state):\n"
+        "    return (q @ chunk_state).sum(-1)[:, None] * v * scale + (q @ k.T).tril() @ v\n"
+    ),
+    "running sums [C, C]": (
+        "def chunk(k, v):\n    return k.T @ v\n\n\n"
+        "def decay(k, v, prev_s, chunk_state):\n"
+        "    d = torch.outer(k[:, 0], k[:, 1]).square().log().cumsum(0) * 0.01\n"
+        "    return prev_s + chunk_state + k.T @ (d @ v) * 0.1\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+    "a kept [C, C]": (
+        "def chunk(k, v):\n    cache_result((k @ k.T).square().log(), 'kc')\n"
+        "    return (unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1)) @ k).T @ v\n\n\n"
+        "def decay(k, v, kc, prev_s, chunk_state):\n    return prev_s + chunk_state + k.T @ (kc @ v) * 0.01\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+}  # fmt: skip
+"""Programs in which padding of what walks hold or of what is kept in memory is not zero, or not finite."""
+
+NOT_LINEAR = (
+    "def chunk(k, v):\n    return k.T @ v\n\n\n" + _PLAIN_DECAY
+    + "def merge(q, k, v, chunk_state):\n    o = q @ chunk_state\n"
+    "    return o * (o * o).sum(-1)[:, None] + (q @ k.T).tril() @ v\n"
+)  # fmt: skip
+"""The gradient of the state needs the state: no kernel is made of that."""
+
+SCORES_OF_SCORES = (
+    "def chunk(k, v, gk):\n    b = gk.cumsum(0)\n"
+    "    t = unit_lower_inverse(identity(k, k.size(0)) + (decayed_scores(k, k, b) * 0.1).tril(-1))\n"
+    "    cache_result(t @ (k * 0.3), 'kc')\n    return (k * (b[-1] - b).exp()).T @ (t @ v)\n\n\n"
+    "def decay(gk, prev_s, chunk_state):\n    return prev_s * gk.sum(0).exp()[:, None] + chunk_state\n\n\n"
+    "def merge(q, v, gk, kc, chunk_state):\n    b = gk.cumsum(0)\n"
+    "    return decayed_scores(q, kc, b) @ v + (q * b.exp()) @ chunk_state\n"
+)
+"""The gradient of the first scores needs that of the second."""

@@ -7,6 +7,7 @@ symbols, so one graph serves every chunk length and head size. Kernels are made 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -22,14 +23,34 @@ from flexsp.compiler import intrinsics, primitives
 from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
 from flexsp.compiler.rewrite import DIMS, cheapen, row_scaled, simplify
-from flexsp.compiler.trace import Traced
+from flexsp.compiler.trace import Traced, location
 
 __all__ = ["Intrinsic", "Step", "cut", "differentiate"]
 
 aten = torch.ops.aten
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _CHUNK = 11
-_DECOMPOSED = [aten.sigmoid_backward, aten.tanh_backward, aten.silu_backward, aten.silu]
+_DECOMPOSED = [
+    aten.sigmoid_backward, aten.tanh_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward,
+    aten.elu, aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.gelu, aten.gelu_backward,
+    aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten._softmax, aten._softmax_backward_data,
+    aten._log_softmax, aten._log_softmax_backward_data, aten.logsumexp, aten.linalg_vector_norm, aten.mv, aten.dot,
+    aten.addcmul,
+]  # fmt: skip
+
+
+def _between(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
+    """clamp by tensors."""
+    x = x if min is None else torch.maximum(x, min)
+    return x if max is None else torch.minimum(x, max)
+
+
+def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    axes = list(dim or range(x.dim()))
+    return x.sum(axes, keepdim) / math.prod(x.shape[axis] for axis in axes)
+
+
+_OWN = {aten.clamp.Tensor: _between, aten.mean.dim: _mean, aten.mean.default: _mean}
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,20 @@ def _with_intrinsics(traced: Traced) -> GraphModule:
     return module
 
 
+class _Lines(Interpreter):
+    """Runs one of the functions under make_fx, so that its nodes and those of its derivative have the user's line."""
+
+    def run_node(self, n: Node) -> Any:
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        n.stack_trace = line = location(n)  # the interpreter hands it to the nodes that are made meanwhile
+        result = super().run_node(n)
+        for x in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda grads: traceback.set_stack_trace([line]))
+        return result
+
+
 def _is(node: Any, *names: str) -> bool:
     name = getattr(getattr(node, "target", None), "__name__", None) or getattr(node, "target", None)
     return isinstance(node, Node) and name in names
@@ -123,6 +158,8 @@ def _reassociate(graph: Graph) -> None:
             inner = graph.call_function(torch.matmul, (product.args[1], right))
             outer = graph.call_function(torch.matmul, (product.args[0], inner))
             new = graph.call_function(torch.sub, (right, outer))
+        for made in (inner, outer, new):
+            made.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -142,15 +179,18 @@ def differentiate(program: Program) -> Step:
     outputs: list[str] = []
     elementwise = program.transition in ("none", "scalar", "vector")
 
+    def run(module: GraphModule, traced: Traced, values: Mapping[str, Any]) -> Any:
+        return _Lines(module).run(*(values[name] for name in traced.arguments))
+
     def joint(given: list[torch.Tensor], do: torch.Tensor, dS: torch.Tensor) -> list[torch.Tensor]:
         values: dict[str, Any] = dict(zip(names, [x.detach().requires_grad_() for x in given], strict=True))
         leaves = list(values.values())
         S = values.pop("S")
         values.update(meta.numbers)
-        F, *cached = chunk(**{name: values[name] for name in program.chunk.arguments})
+        F, *cached = run(chunk, program.chunk, values)
         values.update(zip(program.chunk.cached, cached, strict=True))
-        S_new = decay(**{n: {**values, STATE: S, CHUNK_STATE: F}[n] for n in program.decay.arguments})[0]
-        o = merge(**{n: {**values, CHUNK_STATE: S}[n] for n in program.merge.arguments})[0]
+        S_new = run(decay, program.decay, {**values, STATE: S, CHUNK_STATE: F})[0]
+        o = run(merge, program.merge, {**values, CHUNK_STATE: S})[0]
         found = {"o": o, "S": S_new}
         if elementwise:
             (found["A"],) = torch.autograd.grad(S_new, S, torch.ones_like(S), retain_graph=True)
@@ -161,17 +201,19 @@ def differentiate(program: Program) -> Step:
         outputs[:] = list(found)
         return list(found.values())
 
-    with torch.inference_mode(False), torch.enable_grad():
-        table: Any = get_decompositions(_DECOMPOSED)
+    with torch.inference_mode(False), torch.enable_grad(), traceback.preserve_node_meta():
+        table: Any = get_decompositions(_DECOMPOSED) | _OWN
         graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
     for node, name in zip(list(graph.nodes), [*names, "do", "dS"], strict=False):
         node.name = node.target = name
     for node in graph.nodes:
         value = node.meta.get("val")
+        node.meta["line"] = node.stack_trace
         if isinstance(value, torch.Tensor):
             node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
         elif isinstance(value, torch.SymInt):
             node.meta["size"] = sizes.name(value)
+    _out_of_place(graph)
     simplify(graph)
     keeper = _Keeper(graph, outputs, program.transition == "dense")
     keeper.run()
@@ -179,6 +221,17 @@ def differentiate(program: Program) -> Step:
     return Step(
         graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), tuple(keeper.found), tuple(keeper.intrinsics)
     )
+
+
+def _out_of_place(graph: Graph) -> None:
+    """Derivatives change temporaries in place, such as where(...).masked_fill_(...): as operators that do not."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        name, _, overload = str(getattr(node.target, "__name__", "")).partition(".")
+        if node.op != "call_function" or not name.endswith("_") or name.endswith("__"):
+            continue
+        node.target = getattr(getattr(aten, name[:-1]), overload)
+        node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, at=node: place[user] > place[at])
 
 
 class _Keeper:
@@ -196,6 +249,7 @@ class _Keeper:
         self.found: dict[str, Any] = {}
         self.intrinsics: list[Intrinsic] = []
         self.levels: dict[Any, int] = {}
+        self.grad_levels: dict[Any, int] = {}
 
     def run(self) -> None:
         forward = _ancestors([self.named["o"], self.named["S"]])
@@ -203,7 +257,8 @@ class _Keeper:
             if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
                 self.found[f"gates_{node.name}"] = node
         for node in list(self.graph.nodes):
-            self.levels[node] = max([self.levels[x] for x in node.all_input_nodes], default=0)
+            for levels in (self.levels, self.grad_levels):
+                levels[node] = max([levels[x] for x in node.all_input_nodes], default=0)
             if node.target in _KINDS:
                 self._intrinsic(node)
         if self.intrinsics:
@@ -244,13 +299,12 @@ class _Keeper:
         if kind == "scores_grad":
             parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}
             self.found |= parts
-            results = tuple(parts)
+            results, levels = tuple(parts), self.grad_levels
         else:
-            self.levels[node] += 1
-            results = (f"{kind}{n}",)
+            results, levels = (f"{kind}{n}",), self.levels
             self.found[results[0]] = node
-        level = self.levels[node] if kind != "scores_grad" else 1
-        self.intrinsics.append(Intrinsic(kind, args, results, level))
+        levels[node] += 1
+        self.intrinsics.append(Intrinsic(kind, args, results, levels[node]))
 
     def _name(self, x: Any, otherwise: str) -> str:
         if x.op == "placeholder":

@@ -8,6 +8,8 @@ zero; what sums over an axis sees zeros there. So a function written for C token
 # mypy: disable-error-code="union-attr,index,operator,arg-type,assignment,misc,return-value"
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from flexsp.compiler.operators import (
+    BINARY,
+    EXPONENTIALS,
+    KEEPS_ZERO,
+    LOGIC,
+    ON_SIZES,
+    UNARY,
+    defined_at,
+    padding_of,
+)
 from flexsp.compiler.rewrite import dims, reverse_cumsum
 from flexsp.compiler.values import (
     NotEmittable,
@@ -26,44 +38,15 @@ from flexsp.compiler.values import (
     is_turned,
     limit,
     number,
+    steady_at,
     turned,
     type_of,
     zero_at,
 )  # fmt: skip
 
-__all__ = ["Emitter", "NotEmittable", "Value", "block"]
+__all__ = ["Emitter"]
 
 aten = torch.ops.aten
-
-
-_UNARY = {
-    aten.neg.default: "-{}", aten.exp.default: "tl.exp({})", aten.exp2.default: "tl.exp2({})",
-    aten.abs.default: "tl.abs({})", aten.sin.default: "tl.sin({})", aten.cos.default: "tl.cos({})",
-    aten.sqrt.default: "tl.sqrt({})", aten.sigmoid.default: "tl.sigmoid({})", aten.log.default: "tl.log({})",
-    aten.log2.default: "tl.log2({})", aten.log1p.default: "tl.log(1.0 + {})", aten.rsqrt.default: "tl.rsqrt({})",
-    aten.reciprocal.default: "(1.0 / {})", aten.relu.default: "tl.maximum({}, 0.0)",
-    aten.tanh.default: "(2.0 * tl.sigmoid(2.0 * {}) - 1.0)", aten.bitwise_not.default: "~({})",
-    aten.logical_not.default: "~({})",
-    aten.sgn.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    aten.sign.default: "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-}  # fmt: skip
-_KEEPS_ZERO = {
-    aten.neg.default, aten.abs.default, aten.sin.default, aten.sqrt.default, aten.relu.default, aten.tanh.default,
-    aten.sign.default, aten.sgn.default,
-}  # fmt: skip
-_WILD = {aten.log.default, aten.log2.default, aten.log1p.default, aten.rsqrt.default, aten.reciprocal.default}
-_BINARY = {
-    aten.add.Tensor: "{} + {}", aten.sub.Tensor: "{} - {}", aten.mul.Tensor: "{} * {}", aten.div.Tensor: "{} / {}",
-    aten.maximum.default: "tl.maximum({}, {})", aten.minimum.default: "tl.minimum({}, {})",
-    aten.add.Scalar: "{} + {}", aten.sub.Scalar: "{} - {}", aten.mul.Scalar: "{} * {}", aten.div.Scalar: "{} / {}",
-    aten.clamp_min.default: "tl.maximum({}, {})", aten.clamp_max.default: "tl.minimum({}, {})",
-    aten.bitwise_and.Tensor: "{} & {}", aten.bitwise_or.Tensor: "{} | {}",
-    aten.logical_and.default: "{} & {}", aten.logical_or.default: "{} | {}",
-}  # fmt: skip
-for _name, _sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="), ("eq", "=="), ("ne", "!=")):
-    for _overload in ("Tensor", "Scalar"):
-        _BINARY[getattr(getattr(aten, _name), _overload)] = "{} " + _sign + " {}"
-_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.bitwise_and.Tensor, aten.logical_and.default}
 
 
 class _Values(dict[Any, Any]):
@@ -80,8 +63,9 @@ class _Values(dict[Any, Any]):
 class Emitter:
     """Writes the nodes of `graph` as lines of Triton; `given` are the tiles of its placeholders.
 
-    `memory` maps names of kept values to where their chunk begins, for what reads them a row at a time. `whole` are
-    sizes whose axis is in one tile: an operation along any other axis is refused.
+    `memory` maps names of kept values to where their chunk begins, for what reads them a row at a time: `rows_read` are
+    those that the code reads so, `indices` the sizes whose `at_SIZE` it uses for it. `contracted` are the sizes that
+    something was summed over: their axis must be in one tile.
     """
 
     def __init__(self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str]) -> None:
@@ -89,6 +73,8 @@ class Emitter:
         self.lines: list[str] = []
         self.values: dict[Any, Any] = _Values(self)
         self.contracted: set[str] = set()
+        self.rows_read: set[str] = set()
+        self.indices: set[str] = set()
         self.needs: dict[Any, set[Any]] = {}
         self.flipped: set[Any] = set()
 
@@ -116,7 +102,14 @@ class Emitter:
             if chain:
                 self._in_branch(chain, size)
             self._visit(x, size)
-        self.values[node] = self._emit(node)
+        self.values[node] = self._made(node)
+
+    def _made(self, node: Any) -> Any:
+        try:
+            return self._emit(node)
+        except NotEmittable as error:
+            line = node.meta.get("line")
+            raise NotEmittable(f"{error}, at {line}" if line else str(error)) from None
 
     def _chain(self, node: Any) -> list[Any]:
         """The nodes from matrix products to `node`, scores [C, C] that only products read; empty if there are none.
@@ -139,13 +132,12 @@ class Emitter:
             found.append(at)
             if at.target is not aten.mm.default:
                 waiting += at.all_input_nodes
-        inner = [x for x in found if x is not node]
         only_products = all(
             user.target is aten.mm.default
             or (user.target is aten.t.default and set(user.users) <= _products(user.users))
             for user in node.users
         )
-        if not only_products or any(set(x.users) - set(found) for x in inner) or node in self.flipped:
+        if not only_products or any(set(x.users) - set(found) for x in found if x is not node) or node in self.flipped:
             return []
         grown = True
         while grown:  # what only the chain reads is computed with it
@@ -166,7 +158,7 @@ class Emitter:
                     self.values[given]  # loads it
         outside, self.lines = self.lines, []
         for x in chain:
-            self.values[x] = self._emit(x)
+            self.values[x] = self._made(x)
         last = self.values[chain[-1]]
         name = node_name(chain[-1])
         text = turned(last).text if is_turned(last.text) else last.text
@@ -183,99 +175,104 @@ class Emitter:
 
     def _emit(self, node: Any) -> Any:
         target = node.target
-        if target is aten.sym_size.int:
-            return limit(node.meta["size"])
-        if "size" in node.meta and not isinstance(target, str):
-            raise NotEmittable(f"arithmetic on sizes ({node.format_node()}) is not there yet")
+        if target in (aten.sym_size.int, aten.sym_numel.default):
+            sizes = " * ".join(limit(size) for size in node.meta["sizes"])
+            return f"({sizes})" if " " in sizes else sizes or "1"
+        if target in ON_SIZES:
+            return self._of_sizes(node)
         if target is aten.full.default:
             fill = node.meta["fill"]
             boolean = node.meta["val"].dtype == torch.bool
             return self._fill(dims(node), bool(fill) if boolean else fill)
-        if target in _UNARY:
+        if target in UNARY:
             return self._unary(node)
-        if target in _BINARY:
+        if target in BINARY:
             return self._binary(node)
         special = _SPECIAL.get(target)
         if special is None:
-            raise NotEmittable(f"no kernel is made of {target} yet")
+            raise NotEmittable(f"no kernel is made of {operator_name(node)} yet")
         return special(self, node)
 
-    def _fill(self, sizes: tuple[str, ...], fill: Any) -> Value:
-        text = (
-            f"tl.full([{', '.join(block(s) for s in sizes)}], {number(fill)}, {type_of(fill)})"
-            if sizes
-            else number(fill)
-        )
-        zero = frozenset(range(len(sizes))) if not fill else frozenset()
-        return Value(text, sizes, zero)
+    def _of_sizes(self, node: Any) -> str:
+        """A number made of sizes, as text. A chunk's length is known when the kernel runs, all others before."""
+        args = [self.values[x] if isinstance(x, Node) else repr(x) for x in node.args]
+        power = node.target is operator.pow
+        if any("length" in x for x in (args[1:] if power else ())) or (power and "length" in args[0]):
+            if args[1] not in ("0.5", "-0.5"):
+                raise NotEmittable(f"no kernel is made of the power {args[1]} of a chunk's length yet")
+            return f"tl.{'sqrt' if args[1] == '0.5' else 'rsqrt'}({args[0]} * 1.0)"
+        return ON_SIZES[node.target].format(*args)
 
-    def _arg(self, x: Any, sizes: tuple[str, ...]) -> Value:
-        """An operand of an elementwise operation whose result has `sizes`."""
+    def _fill(self, sizes: tuple[str, ...], fill: Any) -> Value:
+        if not sizes:
+            return Value(number(fill), (), truth=isinstance(fill, bool))
+        axes = frozenset(range(len(sizes)))
+        text = f"tl.full([{', '.join(block(s) for s in sizes)}], {number(fill)}, {type_of(fill)})"
+        return Value(text, sizes, frozenset() if fill else axes, steady=axes, truth=isinstance(fill, bool))
+
+    def _arg(self, x: Any, sizes: tuple[str, ...], truth: bool = False) -> Value:
+        """An operand of an elementwise operation whose result has `sizes`: a number, or a mask if `truth`."""
         if not isinstance(x, Node):
             return Value(number(x), ())
         value = self.values[x]
         if isinstance(value, str):
             return Value(value, ())
-        missing = len(sizes) - len(value.sizes)
-        if value.sizes and missing == 1:
-            return Value(f"{value.f32}[None, :]", ("1", *value.sizes), frozenset(a + 1 for a in value.zero), value.wild)
-        return replace(value, text=value.f32, raw=False)
+        if not truth:
+            value = replace(value, text=value.f32, raw=False, truth=False)
+        elif not value.truth:
+            value = replace(value, text=f"({value.f32} != 0.0)", raw=False, truth=True)
+        return value.with_axis(0) if value.sizes and len(sizes) - len(value.sizes) == 1 else value
 
     def _unary(self, node: Any) -> Value:
-        x = self._arg(node.args[0], dims(node))
+        logic = node.target in LOGIC
+        x = self._arg(node.args[0], dims(node), truth=logic)
         flip = is_turned(x.text)
         x = turned(x) if flip else x
-        zero = x.zero if node.target in _KEEPS_ZERO else frozenset()
-        text = _UNARY[node.target].format(inner(x.text))
-        value = self.let(node_name(node), Value(text, x.sizes, zero, x.wild or node.target in _WILD))
+        zero = x.zero if node.target in KEEPS_ZERO else frozenset()
+        wild = (x.wild and not (x.low and node.target in EXPONENTIALS)) or not defined_at(node.target, x)
+        text = UNARY[node.target].format(inner(x.text))
+        value = self.let(node_name(node), Value(text, x.sizes, zero, wild, steady=x.steady, truth=logic))
         return turned(value) if flip else value
 
     def _binary(self, node: Any) -> Value:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
-            raise NotEmittable(f"{node.target} with alpha is not there yet")
+            raise NotEmittable(f"no kernel is made of {operator_name(node)} with alpha yet")
         sizes = dims(node)
-        a, b = (self._arg(x, sizes) for x in node.args)
+        a, b = (self._arg(x, sizes, truth=node.target in LOGIC) for x in node.args)
         flip = len(sizes) == 2 and (node in self.flipped or any(is_turned(x.text) and not x.raw for x in (a, b)))
         if flip:
             a, b = (turned(x) if x.sizes else x for x in (a, b))
         shape = broadcast(a, b)
-        zero = frozenset(
-            axis for axis in range(len(shape))
-            if (zero_at(a, axis) or zero_at(b, axis) if node.target in _PRODUCTS
-                else zero_at(a, axis) if node.target in (aten.div.Tensor, aten.div.Scalar)
-                else zero_at(a, axis) and zero_at(b, axis))
-        )  # fmt: skip
-        divides = node.target in (aten.div.Tensor, aten.div.Scalar) and bool(b.sizes)
-        if node.target not in _ZERO_PRESERVING:
-            zero = frozenset()
-        wild = a.wild or b.wild or divides
-        text = _BINARY[node.target].format(inner(a.text), inner(b.text))
-        value = self.let(node_name(node), Value(text, shape, zero, wild))
+        text = BINARY[node.target].format(inner(a.text), inner(b.text))
+        value = self.let(node_name(node), Value(text, shape, **padding_of(node.target, a, b, shape)))
         return turned(value) if flip else value
 
     # Axes
 
-    def masked(self, x: Value, axis: int) -> Value:
-        """x with zeros in the padding of an axis."""
-        if axis in x.zero or x.sizes[axis] == "1" or x.sizes[axis].isdigit():
+    def masked(self, x: Value, axis: int, fill: float = 0.0) -> Value:
+        """x with zeros, or what an extremum does not see, in the padding of an axis."""
+        if x.sizes[axis] == "1" or (axis in x.zero and not fill):
             return x
         if is_turned(x.text):
-            return turned(self.masked(turned(x), 1 - axis))
+            return turned(self.masked(turned(x), 1 - axis, fill))
         name = "keep_rows" if axis == 0 else "keep_cols"
-        return replace(x, text=f"{name}({x.f32}, {limit(x.sizes[axis])})", zero=x.zero | {axis}, wild=False, raw=False)
+        other = f", {number(fill)}" if fill else ""
+        text = f"{name}({x.f32}, {limit(x.sizes[axis])}{other})"
+        return replace(x, text=text, zero=x.zero | ({axis} if not fill else set()), raw=False, truth=False)
 
     def full(self, x: Value, sizes: tuple[str, ...]) -> Value:
         """x with every axis laid out."""
         if x.sizes == sizes:
             return x
-        text = x.f32
+        shape = ", ".join(map(block, sizes))
         if not x.sizes:
-            zero: frozenset[int] = frozenset()
-            return Value(f"tl.full([{', '.join(map(block, sizes))}], 0.0, tl.float32) + {text}", sizes, zero, x.wild)
+            steady = frozenset(range(len(sizes)))
+            return Value(f"tl.full([{shape}], 0.0, tl.float32) + {x.f32}", sizes, steady=steady)
         if len(x.sizes) < len(sizes):
-            x = Value(f"{text}[None, :]", ("1", *x.sizes), frozenset(a + 1 for a in x.zero), x.wild)
+            x = x.with_axis(0)
         zero = frozenset(a for a in x.zero if x.sizes[a] == sizes[a])
-        return Value(f"tl.broadcast_to({x.f32}, [{', '.join(map(block, sizes))}])", sizes, zero, x.wild)
+        steady = frozenset(a for a in range(len(sizes)) if steady_at(x, a))
+        return Value(f"tl.broadcast_to({x.f32}, [{shape}])", sizes, zero, x.wild, low=x.low, steady=steady)
 
     def _mm(self, node: Any) -> Value:
         a, b = (self.full(self.values[x], dims(x)) for x in node.args)
@@ -287,11 +284,13 @@ class Emitter:
             a, b = self.masked(a, 1), self.masked(b, 0)
         elif 1 not in a.zero and 0 not in b.zero:
             a = self.masked(a, 1)
-        zero = frozenset(({0} if 0 in a.zero else set()) | ({1} if 1 in b.zero else set()))
+        zero = frozenset({0} if 0 in a.zero and not b.wild else ()) | ({1} if 1 in b.zero and not a.wild else set())
+        wild = a.wild or b.wild
         if node in self.flipped:
             a, b = turned(b), turned(a)
             zero = frozenset(1 - axis for axis in zero)
-        value = self.let(node_name(node), Value(f"mm({a.text}, {b.text}, DOT, PREC)", (a.sizes[0], b.sizes[1]), zero))
+        text = f"mm({a.text}, {b.text}, DOT, PREC)"
+        value = self.let(node_name(node), Value(text, (a.sizes[0], b.sizes[1]), zero, wild))
         return turned(value) if node in self.flipped else value
 
     def flip(self, start: str) -> None:
@@ -304,13 +303,13 @@ class Emitter:
             self.flipped.add(node)
             waiting += [
                 user for user in node.users
-                if (user.target in _BINARY and len(dims(user)) == 2)
+                if (user.target in BINARY and len(dims(user)) == 2)
                 or (user.target is aten.mm.default and user.args[1] is node)
             ]  # fmt: skip
-            if node.target in _BINARY:
+            if node.target in BINARY:
                 waiting += [
                     x for x in node.all_input_nodes
-                    if (x.target in _BINARY or x.target is aten.mm.default) and dims(x) == dims(node)
+                    if (x.target in BINARY or x.target is aten.mm.default) and dims(x) == dims(node)
                 ]  # fmt: skip
 
     def _t(self, node: Any) -> Value:
@@ -322,12 +321,8 @@ class Emitter:
     def _unsqueeze(self, node: Any) -> Value:
         x, at = self.values[node.args[0]], node.args[1] % len(dims(node))
         if len(dims(node)) > 2:
-            raise NotEmittable("tiles of three axes are not there yet")
-        if not x.sizes:
-            return replace(x, text=x.f32, raw=False)
-        text = f"{inner(x.f32)}[{'None, :' if at == 0 else ':, None'}]"
-        sizes = ("1", *x.sizes) if at == 0 else (*x.sizes, "1")
-        return Value(text, sizes, frozenset(a + 1 - at for a in x.zero), x.wild)
+            raise NotEmittable("no kernel is made of tiles of three axes yet")
+        return x.with_axis(at) if x.sizes else x
 
     def _squeeze(self, node: Any) -> Value:
         x, want = self.values[node.args[0]], dims(node)
@@ -335,66 +330,56 @@ class Emitter:
             return x
         gone = [axis for axis, s in enumerate(x.sizes) if s == "1"]
         if len(x.sizes) - len(gone) != len([s for s in want if s != "1"]):
-            raise NotEmittable(f"{node.target} from {x.sizes} to {want} is not there yet")
-        text, sizes, zero = x.f32, x.sizes, x.zero
+            raise NotEmittable(f"no kernel is made of {operator_name(node)} from {x.sizes} to {want} yet")
         for axis in reversed(gone[len(gone) - (len(x.sizes) - len(want)) :]):
-            added = "[None, :]" if axis == 0 else "[:, None]"
-            text = text.removesuffix(added) if text.endswith(added) else f"tl.sum({text}, axis={axis})"
-            zero = frozenset(a - (a > axis) for a in zero if a != axis)
-            sizes = sizes[:axis] + sizes[axis + 1 :]
-        return Value(text, sizes, zero, x.wild)
+            added, text = "[None, :]" if axis == 0 else "[:, None]", x.f32
+            x = x.without(axis, text.removesuffix(added) if text.endswith(added) else f"tl.sum({text}, axis={axis})")
+        return x
 
     def _view(self, node: Any) -> Value:
         have, want = dims(node.args[0]), dims(node)
-        if [s for s in have if s != "1"] != [s for s in want if s != "1"]:
-            raise NotEmittable(f"reshaping {have} to {want} is not there yet")
-        if have == want:
-            return self.values[node.args[0]]
+        if [s for s in have if s != "1"] != [s for s in want if s != "1"] or len(want) > 2:
+            raise NotEmittable(f"no kernel is made of reshaping {have} to {want} yet")
         if len(have) > len(want):
             return self._squeeze(node)
         x = self.values[node.args[0]]
-        if len(want) != 2 or len(x.sizes) != 1:
+        if have == want or len(want) != 2 or len(x.sizes) != 1:
             return x
-        return Value(f"{inner(x.f32)}[{'None, :' if want[0] == '1' else ':, None'}]", want,
-                     frozenset({1} if want[0] == "1" else {0}) if x.zero else frozenset(), x.wild)  # fmt: skip
+        return x.with_axis(0 if want[0] == "1" else 1)
 
     def _sum(self, node: Any) -> Value:
-        source = node.args[0]
-        have = dims(source)
-        axes = node.args[1] if len(node.args) > 1 and node.args[1] else list(range(len(have)))
-        axes = sorted({a % len(have) for a in axes}) if have else []
-        keep = len(node.args) > 2 and node.args[2]
-        known = self._last_gate(node, axes, keep)
-        if known is not None:
-            return known
-        x = self.full(self.values[source], have)
+        return self._last_gate(node) or self._reduced(node, "sum", 0.0)
+
+    def _extremum(self, node: Any) -> Value:
+        largest = node.target is aten.amax.default
+        return self._reduced(node, "max" if largest else "min", -math.inf if largest else math.inf)
+
+    def _reduced(self, node: Any, how: str, fill: float) -> Value:
+        """A sum or an extremum over some axes, or all, without or with an axis of size 1 in their place."""
+        have = dims(node.args[0])
+        axes = _axes(node)
+        x = self.full(self.values[node.args[0]], have)
         for axis in axes:
-            x = self.masked(x, axis)
-        text, zero, sizes = x.f32, x.zero, list(x.sizes)
+            x = self.masked(x, axis, fill)
+        text = x.f32
         for axis in reversed(axes):
             self.contracted.add(have[axis])
-            if sizes[axis] == "1":
-                text = f"tl.sum({text}, axis={axis})"
-            else:
-                text = f"tl.sum({text}, axis={axis})"
-            del sizes[axis]
-            zero = frozenset(a - (a > axis) for a in zero if a != axis)
-        x = self.let(node_name(node), Value(text, tuple(sizes), zero, x.wild))
-        if keep and sizes and len(have) == 2:
-            first = axes[0] == 0
-            return Value(f"{x.text}[{'None, :' if first else ':, None'}]", ("1", *sizes) if first else (*sizes, "1"),
-                         frozenset(a + first for a in zero), x.wild)  # fmt: skip
-        return x
+            text = f"tl.{how}({text}, axis={axis})"
+            x = x.without(axis, text)
+        x = self.let(node_name(node), replace(x, text=text, raw=False, truth=False, low=False))
+        return x.with_axis(axes[0]) if _keeps_axes(node) and x.sizes else x
 
-    def _last_gate(self, node: Any, axes: list[int], keep: bool) -> Value | None:
+    def _last_gate(self, node: Any) -> Value | None:
         """The sum over a chunk whose running sum is kept in memory: its last row."""
         x = node.args[0]
-        if axes != [0] or keep or node.meta.get("last") not in self.memory:
+        if _axes(node) != [0] or _keeps_axes(node) or node.meta.get("last") not in self.memory:
             return None
+        self.rows_read.add(node.meta["last"])
         at, sizes = self.memory[node.meta["last"]], dims(x)[1:]
         if not sizes:
             return self.let(node_name(node), Value(f"tl.load({at} + C - 1)", ()))
         size = sizes[0]
+        self.indices.add(size)
         text = f"tl.load({at} + (C - 1) * {size} + at_{size}, mask=at_{size} < {size}, other=0.0)"
         return self.let(node_name(node), Value(text, sizes, frozenset({0})))
 
@@ -405,7 +390,8 @@ class Emitter:
         self.contracted.add(x.sizes[axis])
         x = self.masked(x, axis)  # also forward: the sum stays as it is past the chunk's length
         text = f"tl.cumsum({x.f32}, axis={axis}{', reverse=True' if reverse else ''})"
-        return self.let(node_name(node), Value(text, x.sizes, x.zero - {axis}, x.wild))
+        zero, steady = (x.zero, x.steady - {axis}) if reverse else (x.zero - {axis}, x.steady | {axis})
+        return self.let(node_name(node), Value(text, x.sizes, zero, x.wild, steady=steady))
 
     def _select(self, node: Any) -> Value:
         source, axis, index = node.args
@@ -414,9 +400,7 @@ class Emitter:
         self.contracted.add(have[axis])
         x = self.full(self.values[source], have)
         at = index_text(index, have[axis])
-        text = f"{'row_of' if axis == 0 else 'col_of'}({x.f32}, {at})"
-        zero = frozenset(a - (a > axis) for a in x.zero if a != axis)
-        return self.let(node_name(node), Value(text, have[:axis] + have[axis + 1 :], zero, x.wild))
+        return self.let(node_name(node), x.without(axis, f"{'row_of' if axis == 0 else 'col_of'}({x.f32}, {at})"))
 
     def _select_backward(self, node: Any) -> Value:
         grad, _, axis, index = node.args
@@ -428,23 +412,21 @@ class Emitter:
             text = f"tl.where(tl.arange(0, {block(want[0])}) == {at}, {x.f32}, 0.0)"
         else:
             text = f"{'only_row' if axis == 0 else 'only_col'}({x.f32}, {at}, {block(want[axis])})"
-        return self.let(
-            node_name(node), Value(text, want, frozenset({axis}) | frozenset(a + (a >= axis) for a in x.zero))
-        )
+        zero = frozenset({axis}) | frozenset(a + (a >= axis) for a in x.zero)
+        return self.let(node_name(node), Value(text, want, zero, x.wild))
 
     def _tril(self, node: Any) -> Value:
         sizes = dims(node)
         x = self.values[node.args[0]]
         diagonal = node.args[1] if len(node.args) > 1 else 0
-        C, D = block(sizes[0]), block(sizes[1])
-        mask = (
-            f"below({C}, {D}, {diagonal})" if node.target is aten.tril.default else f"~below({C}, {D}, {diagonal - 1})"
-        )
-        if node.meta["val"].dtype == torch.bool:
+        shape = f"{block(sizes[0])}, {block(sizes[1])}"
+        mask = f"below({shape}, {diagonal})" if node.target is aten.tril.default else f"~below({shape}, {diagonal - 1})"
+        if x.truth:
             everywhere = node.args[0].target is aten.full.default and node.args[0].meta["fill"]
-            return self.let(node_name(node), Value(mask if everywhere else f"{mask} & ({x.text})", sizes))
+            text = mask if everywhere else f"{mask} & ({x.text})"
+            return self.let(node_name(node), Value(text, sizes, truth=True))
         x = self.full(x, sizes)
-        return self.let(node_name(node), Value(f"tl.where({mask}, {x.f32}, 0.0)", sizes, x.zero, x.wild))
+        return self.let(node_name(node), replace(x, text=f"tl.where({mask}, {x.f32}, 0.0)", raw=False))
 
     def _where(self, node: Any) -> Value:
         if node.target is aten.where.self:
@@ -452,27 +434,28 @@ class Emitter:
         else:
             no, mask, yes = node.args
         sizes = dims(node)
-        m, y, n = (self._arg(x, sizes) for x in (mask, yes, no))
+        m, y, n = self._arg(mask, sizes, truth=True), self._arg(yes, sizes), self._arg(no, sizes)
         shape = broadcast(Value("", broadcast(m, y)), n)
         zero = frozenset(a for a in range(len(shape)) if zero_at(y, a) and zero_at(n, a))
-        return self.let(
-            node_name(node), Value(f"tl.where({m.text}, {y.text}, {n.text})", shape, zero, y.wild or n.wild)
-        )
+        steady = frozenset(a for a in range(len(shape)) if steady_at(y, a) and steady_at(n, a))
+        signs = [x.text for x in (y, n) if x.text.endswith('inf")')]
+        wild = y.wild or n.wild or bool(signs)
+        low = all(x.low or not x.wild for x in (y, n)) and number(math.inf) not in signs
+        text = f"tl.where({m.text}, {y.text}, {n.text})"
+        return self.let(node_name(node), Value(text, shape, zero, wild, low=wild and low, steady=steady))
 
     def _pow(self, node: Any) -> Value:
         x, p = self._arg(node.args[0], dims(node)), node.args[1]
-        if isinstance(p, int) and 0 < p <= 4:
-            return self.let(node_name(node), Value(" * ".join([inner(x.text)] * p), x.sizes, x.zero, x.wild))
-        if p == 1:
-            return x
-        if isinstance(p, float) and p in (2.0, 3.0):
-            return self.let(node_name(node), Value(" * ".join([inner(x.text)] * int(p)), x.sizes, x.zero, x.wild))
-        if p == 0.5:
-            return self.let(node_name(node), Value(f"tl.sqrt({x.text})", x.sizes, x.zero, x.wild))
-        if p in (-0.5, -1, -1.0):
-            text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / {inner(x.text)}"
-            return self.let(node_name(node), Value(text, x.sizes, frozenset(), True))
-        raise NotEmittable(f"the power {p} is not there yet")
+        if not isinstance(p, (int, float)) or p * 2 != int(p * 2) or not 0 < abs(p) <= _LARGEST_POWER:
+            raise NotEmittable(f"no kernel is made of the power {p} yet")
+        name, whole, half = inner(x.text), int(abs(p)), abs(p) % 1 > 0
+        text = " * ".join([name] * whole + [f"tl.sqrt({x.text})"] * half)
+        if p < 0:
+            text = f"tl.rsqrt({x.text})" if p == -0.5 else f"1.0 / ({text})"
+        like = aten.reciprocal.default if p < 0 else aten.sqrt.default if half else aten.mul.Tensor
+        zero = x.zero if p > 0 else frozenset()
+        value = Value(text, x.sizes, zero, x.wild or not defined_at(like, x), steady=x.steady)
+        return self.let(node_name(node), value)
 
     def _threshold_backward(self, node: Any) -> Value:
         """The gradient of relu: grad where its input is above the threshold."""
@@ -480,23 +463,55 @@ class Emitter:
         grad, x = (self._arg(a, sizes) for a in node.args[:2])
         shape = broadcast(grad, x)
         text = f"tl.where({x.text} > {number(node.args[2])}, {grad.text}, 0.0)"
-        return self.let(node_name(node), Value(text, shape, grad.zero if grad.sizes == shape else frozenset()))
+        zero = frozenset(a for a in range(len(shape)) if zero_at(grad, a))
+        return self.let(node_name(node), Value(text, shape, zero, grad.wild))
 
     def _rsub(self, node: Any) -> Value:
+        if len(node.args) > 2 or node.kwargs:
+            raise NotEmittable("no kernel is made of rsub with alpha yet")
         x = self._arg(node.args[0], dims(node))
-        return self.let(
-            node_name(node), Value(f"{number(node.args[1])} - {inner(x.text)}", x.sizes, frozenset(), x.wild)
-        )
+        text = f"{number(node.args[1])} - {inner(x.text)}"
+        return self.let(node_name(node), Value(text, x.sizes, frozenset(), x.wild, steady=x.steady))
+
+    def _clamp(self, node: Any) -> Value:
+        """Between numbers, either of which may be missing."""
+        x = self._arg(node.args[0], dims(node))
+        low, high = (*node.args[1:], None, None)[:2]
+        text, zero = x.text, x.zero
+        if low is not None:
+            text, zero = f"tl.maximum({text}, {number(low)})", zero if low <= 0 else frozenset()
+        if high is not None:
+            text, zero = f"tl.minimum({text}, {number(high)})", zero if high >= 0 else frozenset()
+        return self.let(node_name(node), Value(text, x.sizes, zero, x.wild, steady=x.steady))
+
+    def _cast(self, node: Any) -> Value:
+        """A mask as numbers."""
+        x = self.values[node.args[0]]
+        return self.let(node_name(node), replace(x, text=x.f32, raw=False, truth=False)) if x.truth else x
 
     def _eye(self, node: Any) -> Value:
         sizes = dims(node)
         return self.let(node_name(node), Value(f"eye({block(sizes[0])}, {block(sizes[1])})", sizes))
 
     def _expand(self, node: Any) -> Value:
-        x, want = self.values[node.args[0]], dims(node)
-        if x.sizes and len(x.sizes) < len(want):
-            return Value(f"{x.f32}[None, :]", ("1", *x.sizes), frozenset(a + 1 for a in x.zero), x.wild)
-        return x
+        x = self.values[node.args[0]]
+        return x.with_axis(0) if x.sizes and len(x.sizes) < len(dims(node)) else x
+
+
+def _axes(node: Any) -> list[int]:
+    """What a sum or an extremum goes over: all axes if it names none."""
+    n = len(dims(node.args[0]))
+    named = node.args[1] if len(node.args) > 1 else ()
+    return sorted({axis % n for axis in named or range(n)})
+
+
+def _keeps_axes(node: Any) -> bool:
+    return len(node.args) > 2 and bool(node.args[2])
+
+
+def operator_name(node: Any) -> str:
+    """Name of an operator as users know it."""
+    return getattr(node.target, "_schema", node.target.__name__).name.removeprefix("aten::")
 
 
 def node_name(node: Any) -> str:
@@ -504,11 +519,8 @@ def node_name(node: Any) -> str:
     return node.name if node.name[-1].isdigit() else f"{node.name}_0"
 
 
-_ZERO_PRESERVING = _PRODUCTS | {
-    aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar, aten.maximum.default, aten.minimum.default,
-}  # fmt: skip
-
-_IN_BRANCH = {*_BINARY, *_UNARY, aten.tril.default, aten.triu.default, aten.where.self, aten.masked_fill.Scalar}
+_LARGEST_POWER = 8
+_IN_BRANCH = {*BINARY, *UNARY, aten.tril.default, aten.triu.default, aten.where.self, aten.masked_fill.Scalar}
 
 
 def _products(nodes: Iterable[Any]) -> set[Any]:
@@ -537,6 +549,10 @@ _SPECIAL: dict[Any, Callable[[Emitter, Any], Any]] = {
     aten.pow.Tensor_Scalar: Emitter._pow,
     aten.threshold_backward.default: Emitter._threshold_backward,
     aten.rsub.Scalar: Emitter._rsub,
+    aten.amax.default: Emitter._extremum,
+    aten.amin.default: Emitter._extremum,
+    aten.clamp.default: Emitter._clamp,
+    aten._to_copy.default: Emitter._cast,
     aten.eye.default: Emitter._eye,
     aten.expand.default: Emitter._expand,
 }

@@ -62,8 +62,13 @@ def _free_fills(graph: Graph) -> None:
         if node.target in (*_LIKE, aten.ones.default, aten.zeros.default, aten.full.default, aten.full_like.default):
             node.meta.setdefault("fill", _LIKE.get(node.target, 1.0 if node.target is aten.ones.default else 0.0))
             node.target, node.args, node.kwargs = aten.full.default, (), {}
+        elif node.target is aten.scalar_tensor.default:
+            node.meta["fill"] = node.args[0]
+            node.target, node.args, node.kwargs = aten.full.default, (), {}
         elif node.target is aten.sym_size.int:
-            node.args = ()
+            node.meta["sizes"], node.args = (node.meta["size"],), ()
+        elif node.target is aten.sym_numel.default:
+            node.meta["sizes"], node.args = dims(node.args[0]), ()
         elif node.target is aten.eye.default:
             node.args, node.kwargs = (), {}
     graph.eliminate_dead_code()
@@ -219,7 +224,7 @@ def _common(graph: Graph) -> None:
         if node.target in (aten.full.default, aten.eye.default):
             extra = (dims(node), node.meta.get("fill"), node.meta["val"].dtype)
         else:
-            extra = (node.meta.get("size"),)
+            extra = (node.meta.get("sizes"),)
         key = (node.target, extra, _key(node.args), _key(sorted(node.kwargs.items(), key=str)))
         other = seen.setdefault(key, node)
         if other is not node:

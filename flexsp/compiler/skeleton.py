@@ -1,8 +1,9 @@
 """Stage 5b: the kernels around emitted code: which tile each program has, what it loads, walks and stores.
 
-Five kinds. `prepare` and `grads` take one chunk a program; `summarize`, `output`, `states` walk a segment from left to
-right with the state in registers, `collect` and `back` from right to left with its gradient. Forward: prepare,
-summarize, (rank scan), output. Backward: states, collect, (rank scan), back, grads.
+`summarize`, `output` and `states` walk a segment from left to right with the state in registers, `collect` and `back`
+from right to left with its gradient. The other kinds are chunkwise, one chunk a program: `prepare0`, ..., `adjoint0`,
+..., `grads` and `gather` (`stages`). Forward: prepare, summarize, (rank scan), output. Backward: collect, (rank scan),
+states, back, adjoint, grads, gather.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ WALKS = ("summarize", "output", "states", "collect", "back")
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the sizes: `rows` and `cols` of the state, `sizes` all of them; tokens, params and kept values by name.
-
-    `panel` says whether walks may split the state's columns.
-    """
+    """Names of the sizes: `rows` and `cols` of the state, `sizes` all; tokens, params and kept values by name."""
 
     rows: str
     cols: str
@@ -56,14 +54,14 @@ class Kernel:
 
 @dataclass
 class _Body:
-    """Code of one chunk under construction."""
+    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on."""
 
     layout: Layout
+    panels: bool
     tokens: list[str] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     once: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
     indices: set[str] = field(default_factory=set)
 
 
@@ -74,15 +72,16 @@ def make_kernel(
 
     `alone`: no scan over segments follows, so the walk itself leaves the last state.
     """
-    body = _Body(layout)
-    memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     chunkwise = kind not in WALKS
+    state = None if chunkwise else _state(kind)
+    body = _Body(layout, panels=not chunkwise)
+    memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     made: list[tuple[Emitter, Mapping[str, Any]]] = []
     for outputs in parts:
         graph, found = cut(step, outputs, given)
         emitter = Emitter(graph, {}, memory)
         emitter.given = {
-            node.name: _loader(node, body, emitter, chunkwise) for node in graph.nodes if node.op == "placeholder"
+            node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"
         }
         made.append((emitter, found))
     if chunkwise:
@@ -95,6 +94,11 @@ def make_kernel(
     return _walk(kind, body, emitter, results, alone)
 
 
+def _state(kind: str) -> str:
+    """What a walk holds: the state or its gradient."""
+    return "dS" if kind in ("collect", "back") else "S"
+
+
 def _elements(sizes: tuple[str, ...]) -> str:
     """Numbers of one chunk of a kept value."""
     return " * ".join(sizes) or "1"
@@ -103,12 +107,15 @@ def _elements(sizes: tuple[str, ...]) -> str:
 # Loads ----------------------------------------------------------------------------------------------------------------
 
 
-def _loader(node: Any, body: _Body, emitter: Emitter, chunkwise: bool) -> Callable[[], Value]:
+def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Callable[[], Value]:
+    """What loads a placeholder; `state` is what the walk holds, None in chunkwise kernels."""
     name, sizes = node.name, dims(node)
 
     def load() -> Value:
         if name in ("S", "dS"):
-            if not chunkwise:
+            if state not in (None, name):
+                raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
+            if state is not None:
                 text = f"tl.trans({name})" if emitter.flipped else name
                 return Value(text, sizes, frozenset({0, 1}))
             K, V = sizes
@@ -117,7 +124,6 @@ def _loader(node: Any, body: _Body, emitter: Emitter, chunkwise: bool) -> Callab
             return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
         if any(s.isdigit() for s in sizes) or len(sizes) > 2:
             raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
-        body.indices.update(s for s in sizes if s != "C")
         if name in body.layout.kept:
             return _load_kept(name, sizes, body, emitter)
         if name in body.layout.params:
@@ -136,26 +142,34 @@ def _loader(node: Any, body: _Body, emitter: Emitter, chunkwise: bool) -> Callab
 
 def _first(size: str, body: _Body) -> str:
     """First column of this program's tile."""
-    return "v0" if size == body.layout.cols and body.layout.cols != body.layout.rows else "0"
+    return "v0" if body.panels and size == body.layout.cols else "0"
 
 
 def _load_kept(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter) -> Value:
-    body.kept.append(name) if name not in body.kept else None
+    if name not in body.kept:
+        body.kept.append(name)
     at = f"{name}_ptr + c * {_elements(sizes)}"
-    gates = name.startswith("gates")
+    gates = name.startswith("gates")  # running sums, whose rows past the chunk's length are all the same
+    steady = frozenset({0} if gates else ())
     if not sizes:
         return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + c)", ()))
     if sizes[0] != "C":
-        n = sizes[0]
+        n = _index(sizes[0], body)
         text = f"tl.load({at} + at_{n}, mask=at_{n} < {n}, other=0.0)"
         return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
     if len(sizes) == 1:
         text = f"tl.load({at} + rows)" if gates else f"tl.load({at} + rows, mask=rows < length, other=0.0)"
-        return emitter.let(f"{name}_c", Value(text, sizes, frozenset(set() if gates else {0})))
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset(() if gates else {0}), steady=steady))
     n = sizes[1]
-    zero = frozenset({1} if n != "C" else set()) | frozenset(set() if gates else {0})
+    zero = frozenset({1} if n != "C" else ()) | frozenset(() if gates else {0})
     text = f"load_rows({at}, {n}, {'C' if gates else 'length'}, {_first(n, body)}, C, {n}, {block(n)})"
-    return emitter.let(f"{name}_c", Value(text, sizes, zero, raw=True))
+    return emitter.let(f"{name}_c", Value(text, sizes, zero, wild=gates and n == "C", raw=True, steady=steady))
+
+
+def _index(size: str, body: _Body) -> str:
+    """The size, whose indices `at_SIZE` the code then has."""
+    body.indices.add(size)
+    return size
 
 
 def _load_param(name: str, sizes: tuple[str, ...], body: _Body) -> Value:
@@ -164,7 +178,7 @@ def _load_param(name: str, sizes: tuple[str, ...], body: _Body) -> Value:
         if not sizes:
             body.once.append(f"{name}_h = tl.load({name}_ptr + h).to(tl.float32)")
         elif len(sizes) == 1:
-            n = sizes[0]
+            n = _index(sizes[0], body)
             text = f"tl.load({name}_ptr + h * {n} + at_{n}, mask=at_{n} < {n}, other=0.0).to(tl.float32)"
             body.once.append(f"{name}_h = {text}")
         else:
@@ -195,7 +209,8 @@ def _setup(body: _Body, writes: Sequence[str]) -> list[str]:
         "rows = tl.arange(0, C)",
     ]
     for size in sorted(body.indices):
-        lines.append(f"at_{size} = {_first(size, body)} + tl.arange(0, {block(size)})")
+        first = _first(size, body)
+        lines.append(f"at_{size} = {'' if first == '0' else f'{first} + '}tl.arange(0, {block(size)})")
     lines += [f"{x}_ptr += b.to(tl.int64) * {x}_sb + h * {x}_sh" for x in body.tokens]
     kept = [*body.kept, *(w for w in writes if w in body.layout.kept)]
     lines += [f"{x}_ptr += row * n_chunks * {_elements(body.layout.kept[x])}" for x in kept]
@@ -241,8 +256,7 @@ def _chunkwise(kind: str, body: _Body, parts: Sequence[tuple[Emitter, Mapping[st
     which = ["c = tl.program_id(0)"]
     if len(parts) > 1:  # parts of a chunk run side by side and share what they load through the cache
         which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
-    lines = ["begin(PDL)", *which, *(["v0 = 0"] if body.layout.cols in body.indices else [])]
-    lines += _setup(body, [name for name in writes if name in body.layout.kept])
+    lines = ["begin(PDL)", *which, *_setup(body, [name for name in writes if name in body.layout.kept])]
     lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
     source = _header(kind, pointers, ["T", "H", "n_chunks"], body, []) + _indent([*lines, *code], 1)
     return _kernel(kind, source, body, writes, contracted, len(parts))
@@ -260,7 +274,7 @@ def _store(emitter: Emitter, body: _Body, name: str, x: Value) -> None:
         else:
             sizes = layout.params[source]
             x = Value(f"tl.where(length > 0, {_laid_out(emitter, x, sizes)}, 0.0)", sizes)
-            line = _store_of_chunk(emitter, f"{name}_ptr + row * n_chunks", x, sizes, body)
+            line = _store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "row * n_chunks + c")
     emitter.lines.append(line)
 
 
@@ -279,10 +293,8 @@ def _kernel(kind: str, source: str, body: _Body, writes: Sequence[str], contract
 
 def _reads_in_memory(body: _Body, emitter: Emitter) -> None:
     """Kept values that code reads a row at a time are arguments too."""
-    text = "\n".join(emitter.lines)
-    for name in emitter.memory:
-        if name not in body.kept and f"{name}_ptr" in text:
-            body.kept.append(name)
+    body.kept += [name for name in emitter.memory if name in emitter.rows_read and name not in body.kept]
+    body.indices |= emitter.indices
 
 
 def _do_last(tokens: list[str]) -> list[str]:
@@ -291,37 +303,38 @@ def _do_last(tokens: list[str]) -> list[str]:
 
 def _store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], body: _Body) -> str:
     if not sizes or sizes[0] != "C":
-        return _store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
+        return _store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "c")
     at = f"{name}_ptr + c * {_elements(sizes)}"
     x = emitter.full(x, sizes)
-    text = x.text if name.startswith("gates") else emitter.masked(x, 0).text
+    if not name.startswith("gates"):
+        x = emitter.masked(x, 0)
+        x = emitter.masked(x, 1) if x.wild and sizes[1:] == ("C",) else x  # the others are loaded without their padding
+    text = x.f32
     if len(sizes) == 1:
         return f"tl.store({at} + rows, {text})"
     return f"store_rows({at}, {text}, {sizes[1]}, C, 0, C, {sizes[1]}, {block(sizes[1])})"
 
 
-def _store_of_chunk(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: _Body) -> str:
-    """Stores a number or a vector that a chunk leaves as a whole: [chunks, ...] from `at` on."""
+def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: _Body, row: str) -> str:
+    """Stores a number or a vector that a chunk leaves as a whole in its row of [rows, ...]."""
     if not sizes:
-        return f"tl.store({at} + c, {x.f32})"
-    n = sizes[0]
-    body.indices.add(n)
-    offset = f"({at.split(' + ', 1)[1]} + c)" if " + " in at else "c"
-    return (
-        f"tl.store({at.split(' + ')[0]} + {offset} * {n} + at_{n}, {_laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"
-    )
+        return f"tl.store({base} + {row}, {x.f32})"
+    n = _index(sizes[0], body)
+    row = f"({row})" if " " in row else row
+    return f"tl.store({base} + {row} * {n} + at_{n}, {_laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"
 
 
 def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], alone: bool) -> Kernel:
     layout = body.layout
     K, V = layout.rows, layout.cols
     _reads_in_memory(body, emitter)
-    reverse = kind in ("collect", "back")
-    state = "dS" if reverse else "S"
+    state = _state(kind)
+    reverse = state == "dS"
     flip = bool(emitter.flipped)
     tile = f"0, v0, True, {K}, {V}, B{K}, B{V}" + (", True" if flip else "")
     zeros = f"tl.zeros([{f'B{V}, B{K}' if flip else f'B{K}, B{V}'}], tl.float32)"
     new = emitter.masked(emitter.full(results["d_S" if reverse else "S"], (K, V)), 0)
+    new = emitter.masked(new, 1) if V in emitter.contracted else new
     new = turned(new) if flip else new
     writes: list[str] = []
     after: list[str] = []
@@ -350,7 +363,7 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
     given = f"load_state(boundary + row * {K} * {V}, {tile})"
     lines = [
-        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}" if K != V else "v0 = 0", "seg = tl.program_id(2)",
+        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)",
         *_setup(body, []), "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
     ]  # fmt: skip
     at_edge = f"if seg == {'n_seg - 1' if reverse else '0'}:"

@@ -40,23 +40,35 @@ def make_stages(step: Step) -> list[Stage]:
     available: list[str] = []
     made = {n for x in step.intrinsics for n in (*x.args, *x.results)}
     cached = [name for name in step.kept if name not in made and not name.startswith("gates")]
+    levels = _grad_levels(step)
     for backward in (False, True):
         mine = [x for x in step.intrinsics if x.backward == backward]
+        of_cached = {name: levels[name] for name in cached if name.startswith("grad_")} if backward else {}
         top = max([x.level for x in mine], default=0)
-        last = 0 if backward else top
-        for level in range(max(top, 1) if backward else top + 1):
+        for level in range(max([top, *(n + 1 for n in of_cached.values())]) if backward else top + 1):
             now = tuple(x for x in mine if x.level == level + 1)
             wanted = [name for x in now for name in x.args if name in step.kept and name not in available]
             if not backward and level == 0:
                 wanted += [name for name in step.kept if name.startswith("gates")]
-            if level == last:
-                wanted += [name for name in cached if name.startswith("grad_") == backward]
+            if not backward and level == top:
+                wanted += [name for name in cached if not name.startswith("grad_")]
+            wanted += [name for name, n in of_cached.items() if n == level]
             writes = tuple(dict.fromkeys(wanted))
             if writes or now:
                 kind = f"{'adjoint' if backward else 'prepare'}{level}"
                 stages.append(Stage(kind, backward, writes, tuple(available), now))
             available += [*writes, *(name for x in now for name in x.results)]
     return stages
+
+
+def _grad_levels(step: Step) -> dict[str, int]:
+    """How many gradients of intrinsics, one behind the other, each kept value needs."""
+    named = _named(step)
+    results = {named[f"keep_{name}"] for x in step.intrinsics if x.backward for name in x.results}
+    levels: dict[Any, int] = {}
+    for node in step.graph.nodes:
+        levels[node] = max([levels[x] for x in node.all_input_nodes], default=0) + (node in results)
+    return {name: levels[named[f"keep_{name}"]] for name in step.kept}
 
 
 def split_gradients(
@@ -104,11 +116,7 @@ def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
 
 def _cost(nodes: set[Any]) -> int:
     """Rough work of computing these too: products and large loads first."""
-    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(_shape(node)) for node in nodes)
-
-
-def _shape(node: Any) -> tuple[str, ...]:
-    return dims(node)
+    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(dims(node)) for node in nodes)
 
 
 def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
@@ -121,7 +129,7 @@ def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
         if at in seen or at in stop or at.op == "placeholder":
             continue
         seen.add(at)
-        if any(len(_shape(x)) == 2 for x in at.all_input_nodes):
+        if any(len(dims(x)) == 2 for x in at.all_input_nodes):
             found[at] = None
         else:
             waiting += at.all_input_nodes

@@ -10,18 +10,18 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_rows(x, n):
-    """x [R, ...] where row < n, else 0."""
+def keep_rows(x, n, other: tl.constexpr = 0.0):
+    """x [R, ...] where row < n, else `other`."""
     rows = tl.arange(0, x.shape[0])
     if len(x.shape) == 2:
         rows = rows[:, None]
-    return tl.where(rows < n, x, 0.0)
+    return tl.where(rows < n, x, other)
 
 
 @triton.jit
-def keep_cols(x, n):
-    """x [R, S] where column < n, else 0."""
-    return tl.where(tl.arange(0, x.shape[1])[None, :] < n, x, 0.0)
+def keep_cols(x, n, other: tl.constexpr = 0.0):
+    """x [R, S] where column < n, else `other`."""
+    return tl.where(tl.arange(0, x.shape[1])[None, :] < n, x, other)
 
 
 @triton.jit

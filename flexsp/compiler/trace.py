@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from flexsp.compiler.einsum import expand_einsum
 from flexsp.compiler.primitives import (
     cache_result,
     decayed_scores,
@@ -39,14 +40,15 @@ _COMPARISONS = {
     "and_", "eq", "ge", "gt", "invert", "le", "logical_and", "logical_not", "logical_or", "lt", "ne", "or_",
 }  # fmt: skip
 _NAMES = {
-    "abs", "add", "amax", "amin", "and_", "bmm", "cat", "clamp", "clamp_max", "clamp_min", "contiguous", "cos",
-    "cumsum", "diag", "diagonal", "dim", "div", "elu", "eq", "exp", "exp2", "expand", "expand_as", "flatten", "flip",
-    "floordiv", "ge", "getattr", "getitem", "gt", "inverse", "invert", "le", "log", "log1p", "log2", "logical_and",
-    "logical_not", "logical_or", "logsigmoid", "log_sigmoid", "lt", "masked_fill", "matmul", "maximum", "mean",
-    "minimum", "mm", "mul", "ne", "neg", "norm", "ones_like", "or_", "outer", "permute", "pow", "prod", "reciprocal",
-    "relu", "reshape", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "size", "softplus", "sqrt", "square",
-    "squeeze", "stack", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "truediv", "unsqueeze", "view", "where",
-    "zeros_like",
+    "abs", "add", "addcmul", "amax", "amin", "and_", "bmm", "cat", "clamp", "clamp_max", "clamp_min", "contiguous",
+    "cos", "cumprod", "cumsum", "diag", "diagonal", "dim", "div", "dot", "einsum", "elu", "eq", "erf", "exp", "exp2",
+    "expand", "expand_as", "expm1", "flatten", "flip", "floordiv", "ge", "gelu", "getattr", "getitem", "gt", "inverse",
+    "invert", "le", "leaky_relu", "log", "log1p", "log2", "log_sigmoid", "log_softmax", "logical_and",
+    "logical_not", "logical_or", "logsigmoid", "logsumexp", "lt", "masked_fill", "matmul", "maximum", "mean", "minimum",
+    "mm", "mul", "mv", "ne", "neg", "norm", "normalize", "ones_like", "or_", "outer", "permute", "pow", "prod",
+    "reciprocal", "relu", "reshape", "rsqrt", "rsub", "sigmoid", "sign", "silu", "sin", "size", "softmax", "softplus",
+    "sqrt", "square", "squeeze", "stack", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "truediv", "unbind",
+    "unsqueeze", "vector_norm", "view", "where", "zeros_like",
 } | _CASTS  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def trace(
         _check(node, role, name)
     cached = _take_cached(graph, role, name)
     _replace_casts(graph, role, name, numbers)
+    _expand_einsums(graph)
     _mask_exponents(graph)
     _triangular_inverses(graph, role, name)
     graph.eliminate_dead_code()
@@ -230,6 +233,14 @@ def _check(node: Node, role: str, name: str) -> None:
         return
     known = ", ".join(sorted(_NAMES))
     raise CompileError(role, name, f"operator {what!r} at {at} is not supported; supported are {known}")
+
+
+def _expand_einsums(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        new = expand_einsum(node) if _is(node, "einsum") else None
+        if new is not None:
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
 
 
 def _take_cached(graph: Graph, role: str, name: str) -> list[str]:

@@ -24,7 +24,6 @@ def prepare0(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     b_ptr += b.to(tl.int64) * b_sb + h * b_sh
     f32_arg0_ptr += row * n_chunks * C * C
@@ -48,13 +47,10 @@ def prepare1(
 ):
     begin(PDL)
     c = tl.program_id(0)
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     b_ptr += b.to(tl.int64) * b_sb + h * b_sh
@@ -70,7 +66,7 @@ def prepare1(
     tril_1 = tl.where(below(C, C, 0), mm_7, 0.0)
     store_rows(operand6_ptr + c * C * C, tril_1, C, C, 0, C, C, C)
     b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
-    v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+    v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
     mul_1 = v_c.to(tl.float32) * b_c[:, None]
     inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)
     mm_1 = mm(inverse0_c, mul_1, DOT, PREC)
@@ -82,30 +78,25 @@ def prepare1(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def adjoint0(
-    k_ptr, do_ptr, operand6_ptr, u_ptr, w_ptr, grad_u_ptr, grad_w_ptr, entering, leaving, table, k_sb, k_st, k_sh,
-    do_sb, do_st, do_sh, T, H, n_chunks,
+    k_ptr, do_ptr, operand6_ptr, grad_u_ptr, grad_w_ptr, entering, leaving, table, k_sb, k_st, k_sh, do_sb, do_st,
+    do_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     operand6_ptr += row * n_chunks * C * C
-    u_ptr += row * n_chunks * C * V
-    w_ptr += row * n_chunks * C * K
     grad_u_ptr += row * n_chunks * C * V
     grad_w_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     operand6_c = load_rows(operand6_ptr + c * C * C, C, length, 0, C, C, C)
-    do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+    do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
     mm_default_0 = mm(tl.trans(operand6_c), do_c, DOT, PREC)
     mul_tensor_0 = mm_default_0 * 0.125
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
@@ -136,8 +127,6 @@ def summarize(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     w_ptr += row * n_chunks * C * K
     u_ptr += row * n_chunks * C * V
@@ -185,8 +174,6 @@ def collect(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
@@ -244,8 +231,6 @@ def output(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     w_ptr += row * n_chunks * C * K
@@ -311,8 +296,6 @@ def states(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     w_ptr += row * n_chunks * C * K
     u_ptr += row * n_chunks * C * V
@@ -363,8 +346,6 @@ def back(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
@@ -432,13 +413,10 @@ def grads(
     begin(PDL)
     c = tl.program_id(0) // 3
     part = tl.program_id(0) % 3
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     b_ptr += b.to(tl.int64) * b_sb + h * b_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
@@ -457,9 +435,9 @@ def grads(
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         mm_4 = mm(w_c, S, DOT, PREC)
-        u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
+        u_c = load_rows(u_ptr + c * C * V, V, length, 0, C, V, BV)
         sub_1 = u_c.to(tl.float32) - mm_4
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_1 = mm(do_c, tl.trans(sub_1), DOT, PREC)
         mul_tensor_1 = mm_default_1 * 0.125
         tril_2 = tl.where(below(C, C, 0), mul_tensor_1, 0.0)
@@ -480,9 +458,9 @@ def grads(
         b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
         mul_0 = k_c.to(tl.float32) * b_c[:, None]
         mm_25 = mm(grad_w_c, tl.trans(mul_0), DOT, PREC)
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mul_1 = v_c.to(tl.float32) * b_c[:, None]
-        grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, v0, C, V, BV)
+        grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, 0, C, V, BV)
         mm_27 = mm(grad_u_c, tl.trans(mul_1), DOT, PREC)
         add_12 = mm_25 + mm_27
         mm_28 = mm(add_12, tl.trans(inverse0_c), DOT, PREC)
@@ -496,9 +474,9 @@ def grads(
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         mm_4 = mm(w_c, S, DOT, PREC)
-        u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
+        u_c = load_rows(u_ptr + c * C * V, V, length, 0, C, V, BV)
         sub_1 = u_c.to(tl.float32) - mm_4
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(do_c, tl.trans(sub_1), DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
         tril_2 = tl.where(below(C, C, 0), mul_tensor_0, 0.0)
@@ -519,12 +497,12 @@ def grads(
         store_rows(d_k_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_15, H * K, length, 0, C, K, BK)
     if part == 2:
         inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)
-        grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, v0, C, V, BV)
+        grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, 0, C, V, BV)
         mm_26 = mm(tl.trans(inverse0_c), grad_u_c, DOT, PREC)
         b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
         mul_8 = mm_26 * b_c[:, None]
-        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_8, H * V, length, v0, C, V, BV)
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_8, H * V, length, 0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mul_7 = mm_26 * v_c.to(tl.float32)
         sum_dim_int_list_1 = tl.sum(mul_7, axis=1)
         tl.store(sum1_ptr + c * C + rows, sum_dim_int_list_1)

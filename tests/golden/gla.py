@@ -24,7 +24,6 @@ def prepare0(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
     g_ptr += b.to(tl.int64) * g_sb + h * g_sh
     gates_cumsum_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -41,18 +40,16 @@ def adjoint0(
 ):
     begin(PDL)
     c = tl.program_id(0)
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_V = v0 + tl.arange(0, BV)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     arg1_0_ptr += row * n_chunks * C * C
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-    v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
-    do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+    v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
+    do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
     mm_default_0 = mm(do_c, tl.trans(v_c), DOT, PREC)
     mul_tensor_0 = mm_default_0 * 0.125
     store_rows(arg1_0_ptr + c * C * C, mul_tensor_0, C, C, 0, C, C, C)
@@ -72,8 +69,7 @@ def summarize(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     gates_cumsum_ptr += row * n_chunks * C * K
@@ -133,8 +129,7 @@ def collect(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     gates_cumsum_ptr += row * n_chunks * C * K
@@ -190,8 +185,7 @@ def output(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
@@ -262,8 +256,7 @@ def states(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     gates_cumsum_ptr += row * n_chunks * C * K
@@ -317,8 +310,7 @@ def back(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     gates_cumsum_ptr += row * n_chunks * C * K
@@ -378,13 +370,11 @@ def grads(
     begin(PDL)
     c = tl.program_id(0) // 4
     part = tl.program_id(0) % 4
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
@@ -396,7 +386,7 @@ def grads(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     if part == 0:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
         gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
@@ -411,7 +401,7 @@ def grads(
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
         exp_0 = tl.exp(sub_0)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = mm(v_c, tl.trans(dS), DOT, PREC)
         mul_15 = mm_8 * exp_0
         f32_grad1_1_c = load_rows(f32_grad1_1_ptr + c * C * K, K, length, 0, C, K, BK)
@@ -427,14 +417,14 @@ def grads(
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         mm_7 = mm(mul_0, dS, DOT, PREC)
         scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(tl.trans(scores0_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
         add_6 = mul_tensor_0 + mm_7
-        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_6, H * V, length, v0, C, V, BV)
+        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_6, H * V, length, 0, C, V, BV)
     if part == 3:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
@@ -457,7 +447,7 @@ def grads(
         exp_1 = tl.exp(sum_1)
         mul_13 = sum_dim_int_list_0 * exp_1
         add_5 = reverse_cumsum_0 + mul_13[None, :]
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = mm(v_c, tl.trans(dS), DOT, PREC)
         mul_14 = mm_8 * k_c.to(tl.float32)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)

@@ -46,8 +46,7 @@ def summarize(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
+    at_K = tl.arange(0, BK)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     gates_cumsum_ptr += row * n_chunks * C
@@ -107,8 +106,6 @@ def collect(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     gates_cumsum_ptr += row * n_chunks * C
@@ -164,8 +161,6 @@ def output(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
@@ -246,8 +241,6 @@ def states(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     gates_cumsum_ptr += row * n_chunks * C
@@ -301,8 +294,6 @@ def back(
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     gates_cumsum_ptr += row * n_chunks * C
@@ -362,13 +353,10 @@ def grads(
     begin(PDL)
     c = tl.program_id(0) // 3
     part = tl.program_id(0) % 3
-    v0 = 0
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
-    at_K = 0 + tl.arange(0, BK)
-    at_V = v0 + tl.arange(0, BV)
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
@@ -388,7 +376,7 @@ def grads(
         tl.store(sum1_ptr + c, sum_6)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_3 = mm(q_c, S, DOT, PREC)
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mul_6 = do_c.to(tl.float32) * 0.125
         mul_7 = mul_6 * mm_3
         sum_dim_int_list_0 = tl.sum(mul_7, axis=1)
@@ -399,7 +387,7 @@ def grads(
         bitwise_not_0 = ~(tril_1)
         masked_fill_0 = tl.where(bitwise_not_0, float("-inf"), sub_1)
         exp_2 = tl.exp(masked_fill_0)
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_default_1 = mm(do_c, tl.trans(v_c), DOT, PREC)
         mul_tensor_7 = mm_default_1 * 0.125
         mul_11 = mul_tensor_7 * exp_2
@@ -413,13 +401,13 @@ def grads(
         store_rows(d_q_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_4, H * K, length, 0, C, K, BK)
     if part == 1:
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_11 = mm(v_c, tl.trans(dS), DOT, PREC)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
         mul_tensor_1 = mm_11 * k_c.to(tl.float32)
         sum_dim_int_list_4 = tl.sum(mul_tensor_1, axis=1)
         tl.store(sum0_ptr + c * C + rows, sum_dim_int_list_4)
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(do_c, tl.trans(v_c), DOT, PREC)
         mul_tensor_4 = mm_default_0 * 0.125
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
@@ -456,7 +444,7 @@ def grads(
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_1 = mm(q_c, tl.trans(k_c), DOT, PREC)
         mul_tensor_4 = mm_1 * exp_2
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(tl.trans(mul_tensor_4), do_c, DOT, PREC)
         mul_tensor_5 = mm_default_0 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + c * C + C - 1)
@@ -466,7 +454,7 @@ def grads(
         mm_default_1 = mm(k_c, dS, DOT, PREC)
         mul_tensor_6 = mm_default_1 * exp_default_0[:, None]
         add_7 = mul_tensor_5 + mul_tensor_6
-        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_7, H * V, length, v0, C, V, BV)
+        store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_7, H * V, length, 0, C, V, BV)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexsp.compiler.differentiate import Step, cut
@@ -42,7 +42,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Source of one kernel, the order of its arguments by role, and what it writes."""
+    """Source of one kernel, the order of its arguments by role, and what it writes.
+
+    `nodes` are the graph's nodes of each part, in the order in which they are loaded or computed.
+    """
 
     name: str
     source: str
@@ -52,6 +55,7 @@ class Kernel:
     writes: tuple[str, ...]
     contracted: frozenset[str]
     parts: int
+    nodes: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass
@@ -86,13 +90,14 @@ def make_kernel(
         }
         made.append((emitter, found))
     if chunkwise:
-        return _chunkwise(kind, body, made)
+        kernel = _chunkwise(kind, body, made)
+        return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
     if kind in FLIPPED and not alone:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
-    return _walk(kind, body, emitter, results, alone)
+    return replace(_walk(kind, body, emitter, results, alone), nodes=(tuple(emitter.values),))
 
 
 def _elements(sizes: tuple[str, ...]) -> str:
@@ -357,8 +362,11 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     source = _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
     source += _indent(lines, 1) + _indent(loop, 1)
     source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
+    last = f"store_state(states + {leave}, {state}, {tile})"
     if ends or (alone and kind in ("output", "back")):
-        source += _indent([f"store_state(states + {leave}, {state}, {tile})"], 1)
+        source += _indent([last], 1)
+    elif kind in ("output", "back"):  # in one segment no scan leaves the last state
+        source += _indent(["if n_seg == 1:", f"    {last}"], 1)
     if decays:
         source += _indent(
             [f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "

@@ -93,6 +93,7 @@ class _Call:
 
     @property
     def item(self) -> int:
+        """Bytes of a number as products read it, and of one of the chunks' states."""
         return 2 if self.dtype == torch.bfloat16 else 4
 
     @functools.cached_property
@@ -109,7 +110,7 @@ class _Call:
         """Bytes of a number of a token; what shares the first one's type in the metadata has the call's."""
         tokens = self.code.program.meta.tokens
         if name in ("do", "o") or tokens[name].dtype == next(iter(tokens.values())).dtype:
-            return self.item
+            return self.dtype.itemsize
         return tokens[name].dtype.itemsize
 
     def token(self, name: str) -> int:
@@ -126,7 +127,7 @@ class _Call:
         numbers = math.prod(
             self.plan.chunk if s == "C" else self.sizes[s] for s in sizes[1 if "C" in sizes[:1] else 0 :]
         )
-        return self.heads * rows * numbers * (4 if wide else self.item)
+        return self.heads * rows * numbers * (4 if wide else self.dtype.itemsize)
 
     def value(self, name: str, reads: bool) -> int:
         """Bytes of what a kernel reads or writes under this name."""
@@ -290,9 +291,9 @@ def _timed(
         work += own / len(loads)
         latency += (own * device.multiprocessors + x.products * device.product + x.loads * waits) / len(loads)
     programs = math.prod(grid)
-    at_once = min(programs, device.multiprocessors * resident)
+    at_once = max(1, min(programs, device.multiprocessors * resident))
     rounds = math.ceil(programs / at_once) if walks else programs / at_once
-    busy = min(programs, device.multiprocessors) / device.multiprocessors
+    busy = max(1, min(programs, device.multiprocessors)) / device.multiprocessors
     times = {
         "memory": (read + written) / (device.bandwidth * min(1.0, device.share * busy)),
         "work": work * programs * steps,

@@ -74,7 +74,7 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan with the default chunk size, or the given one, whatever it is predicted to take."""
     cut = _Cut(layout.rows, layout.cols, tuple(sizes.items()), heads, T, docs, dtype, dense, split, False)
-    return _default(cut, chunk)
+    return _plan(cut, chunk)
 
 
 def choose_plan(
@@ -83,7 +83,7 @@ def choose_plan(
     """The plan of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
-    segments would have to be composed with a K x K product each. Other transitions never split the columns: every
+    segments would have to be composed with a K x K product each. With others, bf16 walks have all columns: every
     program would compute the chunk's scores again.
 
     Args:
@@ -97,14 +97,14 @@ def choose_plan(
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _best(_Cut.of(code, sizes, heads, T, docs, dtype, ranks), code.chunk, code)
+    return _best(code, code.chunk, tuple(sizes.items()), heads, T, docs, dtype, ranks)
 
 
 def candidates(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
 ) -> list[tuple[Plan, float]]:
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    return list(_candidates(_Cut.of(code, sizes, heads, T, docs, dtype, ranks), code.chunk, code))
+    return list(_candidates(_Cut.of(code, tuple(sizes.items()), heads, T, docs, dtype, ranks), code.chunk, code))
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,11 @@ class _Cut:
 
     @classmethod
     def of(
-        cls, code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool
-    ) -> _Cut:
+        cls, code: Generated, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int, dtype: torch.dtype,
+        ranks: bool,
+    ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
-        return cls(rows, cols, tuple(sizes.items()), heads, T, docs, dtype, code.dense, code.split, ranks)
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, ranks)
 
     @property
     def half(self) -> bool:
@@ -182,13 +183,17 @@ class _Cut:
 
 
 @functools.lru_cache(maxsize=4096)
-def _default(cut: _Cut, chunk: int | None) -> Plan:
+def _plan(cut: _Cut, chunk: int | None) -> Plan:
     _refuse_large(cut)
     return cut.plan(chunk or cut.chunk, cut.width)
 
 
 @functools.lru_cache(maxsize=4096)
-def _best(cut: _Cut, chunk: int | None, code: Generated) -> Plan:
+def _best(
+    code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int,
+    dtype: torch.dtype, ranks: bool,
+) -> Plan:  # fmt: skip
+    cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks)
     _refuse_large(cut)
     found = _candidates(cut, chunk, code)
     if not found:

@@ -365,8 +365,8 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     last = f"store_state(states + {leave}, {state}, {tile})"
     if ends or (alone and kind in ("output", "back")):
         source += _indent([last], 1)
-    elif kind in ("output", "back"):  # in one segment no scan leaves the last state
-        source += _indent(["if n_seg == 1:", f"    {last}"], 1)
+    elif kind in ("output", "back"):  # of a fused plan: no scan leaves the last state
+        source += _indent(["if LEAVES:", "    if not PACKED:", f"        {last}"], 1)
     if decays:
         source += _indent(
             [f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "

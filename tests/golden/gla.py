@@ -223,8 +223,9 @@ def output(
             if LEAVES:
                 if last:
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, S, 0, v0, True, K, V, BK, BV, True)
-    if n_seg == 1:
-        store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV, True)
+    if LEAVES:
+        if not PACKED:
+            store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV, True)
 
 
 @triton.jit
@@ -327,8 +328,9 @@ def back(
                     store_state(left + (doc * H + h).to(tl.int64) * K * V, dS, 0, v0, True, K, V, BK, BV)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
-    if n_seg == 1:
-        store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
+    if LEAVES:
+        if not PACKED:
+            store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
 
 
 @triton.jit

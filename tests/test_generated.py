@@ -138,8 +138,12 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
     """Fresh memory is NaN, tokens are cut into about `segments` segments, and nothing may fall back to PyTorch."""
     from flexsp.compiler import plan
 
-    before, plan._PROGRAMS = plan._PROGRAMS, segments * heads
-    plan._plan.cache_clear()
+    caches = (plan._plan, plan._best, plan._candidates)
+    before = plan._PROGRAMS, plan._Cut.plans
+    plan._PROGRAMS = segments * heads
+    plan._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]
+    for cache in caches:
+        cache.cache_clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
@@ -148,8 +152,9 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
-        plan._PROGRAMS = before
-        plan._plan.cache_clear()
+        plan._PROGRAMS, plan._Cut.plans = before  # type: ignore[method-assign]
+        for cache in caches:
+            cache.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

@@ -132,7 +132,7 @@ class Recipe:
         given = given | {name: given[name].contiguous() for name in self.copied}
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
-        self.plan = code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype)
+        self.plan = code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
         self.K, self.V = self.sizes[layout.rows], self.sizes[layout.cols]
         self.out = (*lead.shape[: 2 + self.batched], self.V)
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0

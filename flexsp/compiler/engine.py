@@ -16,7 +16,7 @@ import triton
 
 from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Step, differentiate
-from flexsp.compiler.plan import Plan, make_plan
+from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import WALKS, Kernel, Layout, make_kernel
 from flexsp.compiler.stages import make_stages, split_gradients
@@ -43,8 +43,8 @@ class Generated:
 
     def __init__(self, program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> None:
         self.program, self.code_dir, self.chunk = program, code_dir, chunk_size
-        if chunk_size not in (None, 16, 32, 64, 128):
-            raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for 16, 32, 64 and 128")
+        if chunk_size not in (None, *CHUNKS):
+            raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
         self.dense = program.transition == "dense"
         if program.transition in ("not affine", "elementwise"):
             raise NotEmittable(f"no kernels are generated for a transition that is {program.transition}")
@@ -120,8 +120,10 @@ class Generated:
             return str(error)
         return None
 
-    def plan(self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype) -> Plan:
-        return make_plan(self.layout, sizes, heads, T, docs, dtype, self.dense, self.split, self.chunk)
+    def plan(
+        self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
+    ) -> Plan:
+        return choose_plan(self, sizes, heads, T, docs, dtype, ranks)
 
     def explain(self) -> list[str]:
         """The kernels with what each reads and writes, and the file they are in."""

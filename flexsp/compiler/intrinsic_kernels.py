@@ -65,7 +65,7 @@ def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: t
         rows = tl.where(depth == i, rows - row[None, :], rows)
     tl.debug_barrier()
     tl.store(x + (m[None, :] + depth) * C + lane[None, :], rows)
-    LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2 if C == 64 else 3
+    LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2 if C == 64 else 3 if C == 128 else 4
     for level in tl.static_range(LEVELS):
         for pair in tl.static_range(C // (32 << level)):
             tl.debug_barrier()

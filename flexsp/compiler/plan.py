@@ -1,23 +1,37 @@
-"""Stage 4: how one call of a generated variant is cut into chunks, segments and tiles. Deterministic."""
+"""Stage 4: how one call of a generated variant is cut into chunks, segments and tiles. Deterministic.
+
+Whether the sequence is walked in one go ("fused") or in segments that a scan joins ("segmented"), and the chunk size,
+follow from predicted times (`flexsp.compiler.model`) of the plans whose tiles fit a block's shared memory
+(`flexsp.compiler.capacity`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
+from flexsp.compiler.model import Predicted, predict
 from flexsp.compiler.skeleton import Layout
 from flexsp.compiler.values import NotEmittable
 
-__all__ = ["Launch", "Plan", "make_plan"]
+if TYPE_CHECKING:
+    from flexsp.compiler.engine import Generated
 
+__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan", "make_plan"]
+
+CHUNKS = (16, 32, 64, 128, 256)
+"""Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
 _PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
 _NARROWEST = 32
 _PART_WARPS = 4
+_WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks, segments and tiles of one call; `blocks` are padded sizes by name."""
+    """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
+
+    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
+    segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
+    """
 
     chunk: int
     blocks: tuple[tuple[str, int], ...]
@@ -42,6 +60,7 @@ class Plan:
     whole: Launch
     part: Launch
     small: Launch
+    schedule: str
 
 
 def padded(n: int) -> int:
@@ -53,39 +72,177 @@ def make_plan(
     layout: Layout, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, dense: bool,
     split: bool, chunk: int | None,
 ) -> Plan:  # fmt: skip
-    """Plan for `heads` (B * H) sequences of T tokens. `split`: walks may take some of the state's columns each.
+    """The plan with the default chunk size, or the given one, whatever it is predicted to take."""
+    cut = _Cut(layout.rows, layout.cols, tuple(sizes.items()), heads, T, docs, dtype, dense, split, False)
+    return _plan(cut, chunk)
+
+
+def choose_plan(
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
+) -> Plan:
+    """The plan of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
-    segments would have to be composed with a K x K product each.
+    segments would have to be composed with a K x K product each. With others, bf16 walks have all columns: every
+    program would compute the chunk's scores again.
+
+    Args:
+        code: the kernels; its `chunk` is the chunk size, None to choose it.
+        sizes: of the inputs and the state, by name.
+        heads: B * H sequences of T tokens of this rank.
+        docs: packed documents, 0 if not packed.
+        ranks: the call is chained over ranks, so its summary is needed.
+
+    Raises:
+        NotEmittable: a size that no kernel is made for.
+        ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _plan(layout.rows, layout.cols, tuple(sizes.items()), heads, T, docs, dtype, dense, split, chunk)
+    return _best(code, code.chunk, tuple(sizes.items()), heads, T, docs, dtype, ranks)
+
+
+def candidates(
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
+) -> list[tuple[Plan, float]]:
+    """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
+    return list(_candidates(_Cut.of(code, tuple(sizes.items()), heads, T, docs, dtype, ranks), code.chunk, code))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a plan depends on, besides the kernels."""
+
+    rows: str
+    cols: str
+    sizes: tuple[tuple[str, int], ...]
+    heads: int
+    T: int
+    docs: int
+    dtype: torch.dtype
+    dense: bool
+    split: bool
+    ranks: bool
+
+    @classmethod
+    def of(
+        cls, code: Generated, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int, dtype: torch.dtype,
+        ranks: bool,
+    ) -> _Cut:  # fmt: skip
+        rows, cols = code.layout.rows, code.layout.cols
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, ranks)
+
+    @property
+    def half(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    @property
+    def chunk(self) -> int:
+        """The chunk size that was measured to be good with K = V = 128.
+
+        In fp32 the only one that is chosen: a product keeps its operands in three parts, and kernels compiled for 32
+        rows and more spill up to 17 KB a thread.
+        """
+        return 64 if self.half else 16
+
+    @property
+    def width(self) -> int:
+        """Columns of the state that a program of a walk has: all, but with a dense transition or in fp32."""
+        width = whole = padded(dict(self.sizes)[self.cols])
+        if self.dense and self.split:
+            while width > _NARROWEST and self.heads * (whole // width) < _PROGRAMS:
+                width //= 2
+        return width if self.half or not self.split else min(width, _NARROWEST)
+
+    def plans(self, chunk: int) -> Iterator[Plan]:
+        """In segments and whole; for a dense transition, over ever narrower panels."""
+        if not self.dense:
+            yield from dict.fromkeys((self.plan(chunk, self.width), self.plan(chunk, self.width, whole=True)))
+            return
+        width = self.width
+        yield self.plan(chunk, width)
+        while self.split and width > _NARROWEST:
+            width //= 2
+            yield self.plan(chunk, width)
+
+    def plan(self, chunk: int, width: int, whole: bool = False) -> Plan:
+        """The plan for a chunk size and columns a program; `whole`: in one segment."""
+        blocks = {name: padded(n) for name, n in self.sizes}
+        n_chunks = -(-self.T // chunk) + self.docs
+        programs = self.heads * -(-blocks[self.cols] // width)
+        segments = max(1, min(n_chunks, max(-(-_PROGRAMS // programs), -(-n_chunks // _LONGEST))))
+        per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
+        n_seg = max(1, -(-n_chunks // per_seg))
+        fused = n_seg == 1 and n_chunks > 0 and not self.ranks
+        large = blocks[self.rows] * width >= 128 * 128
+        walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
+        tile = Launch(blocks[self.cols], 8 if blocks[self.rows] * blocks[self.cols] >= 64 * 128 else 4, 1)
+        part, small = Launch(blocks[self.cols], _PART_WARPS, 1), Launch(blocks[self.cols], 2, 1)
+        return Plan(
+            chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
+            "fused" if fused else "segmented",
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    rows: str, cols: str, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int, dtype: torch.dtype,
-    dense: bool, split: bool, chunk: int | None,
+def _plan(cut: _Cut, chunk: int | None) -> Plan:
+    _refuse_large(cut)
+    return cut.plan(chunk or cut.chunk, cut.width)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best(
+    code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int,
+    dtype: torch.dtype, ranks: bool,
 ) -> Plan:  # fmt: skip
-    blocks = {name: padded(n) for name, n in sizes}
-    for name, n in blocks.items():
-        if n > _LARGEST:
-            raise NotEmittable(f"{name} = {dict(sizes)[name]}: kernels are generated for sizes up to {_LARGEST}")
-    half = dtype == torch.bfloat16
-    chunk = chunk or (64 if half else 16)
-    n_chunks = -(-T // chunk) + docs
-    width = blocks[cols]
-    if dense and split:
-        while width > _NARROWEST and heads * (blocks[cols] // width) < _PROGRAMS:
-            width //= 2
-    if not half and split:
-        width = min(width, 32)
-    panels = -(-blocks[cols] // width)
-    segments = 1 if dense else max(1, min(n_chunks, max(-(-_PROGRAMS // (heads * panels)), -(-n_chunks // _LONGEST))))
-    per_seg = max(1, -(-n_chunks // segments))
-    large = blocks[rows] * width >= 128 * 128
-    walk = Launch(width, 8 if large else 4, 3 if half else 1)
-    whole = Launch(blocks[cols], 8 if blocks[rows] * blocks[cols] >= 64 * 128 else 4, 1)
-    part, small = Launch(blocks[cols], _PART_WARPS, 1), Launch(blocks[cols], 2, 1)
-    return Plan(
-        chunk, tuple(blocks.items()), n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), walk, whole, part, small
+    cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks)
+    _refuse_large(cut)
+    found = _candidates(cut, chunk, code)
+    if not found:
+        return _last_resort(cut, chunk, code)
+    quickest: dict[int, tuple[Plan, float]] = {}
+    for plan, us in found:
+        if plan.chunk not in quickest or us < quickest[plan.chunk][1]:
+            quickest[plan.chunk] = (plan, us)
+    best = min(quickest.values(), key=lambda x: x[1])
+    usual = quickest.get(cut.chunk, best)
+    return (best if best[1] < _WORTH * usual[1] else usual)[0]
+
+
+def _refuse_large(cut: _Cut) -> None:
+    for name, n in cut.sizes:
+        if padded(n) > _LARGEST:
+            raise NotEmittable(f"{name} = {n}: kernels are generated for sizes up to {_LARGEST}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Plan, float], ...]:
+    """Plans whose estimated shared memory a block has, each with as many stages as fit, and their microseconds."""
+    found = []
+    usual = CHUNKS if cut.half else (cut.chunk,)
+    for size in usual if chunk is None else (chunk,):
+        for plan in cut.plans(size):
+            for stages in range(plan.walk.stages, 0, -1):
+                plan = replace(plan, walk=replace(plan.walk, stages=stages))
+                rows = _launches(cut, plan, code)
+                if all(x.shared <= SHARED_LIMIT for x in rows):
+                    found.append((plan, sum(x.us for x in rows)))
+                    break
+    return tuple(found)
+
+
+def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:
+    sizes = dict(cut.sizes)
+    forward, backward = (
+        predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, docs=cut.docs, backward=x) for x in (False, True)
     )
+    return forward + backward
+
+
+def _last_resort(cut: _Cut, chunk: int | None, code: Generated) -> Plan:
+    """The plan with least shared memory where none is estimated to fit; what is compiled from it will tell."""
+    plan = [*cut.plans(chunk or CHUNKS[0])][-1]
+    plan = replace(plan, walk=replace(plan.walk, stages=1))
+    if chunk is not None:
+        most = max(_launches(cut, plan, code), key=lambda x: x.least)
+        fits = [x for x in CHUNKS if x < chunk and _candidates(cut, x, code)]
+        check_shared(most.kernel, most.least, chunk, max(fits, default=None))
+    return plan

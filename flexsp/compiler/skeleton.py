@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexsp.compiler.differentiate import Step, cut
@@ -40,7 +40,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Source of one kernel, the order of its arguments by role, and what it writes."""
+    """Source of one kernel, the order of its arguments by role, and what it writes.
+
+    `nodes` are the graph's nodes of each part, in the order in which they are loaded or computed.
+    """
 
     name: str
     source: str
@@ -50,6 +53,7 @@ class Kernel:
     writes: tuple[str, ...]
     contracted: frozenset[str]
     parts: int
+    nodes: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass
@@ -85,13 +89,14 @@ def make_kernel(
         }
         made.append((emitter, found))
     if chunkwise:
-        return _chunkwise(kind, body, made)
+        kernel = _chunkwise(kind, body, made)
+        return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
     if kind in FLIPPED and not alone:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
-    return _walk(kind, body, emitter, results, alone)
+    return replace(_walk(kind, body, emitter, results, alone), nodes=(tuple(emitter.values),))
 
 
 def _state(kind: str) -> str:

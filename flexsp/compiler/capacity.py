@@ -1,0 +1,238 @@
+"""Stage 4b: what one program of a kernel holds on its multiprocessor: shared memory, registers; and what it computes.
+
+Read off the nodes of the kernel's graph in the order in which they are emitted, for given tile sizes. Shared memory
+has the tiles that products read (loads of a walk in a buffer for each stage of its pipeline) and the scratch of one
+change of layout. Registers have the fp32 tiles that are alive at once. Both are estimates of what Triton 3.6 makes for
+sm_90; `tests/test_plan.py` compares them with compiled kernels.
+"""
+
+# fx types the arguments of a node as a union of all there can be.
+# mypy: disable-error-code="union-attr,index,arg-type"
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexsp.compiler.rewrite import dims
+from flexsp.compiler.skeleton import FLIPPED, WALKS
+
+__all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
+
+aten = torch.ops.aten
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have from Hopper on."""
+_VIEWS = {
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.view.default, aten._unsafe_view.default, aten.expand.default,
+}  # fmt: skip
+_SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.default, aten.sin.default,
+         aten.cos.default, aten.tanh.default}  # fmt: skip
+_SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
+_STATE = ("S", "dS")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one program of a kernel holds and does, in a chunk.
+
+    `shared` is the most bytes that Triton was seen to give it, `least` what it certainly does (0: not known); `tiles`
+    the fp32 numbers alive at once in registers, over all threads; `flops` those of products of padded tiles, `slow`
+    those of them on tiles too small for warp-group instructions; `products` their number, `loads` that of tiles read
+    from memory; `numbers` those that elementwise work makes, exponentials four times.
+    """
+
+    shared: int
+    least: int
+    tiles: int
+    flops: int
+    slow: int
+    products: int
+    loads: int
+    numbers: int
+
+
+def check_shared(kernel: str, needed: int, chunk: int, smaller: int | None = None) -> None:
+    """Raises ValueError where a kernel made for chunks of `chunk` tokens needs more shared memory than a block has.
+
+    Args:
+        kernel: its name.
+        needed: bytes, `metadata.shared` of the compiled kernel.
+        smaller: the chunk size to advise; half of `chunk` if None.
+    """
+    if needed > SHARED_LIMIT:
+        advice = f"chunk_size <= {smaller or chunk // 2}" if chunk > 16 else "smaller K or V"
+        raise ValueError(
+            f"chunk_size = {chunk}: kernel `{kernel}` needs {math.ceil(needed / 1024)} KiB of shared memory, "
+            f"{math.ceil((needed - SHARED_LIMIT) / 1024)} KiB more than a block has; use {advice}"
+        )
+
+
+class _Tiles:
+    """Sizes of tiles, for block sizes by name."""
+
+    def __init__(self, blocks: Mapping[str, int], item: int) -> None:
+        self.blocks, self.item = blocks, item
+
+    def numbers(self, node: Any) -> int:
+        return math.prod(self.blocks[s] if s in self.blocks else int(s) for s in dims(node))
+
+    def shape(self, node: Any) -> tuple[int, ...]:
+        return tuple(self.blocks[s] if s in self.blocks else int(s) for s in dims(node))
+
+
+def _source(node: Any) -> tuple[Any, bool]:
+    """What a product reads behind transposes, and whether it reads it transposed."""
+    turned = False
+    while node.target in _VIEWS:
+        turned ^= node.target is aten.t.default
+        node = node.args[0]
+    return node, turned
+
+
+def _last_uses(nodes: Sequence[Any]) -> dict[Any, int]:
+    """Index of the node that reads each value last; views count for what they view."""
+    last: dict[Any, int] = {}
+    for i, node in enumerate(nodes):
+        if node.op == "placeholder" or node.target in _VIEWS:
+            continue
+        for x in node.all_input_nodes:
+            last[_source(x)[0]] = i
+    return last
+
+
+def _is_tile(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and len(dims(node)) == 2 and "1" not in dims(node)
+
+
+def part_load(
+    kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
+    alone: bool,
+) -> Load:  # fmt: skip
+    """Load of one part of a kernel.
+
+    Args:
+        kind: the kernel's name.
+        nodes: in the order in which they are emitted.
+        blocks: tile size by name of size, "C" among them.
+        item: bytes of an operand of products.
+        stages: of a walk's pipeline.
+        wide: names of loads that are fp32 whatever the inputs are.
+        alone: the walk runs in one segment, no scan follows.
+    """
+    tiles, walks = _Tiles(blocks, item), kind in WALKS
+    flipped = kind in FLIPPED and not alone
+    shared = _operands(nodes, tiles, walks, flipped)
+    least = 0
+    if walks:
+        state = 4 * max(tiles.numbers(x) for x in nodes if x.name in _STATE)
+        inside = min(_SCRATCH, state) if kind in ("states", "back") else 0
+        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide)
+        shared = max(shared, 0 if kind == "states" or flipped else state)
+        shared += _vectors(nodes, tiles, stages)
+    else:
+        least = _operands(nodes, tiles, walks, flipped, overlap=False) if blocks["C"] >= 64 and item == 2 else 0
+        shared = max(shared, _stored(nodes, tiles)) + _vectors(nodes, tiles, stages)
+    if item == 4 and blocks["C"] >= 64:  # without warp-group products, transposes are laid out anew
+        shared = shared * 8 // 5
+    flops = slow = products = loads = numbers = 0
+    for node in nodes:
+        if node.target is aten.mm.default:
+            (m, k), (_, n) = (tiles.shape(x) for x in node.args)
+            flops += 2 * m * n * k
+            slow += 2 * m * n * k if max(m, n if flipped else 0) < 64 else 0
+            products += 1
+        elif node.op == "placeholder":
+            loads += _is_tile(node) and not (walks and node.name in _STATE)
+        elif _is_tile(node) and node.target not in _VIEWS:
+            numbers += tiles.numbers(node) * (4 if node.target in _SLOW else 1)
+    return Load(shared, least, _alive(nodes, tiles, walks), flops, slow, products, loads, numbers)
+
+
+def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:
+    """Bytes of the largest fp32 tile that nothing reads after it: it is laid out anew to be stored."""
+    read = {x for node in nodes for x in node.all_input_nodes if node in nodes}
+    ends = [x for x in nodes if x not in read and _is_tile(x) and x.op != "placeholder"]
+    return 4 * max((tiles.numbers(x) for x in ends if x.target is not aten.mm.default), default=0)
+
+
+def _buffers(nodes: Sequence[Any], tiles: _Tiles, stages: int, wide: frozenset[str]) -> int:
+    """Bytes of a walk's pipeline: a buffer a stage, one less for what goes through registers."""
+    direct = {x for x in nodes if x.op == "placeholder"} & {
+        x for node in nodes if node.target is aten.mm.default for x, _ in map(_source, node.args)
+    }
+    total = 0
+    for x in nodes:
+        if x.op == "placeholder" and len(dims(x)) == 2 and x.name not in _STATE:
+            count = 1 if stages == 1 and x in direct else 0 if stages == 1 else stages if x in direct else stages - 1
+            total += count * tiles.numbers(x) * (4 if x.name in wide else tiles.item)
+    return total
+
+
+def _vectors(nodes: Sequence[Any], tiles: _Tiles, stages: int) -> int:
+    """Bytes for the loads of one axis, and for sums over warps."""
+    return 1024 + 4 * stages * sum(tiles.numbers(x) for x in nodes if x.op == "placeholder" and len(dims(x)) == 1)
+
+
+def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, overlap: bool = True) -> int:
+    """Most bytes of operands at a time that are put into shared memory for products.
+
+    `overlap`: chunkwise, a product may start before the one before it has read its operands.
+    """
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    products = [i for i, node in enumerate(nodes) if node.target is aten.mm.default]
+    for i in products:
+        node = nodes[i]
+        for side, x in enumerate(node.args):
+            source, turned = _source(x)
+            loaded = source.op == "placeholder" and source.name not in _STATE
+            if (walks and loaded) or (flipped and source.name in _STATE):
+                continue
+            computed = source.op != "placeholder" or (walks and source.name in _STATE)
+            if computed and side == 0 and not turned:
+                continue  # from registers
+            first.setdefault(source, i)
+            last[source] = i
+    if overlap and not walks:
+        after = {at: products[min(i + 1, len(products) - 1)] for i, at in enumerate(products)}
+        last = {x: after[at] for x, at in last.items()}
+    times = range(len(nodes))
+    return max(
+        (sum(tiles.numbers(x) * tiles.item for x in first if first[x] <= i <= last[x]) for i in times), default=0
+    )
+
+
+def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool) -> int:
+    """Most fp32 numbers at a time in registers; a bf16 number counts half. Masks are made anew where they are used."""
+    last, at = _last_uses(nodes), {node: i for i, node in enumerate(nodes)}
+    end = len(nodes)
+    spans: list[tuple[int, int, float]] = []  # from after the node that makes it up to the one that reads it last
+    for node in nodes:
+        if not _is_tile(node) or node.target in _VIEWS or node.meta["val"].dtype == torch.bool:
+            continue
+        state = walks and node.name in _STATE
+        if walks and node.op == "placeholder" and not state:
+            continue
+        size = float(tiles.numbers(node))
+        size *= tiles.item / 4 if node.op == "placeholder" and not state else 1
+        spans.append((-1 if state else at[node], last.get(node, end if walks else at[node] + 1), size))
+    return int(max((sum(size for a, b, size in spans if a < i <= b) for i in range(end + 1)), default=0.0))
+
+
+def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
+    """Load of a kernel of `intrinsic_kernels`; N is the padded size of a key."""
+    if kind == "inverse":
+        widths = [16 << i for i in range(C.bit_length() - 5)]  # of the blocks that are joined, a level each
+        pairs = [C // (2 * s) for s in widths]
+        flops = sum(4 * n * s**3 for n, s in zip(pairs, widths, strict=True))
+        return Load(max(1024, C * C), 0, 7 * C * C // 4, flops, flops, 2 * sum(pairs), 4 + 3 * sum(pairs), 16 * 16 * C)
+    levels, both = C.bit_length() - 1, 2 if kind == "scores_grad" else 1
+    flops = both * levels * 2 * C * C * N
+    numbers = levels * (4 + 8 * both) * C * N
+    alive = 4 * both * C * N
+    return Load((1 + both) * C * N * item, 0, alive, flops, flops if C < 64 else 0, both * levels, 2 + levels, numbers)

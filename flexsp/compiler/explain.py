@@ -1,0 +1,104 @@
+"""What a plan decided for one call, and what it is predicted to cost, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.compiler.model import H200, Predicted, predict
+from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan
+
+if TYPE_CHECKING:
+    from flexsp.compiler.engine import Generated
+
+__all__ = ["describe"]
+
+_MB = 1e6
+
+
+def describe(
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
+    docs: int = 0, ranks: bool = False,
+) -> list[str]:  # fmt: skip
+    """Lines on the plan of one call: schedule, chunk size and tiles with their reasons, then every launch.
+
+    Args:
+        sizes: the state's and the inputs' sizes by name, as {"K": 128, "V": 128}.
+        heads: B * H; T is this rank's tokens.
+        docs: packed documents, 0 if not packed.
+        ranks: the call is chained over ranks.
+
+    Raises:
+        NotEmittable, ValueError: no kernels are made for these sizes, or for this chunk size.
+    """
+    plan = choose_plan(code, sizes, heads, T, docs, dtype, ranks)
+    name = str(dtype).removeprefix("torch.")
+    given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
+    packed = f", {docs} packed documents" if docs else ""
+    lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
+    found = candidates(code, sizes, heads, T, docs, dtype, ranks)
+    lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found)]
+    totals: list[Predicted] = []
+    for backward in (False, True):
+        rows = predict(code, plan, sizes, heads, T, dtype, docs=docs, backward=backward)
+        lines += [f"    {line}" for line in _table("backward" if backward else "forward", rows)]
+        totals += rows
+    lines.append(f"    {_line('forward + backward', '', totals)}")
+    lines.append(
+        "    A tensor counts once a launch. Rates and latencies are an H200's; a launch waits for what stands last."
+    )
+    return lines
+
+
+def _decisions(
+    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Plan, float]]
+) -> list[str]:
+    walk, blocks = plan.walk, dict(plan.blocks)
+    rows = blocks[code.layout.rows]
+    lines = [f"schedule: {plan.schedule}, {_WHY[plan.schedule]}"]
+    same = {x.schedule: us for x, us in found if (x.chunk, x.walk.cols) == (plan.chunk, walk.cols)}
+    if len(same) > 1:
+        lines[0] += f" (predicted {', '.join(f'{name} {us:.0f} us' for name, us in same.items())})"
+    best: dict[int, float] = {}
+    for x, us in found:
+        best[x.chunk] = min(us, best.get(x.chunk, us))
+    times = ", ".join(f"{chunk}: {us:.0f}" for chunk, us in best.items()) or "none fits"
+    large = [str(x) for x in CHUNKS if x > max(best, default=0)] if code.chunk is None else []
+    note = f"; {', '.join(large)}: no {'shared memory' if half else 'registers'} for its tiles" if large else ""
+    given = "given" if code.chunk is not None else "measured to be good, or predicted to save a fifth"
+    lines.append(f"chunk size: {plan.chunk} ({given}; predicted us {times}{note})")
+    segments = f"{plan.n_seg} segments of {plan.per_seg}" if plan.n_seg > 1 else "one segment"
+    lines.append(
+        f"walks: {plan.n_chunks} chunks in {segments}, {rows} x {walk.cols} of the state a "
+        f"program, {walk.warps} warps, {walk.stages} stages"
+    )
+    lines.append(f"chunkwise: {plan.whole.warps} warps, grads {plan.part.warps} warps")
+    K, V = sizes[code.layout.rows], sizes[code.layout.cols]
+    extra = 3 * 4 * heads * plan.n_chunks * K * V
+    lines.append(
+        f"decoupled (each chunk's contribution in memory, a scan over chunks) is not made: {extra / _MB:.0f} MB more, "
+        f"{extra / H200.bandwidth:.0f} us"
+    )
+    return lines
+
+
+_WHY = {
+    "fused": "one walk over all chunks of a head",
+    "segmented": "a walk that sums up each segment, a scan that joins them, a walk of each segment",
+}
+_HEAD = f"{'':<20}{'grid':<18}{'read MB':>10}{'written MB':>12}{'GFLOP':>9}{'us':>9}"
+
+
+def _table(title: str, rows: list[Predicted]) -> list[str]:
+    lines = [f"{title:<20}{_HEAD[20:]}"]
+    for x in rows:
+        spills = f", spills {x.spilled} B a thread" if x.spilled else ""
+        lines.append(f"  {_line(x.kernel, ' x '.join(map(str, x.grid)), [x], 18)}  {x.bound}{spills}")
+    return [*lines, f"  {_line('total', '', rows, 18)}"]
+
+
+def _line(name: str, grid: str, rows: list[Predicted], width: int = 20) -> str:
+    read, written, flops, us = (sum(getattr(x, key) for x in rows) for key in ("read", "written", "flops", "us"))
+    return f"{name:<{width}}{grid:<18}{read / _MB:>10.1f}{written / _MB:>12.1f}{flops / 1e9:>9.1f}{us:>9.1f}"

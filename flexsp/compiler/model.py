@@ -1,0 +1,304 @@
+"""Stage 4c: the launches of one call, in order, with the bytes each moves and the time it is predicted to take.
+
+Bytes are those of device memory: each tensor counts once a kernel that reads or writes it. Programs that read the same
+rows (panels of the state's columns, the parts of `grads`) run side by side, so the L2 cache serves all but the first.
+Small copies that PyTorch makes around the kernels (an initial state put in its place) are left out.
+
+A launch takes the longest of three times: bytes over bandwidth; work over the multiprocessors' rate; the latency of
+the steps that follow each other, times the rounds in which its programs run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.compiler.capacity import SHARED_LIMIT, Load, intrinsic_load, part_load
+from flexsp.compiler.skeleton import WALKS, Kernel
+
+if TYPE_CHECKING:
+    from flexsp.compiler.differentiate import Intrinsic
+    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.plan import Launch, Plan
+
+__all__ = ["H200", "Device", "Predicted", "predict"]
+
+_INTRINSIC_WARPS = {"inverse": 1, "scores": 8, "scores_grad": 8}
+_REGISTERS = 64 * 1024
+_THREADS = 2048
+_ROOM = {True: 160, False: 240}
+"""Registers a thread that tiles may have before others spill, in walks (addresses of a pipeline) and elsewhere."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of a GPU. Times are in microseconds, so rates are a microsecond's.
+
+    `bandwidth` and `flops` were measured as a copy and as a large bf16 product; the others are fitted to the measured
+    times of the generated simple GLA, GLA and DeltaNet. `share` is what one multiprocessor can take of the bandwidth,
+    in fair shares; `launch`, `product` and `memory` are latencies of a launch, of a product in a chain and of a load.
+    """
+
+    multiprocessors: int = 132
+    bandwidth: float = 4.3e6
+    flops: float = 780e6
+    numbers: float = 132 * 0.1e6
+    spill: float = 132 * 0.06e6
+    share: float = 3.0
+    launch: float = 2.0
+    product: float = 0.25
+    memory: float = 1.1
+
+
+H200 = Device()
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One launch: bytes read and written, floating-point operations of products with padded tiles, microseconds.
+
+    `bound` is what it waits for: "memory", "work" or "latency". `shared` is bytes a
+    program, at most and `least`; `spilled` bytes a thread.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    read: int
+    written: int
+    flops: int
+    us: float
+    bound: str
+    shared: int
+    least: int
+    spilled: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Shapes of one call, and bytes of its tensors."""
+
+    code: Generated
+    plan: Plan
+    sizes: Mapping[str, int]
+    heads: int
+    T: int
+    docs: int
+    dtype: torch.dtype
+    device: Device
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number as products read it, and of one of the chunks' states."""
+        return 2 if self.dtype == torch.bfloat16 else 4
+
+    @functools.cached_property
+    def state(self) -> int:
+        """Bytes of one fp32 state of every head."""
+        layout = self.code.layout
+        return 4 * self.heads * self.sizes[layout.rows] * self.sizes[layout.cols]
+
+    @property
+    def chunk_states(self) -> int:
+        return self.plan.n_chunks * self.state * self.item // 4
+
+    def width(self, name: str) -> int:
+        """Bytes of a number of a token; what shares the first one's type in the metadata has the call's."""
+        tokens = self.code.program.meta.tokens
+        if name in ("do", "o") or tokens[name].dtype == next(iter(tokens.values())).dtype:
+            return self.dtype.itemsize
+        return tokens[name].dtype.itemsize
+
+    def token(self, name: str) -> int:
+        sizes = self.code.layout.tokens["do" if name == "o" else name]
+        return self.heads * self.T * math.prod(self.sizes[s] for s in sizes[1:]) * self.width(name)
+
+    def kept(self, name: str, reads: bool) -> int:
+        """Bytes of a kept value. Rows past a chunk's length are written, but only those of running gates are read."""
+        sizes = self.code.layout.kept[name]
+        wide = name.startswith(("gates", "f32")) or len(sizes) < 2
+        rows = self.plan.n_chunks * (self.plan.chunk if "C" in sizes[:1] else 1)
+        if reads and "C" in sizes[:1] and not name.startswith("gates"):
+            rows = self.T
+        numbers = math.prod(
+            self.plan.chunk if s == "C" else self.sizes[s] for s in sizes[1 if "C" in sizes[:1] else 0 :]
+        )
+        return self.heads * rows * numbers * (4 if wide else self.dtype.itemsize)
+
+    def value(self, name: str, reads: bool) -> int:
+        """Bytes of what a kernel reads or writes under this name."""
+        layout = self.code.layout
+        if name in layout.kept:
+            return self.kept(name, reads)
+        source = name.removeprefix("d_")
+        if source in layout.params:
+            each = math.prod(self.sizes[s] for s in layout.params[source])
+            return 4 * self.heads * each * (self.plan.n_chunks if name != source else 1)
+        return self.token("o" if name == "o" else source)
+
+    @functools.cached_property
+    def wide(self) -> frozenset[str]:
+        """Names of fp32 values, whatever the inputs are."""
+        kept = [x for x in self.code.layout.kept if x.startswith(("gates", "f32"))]
+        return frozenset([*kept, *(x for x in self.code.layout.tokens if x != "do" and self.width(x) == 4)])
+
+
+def predict(
+    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
+    *, docs: int = 0, backward: bool = False, device: Device = H200,
+) -> list[Predicted]:  # fmt: skip
+    """The launches of the forward, or of the backward, of one call.
+
+    Args:
+        sizes: by name; `heads` is B * H, T tokens of this rank.
+        docs: packed documents, 0 if not packed; their final states are written.
+    """
+    call = _Call(code, plan, sizes, heads, T, docs, dtype, device)
+    return [*(_backward(call) if backward else _forward(call))]
+
+
+def _forward(call: _Call) -> Iterator[Predicted]:
+    code, plan = call.code, call.plan
+    yield from _stages(call, False)
+    if plan.schedule == "segmented":
+        if code.dense:
+            yield _walk(call, "collect", square=True)
+        yield _walk(call, "summarize")
+        yield from _scan(call)
+    yield _walk(call, "output")
+
+
+def _backward(call: _Call) -> Iterator[Predicted]:
+    code, plan = call.code, call.plan
+    if plan.schedule == "segmented":
+        yield _walk(call, "collect")
+        yield from _scan(call)
+    yield _walk(call, "states")
+    yield _walk(call, "back")
+    yield from _stages(call, True)
+    yield _chunkwise(call, "grads", plan.part)
+    if code.small:
+        yield _chunkwise(call, "gather", plan.small)
+
+
+def _stages(call: _Call, backward: bool) -> Iterator[Predicted]:
+    for stage in call.code.stages:
+        if stage.backward == backward:
+            if stage.writes:
+                yield _chunkwise(call, stage.kind, call.plan.whole)
+            for x in stage.intrinsics:
+                yield _intrinsic(call, x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel_loads(
+    kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], alone: bool
+) -> tuple[Load, ...]:
+    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, alone) for nodes in kernel.nodes)
+
+
+def _loads(call: _Call, kind: str, how: Launch) -> tuple[Load, ...]:
+    code, plan = call.code, call.plan
+    blocks = dict(plan.blocks) | {"C": plan.chunk, code.layout.cols: how.cols}
+    return _kernel_loads(code.kernels[kind], tuple(blocks.items()), call.item, how.stages, call.wide, code.dense)
+
+
+def _walk(call: _Call, kind: str, square: bool = False) -> Predicted:
+    """`square`: the walk of a K x K matrix, without outputs' gradients."""
+    code, plan, how = call.code, call.plan, call.plan.walk
+    kernel, n_seg = code.kernels[kind], plan.n_seg
+    read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
+    written = sum(call.value(x, False) for x in kernel.writes)
+    columns, state = call.sizes[code.layout.cols], call.state
+    if square:
+        columns, state = call.sizes[code.layout.rows], call.state * call.sizes[code.layout.rows] // columns
+    ends = kind in ("summarize", "collect")
+    if not ends or code.dense:
+        read += n_seg * state
+    if ends or code.dense:
+        written += n_seg * state
+    elif kind in ("output", "back") and plan.schedule == "fused":
+        written += state
+    if kind == "summarize" and code.program.transition not in ("none", "dense"):
+        written += 4 * call.heads * n_seg * call.sizes[code.layout.rows]
+    if kind in ("states", "back"):
+        written += call.chunk_states
+    if kind in ("output", "back"):
+        written += call.docs * state
+    grid = (-(-columns // how.cols), call.heads, n_seg)
+    return _timed(call, kind, grid, plan.per_seg, read, written, _loads(call, kind, how), how.warps)
+
+
+def _chunkwise(call: _Call, kind: str, how: Launch) -> Predicted:
+    kernel, plan = call.code.kernels[kind], call.plan
+    read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
+    names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder"}
+    read += call.chunk_states * len(names & {"S", "dS"})
+    written = sum(call.value(x, False) for x in kernel.writes)
+    grid = (plan.n_chunks * kernel.parts, call.heads)
+    return _timed(call, kind, grid, 1, read, written, _loads(call, kind, how), how.warps)
+
+
+def _intrinsic(call: _Call, what: Intrinsic) -> Predicted:
+    plan, C, layout = call.plan, call.plan.chunk, call.code.layout
+    read = sum(call.value(x, True) for x in what.args)
+    written = sum(call.value(x, False) for x in what.results)
+    N = 0
+    if what.kind == "inverse":  # it works in place: blocks of 16 on the diagonal, and all below them
+        blocks = C * 16 + sum(C // (2 * s) * s * s for s in (16 << i for i in range(C.bit_length() - 5)))
+        written += 4 * call.heads * plan.n_chunks * blocks
+        read = 4 * call.heads * plan.n_chunks * C * C
+    else:
+        N = dict(plan.blocks)[layout.kept[what.args[-1]][1]]
+    load = intrinsic_load(what.kind, C, N, call.item)
+    grid = (plan.n_chunks, call.heads)
+    return _timed(call, f"{what.kind}_kernel", grid, 1, read, written, [load], _INTRINSIC_WARPS[what.kind])
+
+
+def _scan(call: _Call) -> Iterator[Predicted]:
+    """The scan over segments. What ranks send each other is not counted, so dense transitions have none."""
+    if call.code.dense:
+        return
+    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.rows]
+    decay = 0 if call.code.program.transition == "none" else 4 * call.heads * call.plan.n_seg * rows
+    load = Load(0, 0, 4096, 0, 0, 0, 1, 1024)
+    grid = (max(1, call.state // 4096),)
+    read, written = slots * call.state + decay, slots * call.state
+    yield _timed(call, "_propagate_kernel", grid, slots, read, written, [load], 4)
+
+
+def _timed(
+    call: _Call, kernel: str, grid: tuple[int, ...], steps: int, read: int, written: int, loads: Sequence[Load],
+    warps: int,
+) -> Predicted:  # fmt: skip
+    """The prediction for a grid whose programs take `steps` steps of one of `loads` each, in equal numbers."""
+    device, threads, walks = call.device, 32 * warps, kernel in WALKS
+    registers = max(x.tiles for x in loads) / threads
+    shared, least = max(x.shared for x in loads), max(x.least for x in loads)
+    spilled = int(6 * max(0.0, registers - _ROOM[walks]))
+    held = (255 if spilled else min(255, int(registers) + 60)) * threads
+    resident = max(1, min(_REGISTERS // held, SHARED_LIMIT // max(shared, 1024), _THREADS // threads))
+    rate = device.flops * (1.0 if call.item == 2 else 1 / 6)
+    waits = 0.0 if walks and call.plan.walk.stages > 1 else device.memory
+    work = latency = 0.0
+    for x in loads:
+        spills = 8 * max(0.0, x.tiles / threads - _ROOM[walks]) * threads
+        own = (x.flops + x.slow) / rate + x.numbers / device.numbers + spills / device.spill
+        work += own / len(loads)
+        latency += (own * device.multiprocessors + x.products * device.product + x.loads * waits) / len(loads)
+    programs = math.prod(grid)
+    at_once = max(1, min(programs, device.multiprocessors * resident))
+    rounds = math.ceil(programs / at_once) if walks else programs / at_once
+    busy = max(1, min(programs, device.multiprocessors)) / device.multiprocessors
+    times = {
+        "memory": (read + written) / (device.bandwidth * min(1.0, device.share * busy)),
+        "work": work * programs * steps,
+        "latency": rounds * (steps * latency + (device.memory if walks else 0.0)),
+    }
+    bound = max(times, key=lambda x: times[x])
+    flops = sum(x.flops for x in loads) * steps * programs // len(loads)
+    return Predicted(kernel, grid, read, written, flops, device.launch + times[bound], bound, shared, least, spilled)

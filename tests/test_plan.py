@@ -1,0 +1,358 @@
+"""Plans of generated kernels: what is chosen, bytes counted by hand and against the launches' tensors, shared memory
+against compiled kernels, messages.
+
+`describe` needs no GPU, and neither do the launches: tensors are meta tensors, kernels are compiled for sm_90 up to
+where their shared memory is known.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
+from flexsp.compiler.explain import describe
+from flexsp.compiler.model import Predicted, predict
+from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan, make_plan
+from flexsp.compiler.skeleton import WALKS
+from flexsp.compiler.values import NotEmittable
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests import variants
+
+NAMES = ("simple_gla", "gla", "deltanet")
+BF16 = torch.bfloat16
+
+
+@functools.lru_cache(maxsize=16)
+def made(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
+    from flexsp.compiler.engine import Generated
+
+    return Generated(variants.load(name).make(32, K, V, dtype).program)
+
+
+def code_of(name: str, K: int = 128, V: int = 128, dtype: torch.dtype = BF16, chunk: int | None = None) -> Any:
+    found = made(name, K, V, dtype)
+    if chunk is not None:
+        found = copy.copy(found)
+        found.chunk = chunk
+    return found
+
+
+def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, docs: int = 0) -> Plan:
+    return choose_plan(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, docs, BF16, ranks)
+
+
+def usual(name: str, heads: int, T: int) -> Plan:
+    code = code_of(name)
+    return make_plan(code.layout, {"K": 128, "V": 128}, heads, T, 0, BF16, code.dense, code.split, None)
+
+
+# What is chosen -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_measured_tiles_stay(name: str) -> None:
+    """With 32 heads of 128 the chunk size, the panels, warps and stages are those of the published measurements."""
+    wide = {"simple_gla": (128, 8, 3), "gla": (128, 8, 3), "deltanet": (32, 4, 3)}[name]
+    for T in (4096, 16384, 65536):
+        plan = chosen(name, 32, T)
+        assert plan.chunk == 64 and (plan.walk.cols, plan.walk.warps, plan.walk.stages) == wide
+        assert plan == usual(name, 32, T)
+        assert plan.schedule == ("fused" if name == "deltanet" else "segmented")
+
+
+def test_schedules() -> None:
+    """Few heads and many tokens are cut into segments; heads that fill the GPU, or few tokens, are walked at once."""
+    assert chosen("simple_gla", 4, 65536).n_seg > 8
+    assert chosen("simple_gla", 128, 65536).schedule == "fused" != usual("simple_gla", 128, 65536).schedule
+    assert chosen("simple_gla", 32, 256).schedule == "fused" != usual("simple_gla", 32, 256).schedule
+    for name in NAMES:
+        heads, T = random.randrange(1, 300), random.randrange(1, 20000)
+        for ranks in (False, True):
+            plan = chosen(name, heads, T, ranks=ranks)
+            assert (plan.schedule == "fused") == (plan.n_seg == 1 and not ranks), plan
+            assert plan.per_seg * (plan.n_seg - 1) < plan.n_chunks <= plan.per_seg * plan.n_seg
+            launched = [x.kernel for x in predict(code_of(name), plan, {"K": 128, "V": 128}, heads, T, BF16)]
+            assert ("summarize" in launched) == (plan.schedule == "segmented")
+        assert chosen(name, heads, 0).schedule == "segmented" and chosen(name, heads, 0).n_chunks == 0
+
+
+def test_the_quickest_plan_is_taken() -> None:
+    """Another chunk size than 64 only where the model says that it saves a fifth."""
+    seen = set()
+    for heads, T in [(1, 4096), (4, 2048), (32, 1024), (random.randrange(1, 64), random.randrange(1, 9000))]:
+        plan = chosen("simple_gla", heads, T)
+        found = candidates(code_of("simple_gla"), {"K": 128, "V": 128}, heads, T, 0, BF16)
+        us = {x: time for x, time in found}
+        assert {x.chunk for x in us} == {16, 32, 64, 128}
+        least, of_64 = min(us.values()), min(time for x, time in us.items() if x.chunk == 64)
+        assert us[plan] == (of_64 if plan.chunk == 64 else least)
+        assert (plan.chunk == 64) == (least >= 0.8 * of_64) or us[plan] == least == of_64
+        seen.add(plan.chunk)
+    assert len(seen) > 1
+
+
+def test_fp32_keeps_small_tiles() -> None:
+    for K in (64, 128):
+        plan = choose_plan(code_of("deltanet", K, K, torch.float32), {"K": K, "V": K}, 8, 5000, 0, torch.float32)
+        assert (plan.chunk, plan.walk.cols, plan.walk.stages) == (16, 32, 1)
+
+
+def test_deterministic() -> None:
+    """The same plan and the same text from kernels generated anew."""
+    heads, T = random.randrange(1, 200), random.randrange(1, 100000)
+    texts, plans = set(), set()
+    for _ in range(2):
+        made.cache_clear()
+        texts.add("\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, heads, T, BF16)))
+        plans.add(chosen("gla", heads, T))
+    assert len(texts) == len(plans) == 1
+
+
+def test_more_work_takes_longer() -> None:
+    def total(heads: int, T: int) -> tuple[int, float]:
+        plan = replace(usual("gla", 32, T), n_seg=4, per_seg=-(-usual("gla", 32, T).n_chunks // 4))
+        rows = rows_of("gla", plan, heads, T)
+        return sum(x.read + x.written for x in rows), sum(x.us for x in rows)
+
+    T = random.randrange(1, 30000)
+    few, more, later = total(40, T), total(80, T), total(40, T + 5000)
+    assert few[0] < more[0] and few[0] < later[0]
+    assert few[1] <= more[1] and few[1] < later[1]
+
+
+def rows_of(name: str, plan: Plan, heads: int, T: int, K: int = 128, V: int = 128) -> list[Predicted]:
+    code, sizes = code_of(name, K, V), {"K": K, "V": V}
+    return [x for backward in (False, True) for x in predict(code, plan, sizes, heads, T, BF16, backward=backward)]
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_simple_gla() -> None:
+    """6 heads of K = 64, V = 128, 1000 tokens in 16 chunks of 64, a segment each."""
+    code = code_of("simple_gla", 64, 128)
+    plan = make_plan(code.layout, {"K": 64, "V": 128}, 6, 1000, 0, BF16, False, code.split, None)
+    assert (plan.chunk, plan.n_chunks, plan.n_seg) == (64, 16, 16)
+    k, v, g = 6 * 1000 * 64 * 2, 6 * 1000 * 128 * 2, 6 * 1000 * 4
+    gates, decay = 6 * 1024 * 4, 6 * 16 * 64 * 4
+    state, states = 6 * 64 * 128 * 4, 6 * 16 * 64 * 128 * 2
+    want = [
+        ("prepare0", g, gates),
+        ("summarize", k + v + gates, 16 * state + decay),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("output", 2 * k + v + gates + 16 * state, v),
+        ("collect", k + v + gates, 16 * state),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("states", k + v + gates + 16 * state, states),
+        ("back", k + v + gates + 16 * state, states),
+        ("grads", 2 * k + 2 * v + gates + 2 * states, 2 * k + v + 4 * gates + 6 * 16 * 4),
+        ("gather", gates + 4 * g + 6 * 16 * 4, g),
+    ]
+    assert [(x.kernel, x.read, x.written) for x in rows_of("simple_gla", plan, 6, 1000, 64, 128)] == want
+    flops = {x.kernel: x.flops for x in rows_of("simple_gla", plan, 6, 1000, 64, 128)}
+    one = 2 * 64 * 64 * 128 * 6 * 16  # a product of 64 x 64 and 64 x 128 in every chunk
+    assert flops["summarize"] == flops["states"] == one and flops["output"] == one // 2 + 3 * one
+    assert flops["gather"] == 0
+
+
+def test_bytes_of_deltanet() -> None:
+    """6 heads of K = V = 64, 1000 tokens in 16 chunks of 64, one segment: no summary, no scan."""
+    code = code_of("deltanet", 64, 64)
+    plan = choose_plan(code, {"K": 64, "V": 64}, 6, 1000, 0, BF16)
+    assert (plan.chunk, plan.n_chunks, plan.n_seg, plan.schedule) == (64, 16, 1, "fused")
+    q, b = 6 * 1000 * 64 * 2, 6 * 1000 * 2
+    square, kept, state = 6 * 16 * 64 * 64, 6 * 1024 * 64 * 2, 6 * 64 * 64 * 4
+    joined = 4 * 16 * 16 + 2 * 16 * 16 + 32 * 32  # a chunk's blocks on the diagonal and below, inverted in place
+    want = [
+        ("prepare0", q + b, 4 * square),
+        ("inverse_kernel", 4 * square, 2 * square + 6 * 16 * joined * 4),
+        ("prepare1", 4 * q + b, 3 * kept),  # q, k, v and the inverse; u, w and the scores
+        ("output", 5 * q + state, q + state),
+    ]
+    found = rows_of("deltanet", plan, 6, 1000, 64, 64)
+    assert [(x.kernel, x.read, x.written) for x in found[:4]] == want
+    assert [x.kernel for x in found[4:]] == ["states", "back", "adjoint0", "grads", "gather"]
+
+
+# Against compiled kernels ---------------------------------------------------------------------------------------------
+
+COMPILED = {"simple_gla": (128, 128), "gla": (64, 64), "deltanet": (64, 128)}
+"""Chunk size and K = V of the kernels whose shared memory is looked at."""
+QUICK = ("output", "states", "prepare1", "adjoint0")  # to compile; ALL_TESTS=1 compiles all
+
+
+def launched(name: str, chunk: int, size: int) -> list[dict[str, Any]]:
+    """Body of the child process: the launches of 4096 tokens, 32 heads: bytes of tensors, shared memory."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from flexsp.compiler import engine
+    from flexsp.testing import offline
+
+    class Known(Exception):
+        pass
+
+    def stop(self: Any, src: Any, metadata: Any, *args: Any) -> None:
+        raise Known(metadata["shared"])
+
+    CUDABackend.make_ptx = stop
+    engine.propagate = lambda *args, **kwargs: None  # type: ignore[assignment]
+    code = code_of(name, size, size, chunk=chunk)
+    inputs = code.program.meta.tokens.items()
+    tokens = {key: torch.empty(1, 4096, 32, *[size] * (len(x.shape) - 2), dtype=x.dtype, device="meta").requires_grad_()
+              for key, x in inputs}  # fmt: skip
+    with offline.record_launches() as launches:
+        o, _ = engine.run(code, tokens, {}, None, None, None, False)
+        o.backward(torch.empty_like(o))
+    found = []
+    for kernel, args, kwargs in launches:
+        source = code.kernels[kernel.__name__].source if kernel.__name__ in code.kernels else ""
+        unread = {x for x in ("entering", "leaving") if f"{x} +" not in source}
+        named = [(key, x) for key, x in zip(kernel.arg_names, args, strict=False) if isinstance(x, torch.Tensor)]
+        tensors = {id(x): x for key, x in named if key not in unread}  # some are given twice
+        told: dict[str, Any] = {"kernel": kernel.__name__, "walks": kernel.__name__ in WALKS}
+        told["bytes"] = sum(x.numel() * x.element_size() for x in tensors.values())
+        try:
+            if kernel.__name__ in QUICK or os.environ.get("ALL_TESTS") == "1":
+                told["shared"] = offline.compile_launch(kernel, args, kwargs).shared  # compiled before
+        except Known as known:
+            told["shared"] = known.args[0]
+        found.append(told)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_launches(name: str, tmp_path: Path) -> None:
+    """Predictions are of the kernels that are launched, in order; their bytes are those of the tensors given.
+
+    The estimate of shared memory is never below what Triton allocates, and at most 2.3 times that; what is certain is
+    never above.
+    """
+    chunk, size = COMPILED[name]
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        "FLEXSP_CODE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, __file__, name, str(chunk), str(size)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    code = code_of(name, size, size, chunk=chunk)
+    plan = code.plan({"K": size, "V": size}, 32, 4096, 0, BF16)
+    rows = [x for x in rows_of(name, plan, 32, 4096, size, size) if x.kernel != "_propagate_kernel"]
+    if plan.schedule == "segmented" or name == "deltanet":
+        assert [x["kernel"] for x in found] == [x.kernel for x in rows]
+    compared = 0
+    for told, row in zip(found, rows, strict=True):
+        if row.kernel == "inverse_kernel":  # writes in place what it reads
+            continue
+        assert row.read + row.written == pytest.approx(told["bytes"], rel=0.04 if told["walks"] else 1e-3), row
+        if told.get("shared", 0) > 8192:  # below, sums over warps count
+            assert told["shared"] <= row.shared <= 2.3 * told["shared"], row
+            assert row.least <= told["shared"], row
+            compared += 1
+    assert compared >= 2
+
+
+def test_plans_fit() -> None:
+    """All launches of a chosen plan are estimated to fit a block. With 128 heads a dense walk has too wide a tile for
+    three stages."""
+    for name in NAMES:
+        for heads in (1, 32, 128, random.randrange(1, 400)):
+            plan = chosen(name, heads, 3000)
+            assert all(x.shared <= SHARED_LIMIT for x in rows_of(name, plan, heads, 3000)), plan
+    assert any(x.shared > SHARED_LIMIT for x in rows_of("deltanet", usual("deltanet", 128, 3000), 128, 3000))
+    assert chosen("deltanet", 128, 3000).walk.stages == 2
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def test_chunk_too_large() -> None:
+    message = (
+        "chunk_size = 256: kernel `grads` needs 301 KiB of shared memory, 74 KiB more than a block has; "
+        "use chunk_size <= 128"
+    )
+    check_shared("grads", SHARED_LIMIT, 256)
+    with pytest.raises(ValueError) as raised:
+        check_shared("grads", 301 * 1024, 256)
+    assert str(raised.value) == message
+    with pytest.raises(
+        ValueError, match="chunk_size = 16: kernel `back` needs 228 KiB .*, 1 KiB more .*; use smaller K"
+    ):
+        check_shared("back", SHARED_LIMIT + 1, 16)
+    with pytest.raises(ValueError, match=r"chunk_size = 256: kernel `grads` needs 256 KiB .* use chunk_size <= 128"):
+        chosen("simple_gla", 32, 4096, chunk=256)
+    code = code_of("simple_gla", 64, 64, chunk=256)
+    assert choose_plan(code, {"K": 64, "V": 64}, 32, 4096, 0, BF16).chunk == 256
+    with pytest.raises(NotEmittable, match="V = 129: kernels are generated for sizes up to 128"):
+        choose_plan(code_of("gla"), {"K": 128, "V": 129}, 1, 1, 0, BF16)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS[:-1])
+def test_given_chunk_sizes_are_kept(chunk: int) -> None:
+    for name in NAMES:
+        assert chosen(name, 8, 3000, chunk=chunk).chunk == chunk
+
+
+def test_describe() -> None:
+    lines = describe(code_of("simple_gla"), {"K": 128, "V": 128}, 32, 16384, BF16)
+    text = "\n".join(lines)
+    assert "schedule: segmented" in text and "chunk size: 64" in text and "128 x 128 of the state" in text
+    assert all(f"{chunk}: " in text for chunk in (16, 32, 64, 128)) and "256: no shared memory" in text
+    assert "decoupled" in text and "1611 MB more" in text  # 3 fp32 states of 256 chunks and 32 heads
+    rows = rows_of("simple_gla", chosen("simple_gla", 32, 16384), 32, 16384)
+    tables = [line.split() for line in lines if line.startswith("      ")]
+    assert [line[0] for line in tables if line[0] != "total"] == [x.kernel for x in rows]
+    total = sum(x.us for x in rows)
+    assert float(lines[-2].split()[-1]) == pytest.approx(total, abs=0.06)
+    packed = "\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, 8, 999, BF16, docs=3, ranks=True))
+    assert "3 packed documents" in packed and "over ranks" in packed and "summarize" in packed
+
+
+# A fused walk ---------------------------------------------------------------------------------------------------------
+
+
+def fused(sp: Any, name: str, inputs: dict[str, torch.Tensor], initial: torch.Tensor, folder: str) -> list[Any]:
+    """In the worker: outputs and the last state of the output walk alone, without summary and scan."""
+    from flexsp.compiler import engine
+
+    code = engine.Generated(variants.load(name).make(*initial.shape[1:], torch.float32).program, folder)
+    call = engine._Call(code, inputs, {}, initial, None, None)
+    call.plan = replace(call.plan, n_seg=1, per_seg=call.plan.n_chunks, schedule="fused")
+    table = call.table()
+    kept = call.run_stages(False, {}, table, [], None)
+    states = torch.full((call.B, 2, call.H, call.K, call.V), float("nan"))
+    states[:, 0] = initial
+    o = torch.empty(call.B, call.T, call.H, call.V)
+    others = [states, states, torch.empty(0), table]
+    call.launch("output", call.plan.walk, {"o": o}, kept, others, BOUNDARY=False, LEAVES=True)
+    return [o, states[:, 1]]
+
+
+def test_a_fused_walk_leaves_the_last_state(tmp_path: Path) -> None:
+    tokens, params = variants.draw("simple_gla", 1, 40, random.randrange(2**31))
+    initial = torch.randn(1, variants.H, variants.K, variants.V, dtype=torch.float64)
+    want = variants.token_loop("simple_gla", tokens, params, initial, None)
+    given = {key: x.float() for key, x in tokens.items()}
+    env = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+    (found,) = run_ranks(fused, 1, "simple_gla", given, initial.float(), str(tmp_path), env=env)
+    for x, y in zip(found, want, strict=True):
+        assert relative_error(x, y) < 2e-5
+
+
+if __name__ == "__main__":
+    print(json.dumps(launched(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

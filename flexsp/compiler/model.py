@@ -62,8 +62,8 @@ H200 = Device()
 class Predicted:
     """One launch: bytes read and written, floating-point operations of products with padded tiles, microseconds.
 
-    `bound` is what it waits for: "memory", "work" or "latency". `shared` is bytes a
-    program, at most and `least`; `spilled` bytes a thread.
+    `bound` is what it waits for: "memory", "work" or "latency". `shared` and `least` are bytes of shared memory a
+    program (`Load`), `spilled` bytes a thread.
     """
 
     kernel: str
@@ -134,11 +134,11 @@ class _Call:
         layout = self.code.layout
         if name in layout.kept:
             return self.kept(name, reads)
-        source = name.removeprefix("d_")
+        source = name if reads or name == "o" else name.removeprefix("d_")
         if source in layout.params:
             each = math.prod(self.sizes[s] for s in layout.params[source])
-            return 4 * self.heads * each * (self.plan.n_chunks if name != source else 1)
-        return self.token("o" if name == "o" else source)
+            return 4 * self.heads * each * (1 if reads else self.plan.n_chunks)
+        return self.token(source)
 
     @functools.cached_property
     def wide(self) -> frozenset[str]:

@@ -138,7 +138,7 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
     """Fresh memory is NaN, tokens are cut into about `segments` segments, and nothing may fall back to PyTorch."""
     from flexsp.compiler import plan
 
-    caches = (plan._plan, plan._best, plan._candidates)
+    caches = (plan._best, plan._candidates)
     before = plan._PROGRAMS, plan._Cut.plans
     plan._PROGRAMS = segments * heads
     plan._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
+from flexsp.compiler.capacity import check_shared
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
@@ -77,6 +78,15 @@ class Frame:
         return at
 
 
+class _Shot(Shot):
+    """A launch of a kernel made for chunks of C tokens."""
+
+    def build(self, frame: Any, target: Any) -> Any:
+        compiled = super().build(frame, target)
+        check_shared(self.kernel.__name__, compiled.metadata.shared, self.constants["C"])
+        return compiled
+
+
 Do = Callable[[Frame], None]
 Step = Shot | Do
 
@@ -93,7 +103,7 @@ def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     at = frame.addresses()
     stream = triton.runtime.driver.active.get_current_stream(device.index)
     for step in steps:
-        if type(step) is Shot:
+        if isinstance(step, Shot):
             step.fire(frame, at, stream)
         else:
             step(frame)
@@ -199,7 +209,7 @@ class Recipe:
             constants[f"B{name}"] = block if own else how.cols
         constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}
-        return [Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
+        return [_Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:
@@ -226,7 +236,7 @@ class Recipe:
         if what.kind == "inverse":
             pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
             constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-            return [Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, {"num_warps": 1})]
+            return [_Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, {"num_warps": 1})]
         *da, q, k, b = what.args
         size = self.code.layout.kept[b][1]
         kept = [x not in self.strides for x in (q, k)]
@@ -244,7 +254,7 @@ class Recipe:
             both = [self._room(f"{what.results[0][:-1]}{i}", room(what.results[0])) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
         options = {"num_warps": 8, "num_stages": 1}
-        return [Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
+        return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
 
     def _of_states(self, name: str, room: Room) -> None:
         room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, self.K, self.V)

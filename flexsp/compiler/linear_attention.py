@@ -246,8 +246,13 @@ class LinearAttention:
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
         return None
 
-    def explain(self) -> str:
-        """What was made of the functions: kind of transition, where it runs, the kernels and their file, the graphs."""
+    def explain(self, T: int = 16384, B: int = 1) -> str:
+        """What was made of the functions: kind of transition, where it runs, the kernels and their file, the graphs.
+
+        And the plan of a call of T tokens, for the largest of the sizes that ``input_meta`` allows (32 heads where it
+        names no number) and the dtype of its first tensor: schedule, chunks, tiles; bytes and microseconds that each
+        launch is predicted to take on an H200.
+        """
         program = self.program
         lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
         code = self._generated
@@ -256,10 +261,23 @@ class LinearAttention:
         else:
             lines.append("runs: generated kernels on GPUs; on CPU and in float64 the functions, in PyTorch")
             lines += code.explain()
+            lines += self._plan(code, T, B)
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
             lines += [f"    {node.format_node()}" for node in traced.graph.nodes]
         return "\n".join(lines)
+
+    def _plan(self, code: Generated, T: int, B: int) -> list[str]:
+        from flexsp.compiler.explain import describe
+
+        first = next(iter(self.program.meta.tokens.values()))
+        heads = first.shape[1]
+        sizes = {name: max(choices) for name, choices in self._sizes.items()}
+        H = heads if isinstance(heads, int) else sizes.get(heads.name if isinstance(heads, ConstExpr) else heads, 32)
+        try:
+            return describe(code, {name: sizes[name] for name in code.layout.sizes}, B * H, T, first.dtype)
+        except (NotEmittable, ValueError) as error:
+            return [f"no plan: {error}"]
 
     def _sorted(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
         meta = self.program.meta

@@ -155,7 +155,7 @@ def predict(
 
     Args:
         sizes: by name; `heads` is B * H, T tokens of this rank.
-        docs: packed documents, 0 if not packed; their final states are written.
+        docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
     """
     call = _Call(code, plan, sizes, heads, T, docs, dtype, device)
     return [*(_backward(call) if backward else _forward(call))]
@@ -216,19 +216,17 @@ def _walk(call: _Call, kind: str, square: bool = False) -> Predicted:
     columns, state = call.sizes[code.layout.cols], call.state
     if square:
         columns, state = call.sizes[code.layout.rows], call.state * call.sizes[code.layout.rows] // columns
-    ends = kind in ("summarize", "collect")
-    if not ends or code.dense:
+    ends, segmented = kind in ("summarize", "collect"), plan.schedule == "segmented"
+    if segmented and (not ends or code.dense):
         read += n_seg * state
-    if ends or code.dense:
-        written += n_seg * state
-    elif kind in ("output", "back") and plan.schedule == "fused":
-        written += state
+    if ends:  # and the state before the first segment, or after the last
+        written += (n_seg + (not code.dense)) * state
+    elif kind == "output":
+        written += (call.docs or 1) * state
     if kind == "summarize" and code.program.transition not in ("none", "dense"):
         written += 4 * call.heads * n_seg * call.sizes[code.layout.rows]
     if kind in ("states", "back"):
         written += call.chunk_states
-    if kind in ("output", "back"):
-        written += call.docs * state
     grid = (-(-columns // how.cols), call.heads, n_seg)
     return _timed(call, kind, grid, plan.per_seg, read, written, _loads(call, kind, how), how.warps)
 

@@ -16,13 +16,12 @@ import torch
 
 from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.model import Predicted, predict
-from flexsp.compiler.skeleton import Layout
 from flexsp.compiler.values import NotEmittable
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
 
-__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan", "make_plan"]
+__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan"]
 
 CHUNKS = (16, 32, 64, 128, 256)
 """Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
@@ -66,15 +65,6 @@ class Plan:
 def padded(n: int) -> int:
     """The tile size for n."""
     return max(_NARROWEST, 1 << (n - 1).bit_length())
-
-
-def make_plan(
-    layout: Layout, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, dense: bool,
-    split: bool, chunk: int | None,
-) -> Plan:  # fmt: skip
-    """The plan with the default chunk size, or the given one, whatever it is predicted to take."""
-    cut = _Cut(layout.rows, layout.cols, tuple(sizes.items()), heads, T, docs, dtype, dense, split, False)
-    return _plan(cut, chunk)
 
 
 def choose_plan(
@@ -180,12 +170,6 @@ class _Cut:
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",
         )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(cut: _Cut, chunk: int | None) -> Plan:
-    _refuse_large(cut)
-    return cut.plan(chunk or cut.chunk, cut.width)
 
 
 @functools.lru_cache(maxsize=4096)

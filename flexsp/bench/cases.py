@@ -16,7 +16,7 @@ from flexsp.exceptions import NotAvailable
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs"]
+__all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs", "variant_of"]
 
 Inputs = dict[str, torch.Tensor]
 Op = Callable[..., torch.Tensor]  # of the inputs and, for ours, of `sp`
@@ -146,6 +146,11 @@ def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.make(H, K, V, dtype)
+
+
+def variant_of(case: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
+    """The variant whose kernels a generated case runs."""
+    return _variant(case.removeprefix("generated_"), H, K, V, dtype)
 
 
 def _generated(name: str, **names: str) -> Op:

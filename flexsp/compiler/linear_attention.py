@@ -208,9 +208,8 @@ class LinearAttention:
         return _Call(T, states, wide, recipe)
 
     def _compile_ahead(self) -> None:
-        code = self._generated
-        if isinstance(code, str):
-            raise NotEmittable(f"enable_aot: there are no kernels to compile: {code}")
+        if isinstance(self._generated, str):
+            raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
         from triton.backends.compiler import GPUTarget
 
         from flexsp.compiler import dispatch
@@ -218,7 +217,7 @@ class LinearAttention:
 
         arch = int(os.environ.get("FLEXSP_AOT_ARCH", 90))
         target = current_target() if torch.cuda.is_available() else GPUTarget("cuda", arch, 32)
-        dispatch.compile_ahead(code, self.program.meta, target)
+        dispatch.compile_ahead(self._generated, self.program.meta, target)
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
@@ -245,6 +244,13 @@ class LinearAttention:
             self._told.add(reason)
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
         return None
+
+    @property
+    def kernels(self) -> Generated:
+        """The generated kernels; NotAvailable where there are none."""
+        if isinstance(self._generated, str):
+            raise NotEmittable(f"{self.program.merge.name}: no generated kernels: {self._generated}")
+        return self._generated
 
     def explain(self, T: int = 16384, B: int = 1) -> str:
         """What was made of the functions: kind of transition, where it runs, the kernels and their file, the graphs.

@@ -1,4 +1,4 @@
-"""The `flexsp` command: `doctor`, `bench op`, `bench scale`, `bench host`, `bench table`, `bench plot`.
+"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`.
 
 The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
 """
@@ -129,6 +129,13 @@ def parser() -> argparse.ArgumentParser:
     chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
     host.add_argument("--ops", type=_listed(str, OPS), default=chosen, metavar="A,B", help=f"of {','.join(OPS)}")
     host.add_argument("--T", type=int, default=1024, help="tokens (default 1024)")
+    traffic = bench.add_parser("traffic", help="bytes that generated kernels move, counted by ncu, and predicted")
+    _shape_arguments(traffic)
+    generated = [name for name in OPS if name.startswith("generated")]
+    traffic.add_argument("--op", choices=generated, default="generated_simple_gla")
+    traffic.add_argument("--T", type=int, default=65536, help="tokens (default 65536)")
+    traffic.add_argument("--timeout", type=float, default=300, help="seconds for ncu (default 300)")
+    traffic.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     table = bench.add_parser("table", help="Markdown tables of result files")
     table.add_argument("results", nargs="+")
     plot = bench.add_parser("plot", help="weak-scaling picture of `bench scale` result files")
@@ -150,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.scale import run
     elif args.bench == "host":
         from flexsp.bench.host import run
+    elif args.bench == "traffic":
+        from flexsp.bench.traffic import run
     elif args.bench == "table":
         from flexsp.bench.table import run
     else:

@@ -112,6 +112,31 @@ def test_lengths_around_a_chunk(monkeypatch: pytest.MonkeyPatch, folder: Path, s
     _assert_right(found, _solve(model, inputs, None, torch.float64, seed), BOUND[torch.bfloat16])
 
 
+@pytest.mark.parametrize("chunk", [16, 32, 128, 256])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet", "gated_deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_chunk_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, chunk: int) -> None:
+    """Other chunk sizes than the usual one; of 256 tokens those that fit."""
+    size = 64 if name in ("simple_gla", "gla") or chunk < 128 else 32
+    if chunk == 256 and name != "simple_gla":
+        pytest.skip("compiles for minutes")
+    inputs, bounds = _draw(monkeypatch, name, size, size, torch.bfloat16, DOCUMENTS)
+    model = variants.load(name).make(H, size, size, torch.bfloat16, chunk_size=chunk, code_dir=str(folder))
+    found = _solve(model, inputs, bounds, torch.bfloat16, seed)
+    _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("B", [1, 48])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_schedules(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, B: int) -> None:
+    """Few heads over many chunks, and so many heads that one walk takes each whole."""
+    inputs, _ = _draw(monkeypatch, name, 128, 128, torch.bfloat16, None, B=B, T=2100 if B == 1 else 200)
+    model = variants.load(name).make(H, 128, 128, torch.bfloat16, code_dir=str(folder))
+    found = _solve(model, inputs, None, torch.bfloat16, seed)
+    _assert_right(found, _solve(model, inputs, None, torch.float64, seed), BOUND[torch.bfloat16])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_results_are_the_same_every_time(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str) -> None:
     inputs, bounds = _draw(monkeypatch, name, 128, 128, torch.bfloat16, DOCUMENTS)

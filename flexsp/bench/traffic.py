@@ -1,4 +1,4 @@
-"""`flexsp bench traffic`: bytes that generated kernels move, counted by Nsight Compute, beside the plan's prediction."""
+"""`flexsp bench traffic`: bytes that generated kernels move, counted by Nsight Compute, beside a plan's prediction."""
 
 from __future__ import annotations
 

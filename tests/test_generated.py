@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests import variants
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
 BOUND = {torch.float32: 2e-5, torch.float16: 4e-3}
+DRAWS = 4
 SOME = ["simple_gla", "gla", "gated_deltanet"]
 ALL = os.environ.get("ALL_TESTS") == "1"  # the rest is too slow for every run
 NAMES = [name for name in variants.VARIANTS if name != "hgrn"] if ALL else SOME
@@ -220,10 +221,41 @@ def joined(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
     return found
 
 
-def outside(run: Run, found: Tensors, want: Tensors) -> list[str]:
+def of_functions(run: Run, problem: Problem) -> Tensors:
+    """What the three functions give in PyTorch, in float32."""
+    leaves = {name: x.float() for name, x in (problem.tokens | problem.params).items()}
+    leaves = {name: x.requires_grad_() for name, x in (leaves | {"prev_s": problem.initial.float()}).items()}
+    model = variants.load(run.name).make(run.H, run.K, run.V, chunk_size=run.chunk)
+    cu = None if run.bounds is None else torch.tensor(run.bounds)
+    o, final = model(**leaves, cu_seqlens=cu, sp=False)
+    torch.autograd.backward([o, final], [problem.do.float(), problem.dfinal.float()])
+    grads = {"dinitial" if name == "prev_s" else f"d{name}": of_leaf(x) for name, x in leaves.items()}
+    return {"o": o.detach(), "final": final.detach(), **grads}
+
+
+def rounding(run: Run, problem: Problem) -> dict[str, float]:
+    """||error|| of the functions in float32, the largest for some cotangents: a sum that nearly vanishes has it too."""
+    found: dict[str, float] = {}
+    for i in range(DRAWS):
+        do, dfinal = (torch.randn(x.shape).bfloat16().double() if i else x for x in (problem.do, problem.dfinal))
+        drawn = replace(problem, do=do, dfinal=dfinal)
+        want, low = wanted(run, drawn), of_functions(run, drawn)
+        found = {name: max((low[name] - x).norm().item(), found.get(name, 0.0)) for name, x in want.items()}
+    return found
+
+
+def outside(run: Run, problem: Problem, found: Tensors) -> list[str]:
+    """What is further from the token loop than the bound and four times the functions in PyTorch, in float32."""
+    want = wanted(run, problem)
     assert found.keys() == want.keys(), f"{sorted(found)} instead of {sorted(want)}"
     errors = {name: relative_error(found[name], x) for name, x in want.items()}
-    return [f"{run}: {name}: error {error:.1e}" for name, error in errors.items() if not error <= BOUND[run.dtype]]
+    bounds = dict.fromkeys(errors, BOUND[run.dtype])
+    if run.dtype == torch.float32 and run.T and any(not errors[name] <= bounds[name] for name in errors):
+        low = rounding(run, problem)
+        size = {name: max(x.norm().item(), torch.finfo(torch.float32).tiny) for name, x in want.items()}
+        bounds = {name: max(bound, 4 * low[name] / size[name]) for name, bound in bounds.items()}
+    told = [f"{run}: {name}: error {errors[name]:.1e}, bound {bounds[name]:.1e}" for name in errors]
+    return told if any(not errors[name] <= bounds[name] for name in errors) else []
 
 
 def check_runs(folder: str, *runs: Run) -> None:
@@ -233,7 +265,7 @@ def check_runs(folder: str, *runs: Run) -> None:
     parts = run_ranks(answers, world, list(runs), problems, folder, env=ENV, timeout=200)
     wrong: list[str] = []
     for i, (run, problem) in enumerate(zip(runs, problems, strict=True)):
-        wrong += outside(run, joined(problem, [part[i] for part in parts]), wanted(run, problem))
+        wrong += outside(run, problem, joined(problem, [part[i] for part in parts]))
     assert not wrong, "\n".join(wrong)
 
 

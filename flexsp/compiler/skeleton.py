@@ -24,6 +24,7 @@ __all__ = ["Kernel", "Layout", "make_kernel"]
 # Walks that hold the state transposed: so it enters its products from registers.
 FLIPPED = ("output",)
 WALKS = ("summarize", "output", "states", "collect", "back")
+_KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of every chunk
 
 
 @dataclass(frozen=True)
@@ -330,80 +331,77 @@ def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...
 
 
 def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], alone: bool) -> Kernel:
-    layout = body.layout
+    layout, state = body.layout, _state(kind)
     K, V = layout.rows, layout.cols
+    reverse, flip = state == "dS", bool(emitter.flipped)
+    body.tokens[:] = _do_last(body.tokens)
     _reads_in_memory(body, emitter)
-    state = _state(kind)
-    reverse = state == "dS"
-    flip = bool(emitter.flipped)
     tile = f"0, v0, True, {K}, {V}, B{K}, B{V}" + (", True" if flip else "")
     zeros = f"tl.zeros([{f'B{V}, B{K}' if flip else f'B{K}, B{V}'}], tl.float32)"
     new = emitter.masked(emitter.full(results["d_S" if reverse else "S"], (K, V)), 0)
     new = emitter.masked(new, 1) if V in emitter.contracted else new
     new = turned(new) if flip else new
-    writes: list[str] = []
-    after: list[str] = []
+    writes, after = [], []
     if "o" in results:
         writes.append("o")
         after.append(_store_tokens(emitter, "o", results["o"], ("C", V), body))
-    body.tokens[:] = _do_last(body.tokens)
-    keeps = kind in ("states", "back")
     decays = "A" in results
-    body.indices.update({K} if decays else set())
-    ends = kind in ("summarize", "collect")
-    flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if kind in ("output", "back") else [])]
-    pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
-    pointers += [
-        "states",
-        "boundary",
-        *(["left"] if kind in ("output", "back") else []),
-        *(["chunk_states"] if keeps else []),
-    ]
-    pointers += [*(["decay"] if decays else []), *(["cut"] if kind == "summarize" else []), "table"]
-    loop = _walk_loop(kind, state, tile, zeros, layout, keeps)
-    total = [f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []
     if decays:
+        _index(K, body)
         after.append(f"total = tl.where(length > 0, total * {_per_row(emitter, results['A'], layout)}, total)")
-    entry = f"((b * (n_seg + 1) + seg + {int(reverse)}).to(tl.int64) * H + h) * {K} * {V}"
-    leave = f"((b * (n_seg + 1) + seg + {int(not reverse)}).to(tl.int64) * H + h) * {K} * {V}"
-    given = f"load_state(boundary + row * {K} * {V}, {tile})"
+    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + f"{K} * {V}"
+    ends = kind in ("summarize", "collect")
     lines = [
-        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)",
-        *_setup(body, []), "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
+        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *_setup(body, []),
+        "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
+        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", tile, zeros, layout, alone),
+        *([f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []),
+        *(["cuts = 0"] if kind == "summarize" else []),
     ]  # fmt: skip
-    at_edge = f"if seg == {'n_seg - 1' if reverse else '0'}:"
-    if ends and alone:
-        lines.append(f"{state} = load_state(states + {entry}, {tile})")
-    elif ends:
-        edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
-        edge.append(f"store_state(states + {entry}, edge, {tile})")
-        lines += [f"{state} = {zeros}", at_edge, *(f"    {line}" for line in edge)]
-    else:
-        lines += [
-            "if ENTERS:", f"    {state} = load_state(states + {entry}, {tile})", "else:", f"    {state} = {zeros}",
-            "    if BOUNDARY:", "        if not PACKED:", f"            {state} = {given}",
-        ]  # fmt: skip
-    lines += total
-    if kind == "summarize":
-        lines.append("cuts = 0")
-    source = _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
-    source += _indent(lines, 1) + _indent(loop, 1)
+    source = _walk_header(kind, body, writes, decays)
+    source += _indent(lines, 1) + _indent(_walk_loop(kind, state, tile, zeros, layout), 1)
     source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
+    last = []
     if ends:
-        source += _indent([f"store_state(states + {leave}, {state}, {tile})"], 1)
-    elif "LEAVES" in flags:
-        at_end = f"        if seg == {'0' if reverse else 'n_seg - 1'}:"
-        store = f"            store_state(left + row * {K} * {V}, {state}, {tile})"
-        source += _indent(["if LEAVES:", "    if not PACKED:", at_end, store], 1)
+        last.append(f"store_state(states + {at.format(int(not reverse))}, {state}, {tile})")
+    elif kind in ("output", "back"):
+        last += ["if LEAVES:", "    if not PACKED:", f"        if seg == {'0' if reverse else 'n_seg - 1'}:"]
+        last.append(f"            store_state(left + row * {K} * {V}, {state}, {tile})")
     if decays:
-        source += _indent(
-            [f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "
-             f"mask=(at_{K} < {K}) & (tl.program_id(0) == 0))"], 1)  # fmt: skip
+        last.append(f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "
+                    f"mask=(at_{K} < {K}) & (tl.program_id(0) == 0))")  # fmt: skip
     if kind == "summarize":
-        source += _indent(
-            ["if PACKED:",
-             "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"], 1)  # fmt: skip
-    return _kernel(kind, source, body, writes, emitter.contracted)
+        last += ["if PACKED:", "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"]
+    return _kernel(kind, source + _indent(last, 1), body, writes, emitter.contracted)
+
+
+def _walk_start(
+    kind: str, state: str, entry: str, tile: str, zeros: str, layout: Layout, alone: bool
+) -> list[str]:
+    """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
+    given = f"load_state(boundary + row * {layout.rows} * {layout.cols}, {tile})"
+    ends = kind in ("summarize", "collect")
+    if ends and alone:
+        return [f"{state} = load_state({entry}, {tile})"]
+    if ends:
+        edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
+        edge.append(f"store_state({entry}, edge, {tile})")
+        at_edge = f"if seg == {'n_seg - 1' if state == 'dS' else '0'}:"
+        return [f"{state} = {zeros}", at_edge, *(f"    {line}" for line in edge)]
+    return [
+        "if ENTERS:", f"    {state} = load_state({entry}, {tile})", "else:", f"    {state} = {zeros}",
+        "    if BOUNDARY:", "        if not PACKED:", f"            {state} = {given}",
+    ]  # fmt: skip
+
+
+def _walk_header(kind: str, body: _Body, writes: Sequence[str], decays: bool) -> str:
+    leaves = kind in ("output", "back")
+    pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
+    pointers += ["states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
+    pointers += [*(["decay"] if decays else []), *(["cut"] if kind == "summarize" else []), "table"]
+    ends = kind in ("summarize", "collect")
+    flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
+    return _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
 
 
 def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
@@ -417,7 +415,7 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
     return f"col_of({_laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
 
 
-def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, keeps: bool) -> list[str]:
+def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout) -> list[str]:
     K, V = layout.rows, layout.cols
     reverse = state == "dS"
     edge = "last" if reverse else "first"
@@ -433,7 +431,7 @@ def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, kee
     ]
     if kind == "summarize":
         lines.append("        cuts = cuts | first.to(tl.int32)")
-    if keeps:
+    if kind in _KEEPS:
         lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {K} * {V}, {state}, {tile})")
     return lines
 

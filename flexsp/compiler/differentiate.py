@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from flexsp.compiler import intrinsics, primitives
 from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
-from flexsp.compiler.rewrite import DIMS, cheapen, row_scaled, simplify
+from flexsp.compiler.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.trace import Traced, location
 
 __all__ = ["Intrinsic", "Step", "cut", "differentiate"]
@@ -239,7 +239,8 @@ class _Keeper:
 
     These are running sums over a chunk ("gates": a walk would scan again and again), the arguments and results of
     intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all
-    chunks one after the other, so what multiplies the state there is kept too: its steps are products and no more.
+    chunks one after the other, so what multiplies the state there is kept too: its steps are products and no more. And
+    operands of a walk's products that are made with gates of two axes ("gated"): they take less memory than the gates.
     """
 
     def __init__(self, graph: Graph, outputs: list[str], dense: bool) -> None:
@@ -267,6 +268,7 @@ class _Keeper:
                     self.found[name.removeprefix("keep_")] = node
         if self.dense:
             self._operands(forward)
+        self._gated(forward)
         new = {name: node for name, node in self.found.items() if f"keep_{name}" not in self.outputs}
         self.end.args = ([*self.end.args[0], *new.values()],)
         self.outputs += [f"keep_{name}" for name in new]
@@ -290,6 +292,17 @@ class _Keeper:
                     known = x in moving or x.op == "placeholder" or x in self.found.values()
                     if not known and not leaves:
                         self.found[f"operand{len(self.found)}"] = x
+
+    def _gated(self, forward: set[Any]) -> None:
+        """Keeps what walks multiply that is computed from gates of two axes and from no product."""
+        wide = {node for name, node in self.found.items() if name.startswith("gates_") and len(dims(node)) == 2}
+        for node in self.graph.nodes:
+            if node in forward and node.target is aten.mm.default:
+                for x in node.args:
+                    x = x.args[0] if x.target is aten.t.default else x
+                    known = x.op == "placeholder" or x in self.found.values()
+                    if not known and not _heavy(x) and dims(x)[:1] == ("C",) and wide & _ancestors([x]):
+                        self.found[f"gated_{len(self.found)}"] = x
 
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)

@@ -181,7 +181,7 @@ class Recipe:
     def _room(self, name: str, room: Room) -> str:
         """Room for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
         shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[name]]
-        wide = name.startswith(("gates", "f32")) or len(shape) < 2
+        wide = name.startswith(("gates_", "f32_")) or len(shape) < 2
         return room.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
 
     def _shot(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,6 +37,7 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 """
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
+_OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")
 
 
 class Generated:
@@ -69,12 +71,14 @@ class Generated:
         tokens = {name: found[name] for name in self.step.tokens} | {"do": found["do"]}
         params = {name: found[name] for name in self.step.params}
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
-        bad = sorted(s for s in sizes if s.isdigit() or s in _RESERVED)
+        cached = {name for name in self.program.chunk.cached if _OURS.match(name)}
+        bad = sorted([*cached, *(s for s in sizes if s.isdigit() or s in _RESERVED)])
         clash = sorted((_RESERVED | {rows, cols}) & {*tokens, *params} - {"do"})
         if bad or clash or rows == cols or found["do"] != ("C", cols):
             raise NotEmittable(
                 "kernels need a state [K, V] of two ConstExprs and outputs [C, V], no sizes that are plain numbers and "
-                f"none of the names {sorted(_RESERVED)}; in the way: {bad + clash or [rows, cols, *found['do']]}"
+                f"none of the names {sorted(_RESERVED)} or of kept values ({_OURS.pattern}); in the way: "
+                f"{bad + clash or [rows, cols, *found['do']]}"
             )
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept)
 
@@ -102,7 +106,7 @@ class Generated:
         for_backward = {name for x in step.intrinsics if x.backward for name in x.args}
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
-        return tuple(name for name in found if name not in scratch or name.startswith("gates"))
+        return tuple(name for name in found if name not in scratch or name.startswith("gates_"))
 
     @cached_property
     def split(self) -> bool:

@@ -120,9 +120,9 @@ class _Call:
     def kept(self, name: str, reads: bool) -> int:
         """Bytes of a kept value. Rows past a chunk's length are written, but only those of running gates are read."""
         sizes = self.code.layout.kept[name]
-        wide = name.startswith(("gates", "f32")) or len(sizes) < 2
+        wide = name.startswith(("gates_", "f32_")) or len(sizes) < 2
         rows = self.plan.n_chunks * (self.plan.chunk if "C" in sizes[:1] else 1)
-        if reads and "C" in sizes[:1] and not name.startswith("gates"):
+        if reads and "C" in sizes[:1] and not name.startswith("gates_"):
             rows = self.T
         numbers = math.prod(
             self.plan.chunk if s == "C" else self.sizes[s] for s in sizes[1 if "C" in sizes[:1] else 0 :]
@@ -143,7 +143,7 @@ class _Call:
     @functools.cached_property
     def wide(self) -> frozenset[str]:
         """Names of fp32 values, whatever the inputs are."""
-        kept = [x for x in self.code.layout.kept if x.startswith(("gates", "f32"))]
+        kept = [x for x in self.code.layout.kept if x.startswith(("gates_", "f32_"))]
         return frozenset([*kept, *(x for x in self.code.layout.tokens if x != "do" and self.width(x) == 4)])
 
 

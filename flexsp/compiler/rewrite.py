@@ -236,8 +236,9 @@ def _common(graph: Graph) -> None:
 
 
 def _cheaper(graph: Graph, node: Any) -> Any:
-    """Constants and factors of rows leave the operands of products, that loads may feed them as they are; then
-    constants go into the smallest tile that they multiply. Masks that another one implies are dropped."""
+    """Constants, signs and factors of rows leave the operands of products, that loads may feed them as they are; then
+    constants go into the smallest tile that they multiply. Masks that another one implies are dropped, and running
+    sums that are added become one."""
     if node.target is aten.mm.default:
         return _out_of_product(graph, node)
     if node.target is aten.mul.Tensor and isinstance(node.args[1], (int, float)):
@@ -247,11 +248,54 @@ def _cheaper(graph: Graph, node: Any) -> Any:
             new = _implied(graph, node, x, y) or _regroup(graph, node, x, y)
             if new is not None:
                 return new
+    if node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
+        return _signed(graph, node) or _one_running_sum(graph, node)
     if node.target is aten.tril.default and _above(node.args[0]) <= _diagonal(node):
         return node.args[0]
     if node.target is aten.masked_fill.Scalar and node.args[2] == 0 and _above(node.args[0]) <= _masked(node.args[1]):
         return node.args[0]
     return None
+
+
+def _signed(graph: Graph, node: Any) -> Any:
+    """x + (-y) = x - y, (-x) + y = y - x, x - (-y) = x + y."""
+    x, y = node.args
+    adds = node.target is aten.add.Tensor
+    if isinstance(y, Node) and y.target is aten.neg.default:
+        return _insert(graph, node, aten.sub.Tensor if adds else aten.add.Tensor, (x, y.args[0]))
+    if adds and isinstance(x, Node) and x.target is aten.neg.default and isinstance(y, Node):
+        return _insert(graph, node, aten.sub.Tensor, (y, x.args[0]))
+    return None
+
+
+def _one_running_sum(graph: Graph, node: Any) -> Any:
+    """cumsum(x) + cumsum(y) = cumsum(x + y), also where something else was added to one of them before."""
+    if node.target is not aten.add.Tensor:
+        return None
+    for one, other in (node.args, node.args[::-1]):
+        if not _sums_up(one, node):
+            continue
+        if _sums_up(other, one):
+            return _joined(graph, node, one, other)
+        if isinstance(other, Node) and other.target is aten.add.Tensor and len(other.users) == 1 and not other.kwargs:
+            for mine, rest in (other.args, other.args[::-1]):
+                if _sums_up(mine, one):
+                    return _insert(graph, node, aten.add.Tensor, (_joined(graph, node, one, mine), rest))
+    return None
+
+
+def _sums_up(x: Any, like: Any) -> bool:
+    """Whether x is a running sum that nothing else reads, of the sizes of `like`, and of its kind if that is one."""
+    kinds = (aten.cumsum.default, reverse_cumsum)
+    if not isinstance(x, Node) or x.target not in kinds or len(x.users) > 1 or dims(x) != dims(like):
+        return False
+    return like.target not in kinds or (like.target is x.target and like.args[1] == x.args[1])
+
+
+def _joined(graph: Graph, before: Any, x: Any, y: Any) -> Any:
+    both = _insert(graph, before, aten.add.Tensor, (x.args[0], y.args[0]))
+    both.meta = dict(x.args[0].meta)
+    return _insert(graph, before, x.target, (both, x.args[1]))
 
 
 def _implied(graph: Graph, node: Any, x: Any, y: Any) -> Any:
@@ -322,11 +366,14 @@ def row_scaled(x: Any) -> bool:
 
 
 def _out_of_product(graph: Graph, node: Any) -> Any:
-    """(c X) Y = c (X Y), X (c Y) = c (X Y) and (r X) Y = r (X Y) with r [C, 1], where X and Y are loads."""
+    """(-X) Y = -(X Y) and X (-Y) = -(X Y); where X and Y are loads, (c X) Y = c (X Y), X (c Y) = c (X Y) and, with r
+    [C, 1], (r X) Y = r (X Y)."""
     for side in (0, 1):
         x = node.args[side]
         turned = isinstance(x, Node) and x.target is aten.t.default
         inner = x.args[0] if turned else x
+        if isinstance(inner, Node) and inner.target is aten.neg.default:
+            return _insert(graph, node, aten.neg.default, (_with_operand(graph, node, side, x, inner.args[0]),))
         if not isinstance(inner, Node) or inner.target is not aten.mul.Tensor:
             continue
         loaded, factor = inner.args
@@ -335,12 +382,17 @@ def _out_of_product(graph: Graph, node: Any) -> Any:
         rows = side == 0 and not turned and isinstance(factor, Node) and dims(factor)[1:] == ("1",)
         if isinstance(factor, Node) and dims(factor) and not rows:
             continue
-        plain = _insert(graph, node, aten.t.default, (loaded,)) if turned else loaded
-        if turned:
-            plain.meta = dict(x.meta)
-        args = (plain, node.args[1]) if side == 0 else (node.args[0], plain)
-        return _insert(graph, node, aten.mul.Tensor, (_insert(graph, node, aten.mm.default, args), factor))
+        return _insert(graph, node, aten.mul.Tensor, (_with_operand(graph, node, side, x, loaded), factor))
     return None
+
+
+def _with_operand(graph: Graph, product: Any, side: int, old: Any, plain: Any) -> Any:
+    """The product with another operand, transposed as the old one was."""
+    if old.target is aten.t.default:
+        plain = _insert(graph, product, aten.t.default, (plain,))
+        plain.meta = dict(old.meta)
+    args = (plain, product.args[1]) if side == 0 else (product.args[0], plain)
+    return _insert(graph, product, aten.mm.default, args)
 
 
 def _sink(graph: Graph, node: Any) -> Any:

@@ -155,7 +155,7 @@ def _load_kept(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter)
     if name not in body.kept:
         body.kept.append(name)
     at = f"{name}_ptr + c * {_elements(sizes)}"
-    gates = name.startswith("gates")  # running sums, whose rows past the chunk's length are all the same
+    gates = name.startswith("gates_")  # running sums, whose rows past the chunk's length are all the same
     steady = frozenset({0} if gates else ())
     if not sizes:
         return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + c)", ()))
@@ -312,7 +312,7 @@ def _store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], b
         return _store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "c")
     at = f"{name}_ptr + c * {_elements(sizes)}"
     x = emitter.full(x, sizes)
-    if not name.startswith("gates"):
+    if not name.startswith("gates_"):
         x = emitter.masked(x, 0)
         x = emitter.masked(x, 1) if x.wild and sizes[1:] == ("C",) else x  # the others are loaded without their padding
     text = x.f32

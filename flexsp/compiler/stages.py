@@ -16,6 +16,8 @@ from torch.fx import Graph
 from flexsp.compiler.differentiate import Intrinsic, Step
 from flexsp.compiler.rewrite import dims
 
+GATES = ("gates_", "gated_")  # running sums and operands made with them, which the first stage leaves
+
 __all__ = ["Stage", "make_stages", "split_gradients"]
 
 
@@ -39,7 +41,7 @@ def make_stages(step: Step) -> list[Stage]:
     stages: list[Stage] = []
     available: list[str] = []
     made = {n for x in step.intrinsics for n in (*x.args, *x.results)}
-    cached = [name for name in step.kept if name not in made and not name.startswith("gates")]
+    cached = [name for name in step.kept if name not in made and not name.startswith(GATES)]
     levels = _grad_levels(step)
     for backward in (False, True):
         mine = [x for x in step.intrinsics if x.backward == backward]
@@ -49,7 +51,7 @@ def make_stages(step: Step) -> list[Stage]:
             now = tuple(x for x in mine if x.level == level + 1)
             wanted = [name for x in now for name in x.args if name in step.kept and name not in available]
             if not backward and level == 0:
-                wanted += [name for name in step.kept if name.startswith("gates")]
+                wanted += [name for name in step.kept if name.startswith(GATES)]
             if not backward and level == top:
                 wanted += [name for name in cached if not name.startswith("grad_")]
             wanted += [name for name, n in of_cached.items() if n == level]

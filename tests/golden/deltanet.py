@@ -101,17 +101,15 @@ def adjoint0(
     mul_tensor_0 = mm_default_0 * 0.125
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
     dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-    mm_22 = mm(k_c, dS, DOT, PREC)
-    add_9 = mul_tensor_0 + mm_22
+    mm_default_2 = mm(k_c, dS, DOT, PREC)
+    add_9 = mul_tensor_0 + mm_default_2
     store_rows(grad_u_ptr + c * C * V, keep_rows(add_9, length), V, C, 0, C, V, BV)
-    neg_0 = -mul_tensor_0
     S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-    mm_17 = mm(neg_0, tl.trans(S), DOT, PREC)
-    neg_1 = -dS.to(tl.float32)
-    mm_18 = mm(k_c, neg_1, DOT, PREC)
-    mm_21 = mm(mm_18, tl.trans(S), DOT, PREC)
-    add_6 = mm_17 + mm_21
-    store_rows(grad_w_ptr + c * C * K, keep_rows(add_6, length), K, C, 0, C, K, BK)
+    mm_default_1 = mm(mul_tensor_0, tl.trans(S), DOT, PREC)
+    neg_default_0 = -mm_default_1
+    mm_default_3 = mm(mm_default_2, tl.trans(S), DOT, PREC)
+    sub_tensor_0 = neg_default_0 - mm_default_3
+    store_rows(grad_w_ptr + c * C * K, keep_rows(sub_tensor_0, length), K, C, 0, C, K, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -194,23 +192,21 @@ def collect(
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
         mm_default_1 = mm(tl.trans(operand6_c), do_c, DOT, PREC)
         mul_tensor_1 = mm_default_1 * 0.125
-        neg_0 = -mul_tensor_1
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
-        mm_16 = mm(tl.trans(w_c), neg_0, DOT, PREC)
+        mm_default_2 = mm(tl.trans(w_c), mul_tensor_1, DOT, PREC)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_default_0 = mm(tl.trans(q_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
-        add_4 = mul_tensor_0 + mm_16
-        add_5 = add_4 + dS
-        neg_1 = -dS
+        sub_tensor_0 = mul_tensor_0 - mm_default_2
+        add_5 = sub_tensor_0 + dS
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_18 = mm(k_c, neg_1, DOT, PREC)
-        mm_20 = mm(tl.trans(w_c), mm_18, DOT, PREC)
-        add_7 = add_5 + mm_20
+        mm_default_3 = mm(k_c, dS, DOT, PREC)
+        mm_default_4 = mm(tl.trans(w_c), mm_default_3, DOT, PREC)
+        sub_tensor_1 = add_5 - mm_default_4
         if PACKED:
-            dS = tl.where(length > 0, add_7, dS)
+            dS = tl.where(length > 0, sub_tensor_1, dS)
         else:
-            dS = add_7
+            dS = sub_tensor_1
         if PACKED:
             dS = tl.where(first, 0.0, dS)
     store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, dS, 0, v0, True, K, V, BK, BV)
@@ -373,23 +369,21 @@ def back(
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
         mm_default_1 = mm(tl.trans(operand6_c), do_c, DOT, PREC)
         mul_tensor_1 = mm_default_1 * 0.125
-        neg_0 = -mul_tensor_1
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
-        mm_16 = mm(tl.trans(w_c), neg_0, DOT, PREC)
+        mm_default_2 = mm(tl.trans(w_c), mul_tensor_1, DOT, PREC)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_default_0 = mm(tl.trans(q_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
-        add_4 = mul_tensor_0 + mm_16
-        add_5 = add_4 + dS
-        neg_1 = -dS
+        sub_tensor_0 = mul_tensor_0 - mm_default_2
+        add_5 = sub_tensor_0 + dS
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_18 = mm(k_c, neg_1, DOT, PREC)
-        mm_20 = mm(tl.trans(w_c), mm_18, DOT, PREC)
-        add_7 = add_5 + mm_20
+        mm_default_3 = mm(k_c, dS, DOT, PREC)
+        mm_default_4 = mm(tl.trans(w_c), mm_default_3, DOT, PREC)
+        sub_tensor_1 = add_5 - mm_default_4
         if PACKED:
-            dS = tl.where(length > 0, add_7, dS)
+            dS = tl.where(length > 0, sub_tensor_1, dS)
         else:
-            dS = add_7
+            dS = sub_tensor_1
         if PACKED:
             if LEAVES:
                 if first:
@@ -466,9 +460,9 @@ def grads(
         mm_28 = mm(add_12, tl.trans(inverse0_c), DOT, PREC)
         mm_29 = mm(tl.trans(inverse0_c), mm_28, DOT, PREC)
         tril_3 = tl.where(below(C, C, -1), mm_29, 0.0)
-        neg_2 = -tril_3
-        mm_31 = mm(neg_2, k_c, DOT, PREC)
-        mul_9 = mm_31 * k_c.to(tl.float32)
+        mm_default_3 = mm(tril_3, k_c, DOT, PREC)
+        neg_default_2 = -mm_default_3
+        mul_9 = neg_default_2 * k_c.to(tl.float32)
         sum_dim_int_list_2 = tl.sum(mul_9, axis=1)
         tl.store(sum0_ptr + c * C + rows, sum_dim_int_list_2)
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
@@ -483,17 +477,16 @@ def grads(
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_14 = mm(tl.trans(tril_2), q_c, DOT, PREC)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        neg_1 = -dS.to(tl.float32)
-        mm_19 = mm(mm_4, tl.trans(neg_1), DOT, PREC)
-        add_tensor_2 = mm_14 + mm_19
+        mm_default_1 = mm(mm_4, tl.trans(dS), DOT, PREC)
+        sub_tensor_0 = mm_14 - mm_default_1
         mm_23 = mm(u_c, tl.trans(dS), DOT, PREC)
-        add_tensor_3 = add_tensor_2 + mm_23
+        add_tensor_3 = sub_tensor_0 + mm_23
         mul_6 = mm_24 * b_c[:, None]
         add_11 = add_tensor_3 + mul_6
-        mm_30 = mm(tl.trans(neg_2), mul_0, DOT, PREC)
-        add_14 = add_11 + mm_30
-        mul_10 = mm_31 * b_c[:, None]
-        add_15 = add_14 + mul_10
+        mm_default_2 = mm(tl.trans(tril_3), mul_0, DOT, PREC)
+        sub_tensor_1 = add_11 - mm_default_2
+        mul_10 = neg_default_2 * b_c[:, None]
+        add_15 = sub_tensor_1 + mul_10
         store_rows(d_k_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_15, H * K, length, 0, C, K, BK)
     if part == 2:
         inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)

@@ -14,7 +14,8 @@ from flexsp.scan.launch import begin
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def prepare0(
-    g_ptr, gates_cumsum_ptr, table, g_sb, g_st, g_sh, T, H, n_chunks,
+    g_ptr, q_ptr, k_ptr, gates_cumsum_ptr, gated_5_ptr, gated_6_ptr, table, g_sb, g_st, g_sh, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -25,11 +26,25 @@ def prepare0(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     g_ptr += b.to(tl.int64) * g_sb + h * g_sh
+    q_ptr += b.to(tl.int64) * q_sb + h * q_sh
+    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     gates_cumsum_ptr += row * n_chunks * C * K
+    gated_5_ptr += row * n_chunks * C * K
+    gated_6_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     g_c = load_rows(g_ptr + start * g_st, g_st, length, 0, C, K, BK)
     cumsum_0 = tl.cumsum(g_c.to(tl.float32), axis=0)
     store_rows(gates_cumsum_ptr + c * C * K, cumsum_0, K, C, 0, C, K, BK)
+    exp_2 = tl.exp(cumsum_0)
+    q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
+    mul_2 = q_c.to(tl.float32) * exp_2
+    store_rows(gated_6_ptr + c * C * K, mul_2, K, C, 0, C, K, BK)
+    sum_1 = tl.sum(g_c.to(tl.float32), axis=0)
+    sub_0 = sum_1[None, :] - cumsum_0
+    exp_0 = tl.exp(sub_0)
+    k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
+    mul_0 = k_c.to(tl.float32) * exp_0
+    store_rows(gated_5_ptr + c * C * K, mul_0, K, C, 0, C, K, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
@@ -57,8 +72,8 @@ def adjoint0(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, decay, cut, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
-    n_seg, n_chunks, per_seg,
+    v_ptr, gated_5_ptr, gates_cumsum_ptr, states, boundary, decay, cut, table, v_sb, v_st, v_sh, T, H, n_seg,
+    n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -70,8 +85,8 @@ def summarize(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
-    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
+    gated_5_ptr += row * n_chunks * C * K
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -94,15 +109,11 @@ def summarize(
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
             cuts = cuts | first.to(tl.int32)
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
-        exp_0 = tl.exp(sub_0)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mul_0 = k_c.to(tl.float32) * exp_0
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
-        mm_0 = mm(tl.trans(mul_0), v_c, DOT, PREC)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
+        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         total = tl.where(length > 0, total * tl.sum(exp_1[:, None], axis=1), total)
         if PACKED:
@@ -117,8 +128,8 @@ def summarize(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
-    q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, table, q_sb, q_st, q_sh, do_sb, do_st, do_sh, T, H, n_seg,
-    n_chunks, per_seg,
+    do_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
+    per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -130,8 +141,8 @@ def collect(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
-    q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
+    gated_6_ptr += row * n_chunks * C * K
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -150,16 +161,13 @@ def collect(
                 dS = tl.zeros([BK, BV], tl.float32)
                 if BOUNDARY:
                     dS = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
-        q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mul_2 = q_c.to(tl.float32) * exp_2
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
-        mm_default_0 = mm(tl.trans(mul_2), do_c, DOT, PREC)
-        mul_tensor_0 = mm_default_0 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_12 = dS * exp_1[:, None]
+        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
+        mul_tensor_0 = mm_default_0 * 0.125
         add_4 = mul_tensor_0 + mul_12
         if PACKED:
             dS = tl.where(length > 0, add_4, dS)
@@ -172,8 +180,8 @@ def collect(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
-    q_ptr, v_ptr, k_ptr, gates_cumsum_ptr, scores0_ptr, o_ptr, states, boundary, left, table, q_sb, q_st, q_sh,
-    v_sb, v_st, v_sh, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
+    v_ptr, scores0_ptr, gated_6_ptr, gated_5_ptr, gates_cumsum_ptr, o_ptr, states, boundary, left, table, v_sb,
+    v_st, v_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
     tl.constexpr,
@@ -186,11 +194,11 @@ def output(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
-    q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
-    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
-    gates_cumsum_ptr += row * n_chunks * C * K
     scores0_ptr += row * n_chunks * C * C
+    gated_6_ptr += row * n_chunks * C * K
+    gated_5_ptr += row * n_chunks * C * K
+    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     if ENTERS:
@@ -208,24 +216,18 @@ def output(
                 S = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV, True)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
-        q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mul_2 = q_c.to(tl.float32) * exp_2
-        mm_2 = mm(S, tl.trans(mul_2), DOT, PREC)
         scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_1 = mm(tl.trans(v_c), tl.trans(scores0_c), DOT, PREC)
+        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        mm_2 = mm(S, tl.trans(gated_6_c), DOT, PREC)
         add_1 = mm_1 + mm_2
         mul_3 = add_1 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
-        exp_0 = tl.exp(sub_0)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mul_0 = k_c.to(tl.float32) * exp_0
-        mm_0 = mm(tl.trans(v_c), mul_0, DOT, PREC)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[None, :]
+        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        mm_0 = mm(tl.trans(v_c), gated_5_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         store_columns(o_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_3, H * V, length, v0, C, V, BV)
         if PACKED:
@@ -244,8 +246,8 @@ def output(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
-    k_ptr, v_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
-    n_seg, n_chunks, per_seg,
+    v_ptr, gated_5_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, v_sb, v_st, v_sh, T, H, n_seg,
+    n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -257,8 +259,8 @@ def states(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
-    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
+    gated_5_ptr += row * n_chunks * C * K
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -279,15 +281,11 @@ def states(
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
         store_state(chunk_states + (row * n_chunks + c) * K * V, S, 0, v0, True, K, V, BK, BV)
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
-        exp_0 = tl.exp(sub_0)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mul_0 = k_c.to(tl.float32) * exp_0
-        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
-        mm_0 = mm(tl.trans(mul_0), v_c, DOT, PREC)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
+        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
+        mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         if PACKED:
             S = tl.where(length > 0, add_0, S)
@@ -297,8 +295,8 @@ def states(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
-    q_ptr, do_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, q_sb, q_st, q_sh, do_sb, do_st,
-    do_sh, T, H, n_seg, n_chunks, per_seg,
+    do_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, do_sb, do_st, do_sh, T, H,
+    n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
     tl.constexpr,
@@ -311,8 +309,8 @@ def back(
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
-    q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
+    gated_6_ptr += row * n_chunks * C * K
     gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -332,16 +330,13 @@ def back(
                 if BOUNDARY:
                     dS = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
         store_state(chunk_states + (row * n_chunks + c) * K * V, dS, 0, v0, True, K, V, BK, BV)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
-        q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mul_2 = q_c.to(tl.float32) * exp_2
-        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
-        mm_default_0 = mm(tl.trans(mul_2), do_c, DOT, PREC)
-        mul_tensor_0 = mm_default_0 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_12 = dS * exp_1[:, None]
+        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
+        mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
+        mul_tensor_0 = mm_default_0 * 0.125
         add_4 = mul_tensor_0 + mul_12
         if PACKED:
             dS = tl.where(length > 0, add_4, dS)
@@ -361,9 +356,9 @@ def back(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    v_ptr, k_ptr, q_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, d_q_ptr, d_k_ptr,
-    d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, k_sb, k_st, k_sh, q_sb, q_st, q_sh, do_sb, do_st,
-    do_sh, T, H, n_chunks,
+    v_ptr, q_ptr, k_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, gated_5_ptr,
+    d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, do_sb, do_st, do_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -376,13 +371,14 @@ def grads(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
-    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
+    k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     gates_cumsum_ptr += row * n_chunks * C * K
     f32_grad1_0_ptr += row * n_chunks * C * K
     f32_grad1_1_ptr += row * n_chunks * C * K
     scores0_ptr += row * n_chunks * C * C
+    gated_5_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     if part == 0:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
@@ -408,18 +404,13 @@ def grads(
         add_7 = f32_grad1_1_c.to(tl.float32) + mul_15
         store_rows(d_k_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_7, H * K, length, 0, C, K, BK)
     if part == 2:
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
-        sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
-        exp_0 = tl.exp(sub_0)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mul_0 = k_c.to(tl.float32) * exp_0
-        dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_7 = mm(mul_0, dS, DOT, PREC)
         scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = mm(tl.trans(scores0_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
+        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
+        mm_7 = mm(gated_5_c, dS, DOT, PREC)
         add_6 = mul_tensor_0 + mm_7
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_6, H * V, length, 0, C, V, BV)
     if part == 3:
@@ -439,23 +430,21 @@ def grads(
         mul_10 = k_c.to(tl.float32) * f32_grad1_1_c.to(tl.float32)
         sub_1 = mul_9 - mul_10
         add_3 = mul_8 + sub_1
-        reverse_cumsum_0 = tl.cumsum(add_3, axis=0, reverse=True)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mul_11 = dS.to(tl.float32) * S.to(tl.float32)
-        sum_dim_int_list_0 = tl.sum(mul_11, axis=1)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        exp_1 = tl.exp(sum_1)
-        mul_13 = sum_dim_int_list_0 * exp_1
-        add_5 = reverse_cumsum_0 + mul_13[None, :]
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = mm(v_c, tl.trans(dS), DOT, PREC)
         mul_14 = mm_8 * k_c.to(tl.float32)
+        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
         exp_0 = tl.exp(sub_0)
         mul_16 = mul_14 * exp_0
-        neg_0 = -mul_16
-        reverse_cumsum_1 = tl.cumsum(neg_0, axis=0, reverse=True)
-        add_8 = add_5 + reverse_cumsum_1
+        sub_tensor_0 = add_3 - mul_16
+        reverse_cumsum_2 = tl.cumsum(sub_tensor_0, axis=0, reverse=True)
+        mul_11 = dS.to(tl.float32) * S.to(tl.float32)
+        sum_dim_int_list_0 = tl.sum(mul_11, axis=1)
+        exp_1 = tl.exp(sum_1)
+        mul_13 = sum_dim_int_list_0 * exp_1
+        add_tensor_1 = reverse_cumsum_2 + mul_13[None, :]
         sum_dim_int_list_1 = tl.sum(mul_16, axis=0)
-        add_9 = add_8 + sum_dim_int_list_1[None, :]
+        add_9 = add_tensor_1 + sum_dim_int_list_1[None, :]
         store_rows(d_g_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_9, H * K, length, 0, C, K, BK)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flexsp.scan import launch as module
-from flexsp.scan.launch import dependent, launch
+from flexsp.scan.launch import dependent, launch, newer_assembler
 
 
 class OnGPU(torch.Tensor):
@@ -95,3 +96,29 @@ def test_dependent_launch_needs_hopper(
     launch(kernel, (1,), (gpu(8), 5, 0.5), {"BLOCK": 16, "FLAG": True}, {})
     _, constants, options, _ = kernel.compilations[0]
     assert (constants["PDL"], options["launch_pdl"], kernel.launches[0][1][-1]) == (expected,) * 3
+
+
+def test_the_newest_ptxas_that_torch_can_load_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def tool(name: str, version: str) -> str:
+        path = tmp_path / name / "bin" / "ptxas"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version}, V{version}.1\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def found(cuda: str | None) -> str:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return newer_assembler.__wrapped__().version
+
+    own, other = tool("own", "12.8"), tool("other", "12.9")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", own)
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", other)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    assert found("12.8") == found("13.0") == "12.9"
+    tool("toolkit", "13.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert found("12.8") == "12.9"
+    assert found("13.0") == found(None) == "13.0"
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", own)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert newer_assembler.__wrapped__() is None

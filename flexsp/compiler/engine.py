@@ -117,7 +117,7 @@ class Generated:
     def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool) -> str | None:
         """Why a call with these sizes runs in PyTorch, or None."""
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:
-            return "ptxas before 12.9 miscompiles kernels for Hopper; set TRITON_PTXAS_PATH to a newer one"
+            return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
         except (NotEmittable, KeyError) as error:

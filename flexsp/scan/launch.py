@@ -7,15 +7,18 @@ From Hopper on, kernels are launched as programmatic dependents: a kernel is set
 has settled, and waits for that in `begin`.
 
 ptxas 12.8, which Triton 3.6 uses for Hopper, miscompiles some kernels with small wgmma products: wrong results or
-illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the ptxas that Triton has for Blackwell.
+illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the newest ptxas that is found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,15 +68,21 @@ def _version(tool: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1)
 def newer_assembler() -> Any:
-    """The ptxas (path, version) to assemble kernels for Hopper with; None where there is none of 12.9 or newer."""
-    for tool in ("ptxas", "ptxas_blackwell"):
-        try:
-            found = getattr(knobs.nvidia, tool)
-        except (AttributeError, RuntimeError):
-            continue
-        if _version(found) >= _OLDEST:
-            return found
-    return None
+    """The newest ptxas (path, version) that is there, to assemble kernels for Hopper with; None before 12.9.
+
+    Looked at are Triton's two, that of the CUDA toolkit and that of the package nvidia-cuda-nvcc; none of a newer CUDA
+    than torch's, whose cubins the driver might not load.
+    """
+    limit = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else 99
+    tools = []
+    for name in ("ptxas", "ptxas_blackwell"):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            tools.append(getattr(knobs.nvidia, name))
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "ptxas"
+    package = Path(torch.__file__).parents[1] / "nvidia" / f"cu{limit}" / "bin" / "ptxas"
+    tools += [knobs.NvidiaTool.from_path(str(path)) for path in (toolkit, package) if path.exists()]
+    fit = [tool for tool in tools if tool is not None and _OLDEST <= _version(tool) < (limit + 1,)]
+    return max(fit, key=_version, default=None)
 
 
 @contextmanager

@@ -22,10 +22,10 @@ SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = [("simple_gla", False), ("simple_gla", True), ("gla", False), ("deltanet", False), ("gated_deltanet", False)]
 STACK: dict[tuple[str, bool], dict[str, int]] = {  # bytes a thread; 0 if not here
-    ("gla", False): {"grads": 1200, "scores_grad_kernel": 224},
+    ("gla", False): {"grads": 1664, "scores_grad_kernel": 224},
     ("simple_gla", True): {"output": 80},
-    ("deltanet", False): {"grads": 832},
-    ("gated_deltanet", False): {"grads": 2464},
+    ("deltanet", False): {"grads": 568},
+    ("gated_deltanet", False): {"back": 32, "grads": 2568},
 }
 WALKS = ("summarize", "output", "states", "collect", "back")
 

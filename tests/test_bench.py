@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,3 +231,60 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))
     with pytest.raises(ValueError, match="expected files of `flexsp bench scale`"):
         plot.run(SimpleNamespace(results=[tmp_path / "y.json"], out=str(tmp_path / "z.png")))  # type: ignore[arg-type]
+
+
+NCU = """==PROF== Connected
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","output","dram__bytes_read.sum","Mbyte","1,200.5"
+"0","output","dram__bytes_write.sum","Kbyte","300"
+"0","output","gpu__time_duration.sum","ms","1.5"
+"1","void at::native::fill(int)","dram__bytes_read.sum","byte","7"
+"1","void at::native::fill(int)","dram__bytes_write.sum","byte","8"
+"1","void at::native::fill(int)","gpu__time_duration.sum","ns","900"
+"2","grads","dram__bytes_read.sum","Gbyte","2"
+"2","grads","dram__bytes_write.sum","byte","0"
+"2","grads","gpu__time_duration.sum","us","40"
+"""
+
+
+def test_traffic_of_our_kernels_is_read_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from flexsp.bench import traffic
+
+    @dataclass
+    class Predicted:
+        kernel: str
+        read: int
+        written: int
+        us: float
+
+    measured = traffic.parse(NCU)
+    assert measured[0] == {"kernel": "output", "read": 1200.5e6, "written": 300e3, "us": 1500.0}
+    assert measured[1]["us"] == 0.9 and len(measured) == 3
+    plan = [Predicted("output", 10**9, 200_800_000, 1000.0), Predicted("grads", 10**9, 10**9, 50.0)]
+    rows = traffic.compare(measured, plan)
+    assert [row["kernel"] for row in rows] == ["output", "grads"]
+    assert rows[0]["ratio"] == rows[1]["ratio"] == 1.0
+    with pytest.raises(ValueError, match="expected launches .*'grads', 'output'"):
+        traffic.compare(measured, plan[::-1])
+    with pytest.raises(ValueError, match="ncu: expected a table, got 'ERR_NVGPUCTRPERM'"):
+        traffic.parse("ERR_NVGPUCTRPERM")
+    text = table.traffic_table({"rows": rows, "targets": [{"value": 1.0}]})
+    assert "| output | 1.20 | 1.20 | 1.00 | 1500 | 1000 |" in text
+
+
+def test_without_dispatcher_ends() -> None:
+    from flexsp.bench.host import without_dispatcher
+    from flexsp.compiler import LinearAttention
+    from flexsp.scan.launch import Shot
+
+    before = Shot.fire, LinearAttention.remembered
+    with without_dispatcher():
+        assert Shot.fire is not before[0] and LinearAttention.remembered is not before[1]
+    assert (Shot.fire, LinearAttention.remembered) == before
+
+
+def test_tables_of_all_results_can_be_made() -> None:
+    kinds = {path: record.load(path)["kind"] for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
+    files = [path for path, kind in kinds.items() if kind != "experiments"]
+    assert {kinds[path] for path in files} == {"host", "traffic", "op", "scale"}
+    assert table.markdown(files).count("commit") >= len(files)

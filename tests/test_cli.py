@@ -27,6 +27,13 @@ FLAGS = {
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--case", "--T-local",
         "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches", "--state-segments",
     ],
+    "bench host": [
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
+    ],
+    "bench traffic": [
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--op", "--T",
+        "--timeout", "--child",
+    ],
     "bench table": [],
     "bench plot": ["--out"],
 }  # fmt: skip

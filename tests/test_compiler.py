@@ -539,8 +539,6 @@ def test_errors_of_input_meta(changes: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="autotune"):
-        build(autotune=True)
     with pytest.raises(ValueError, match="sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel"):
         build(sp_group=object())
 

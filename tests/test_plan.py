@@ -323,5 +323,37 @@ def test_describe() -> None:
     assert "3 packed documents" in packed and "over ranks" in packed and "summarize" in packed
 
 
+# Searched for ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_search_finds_the_quickest(packed: bool) -> None:
+    """Of plans whose times are made up: four stages and eight warps for grads are best, deeper pipelines do not fit."""
+    from flexsp.compiler.dispatch import Recipe
+    from flexsp.compiler.tune import tune
+
+    code = code_of("simple_gla", 64, 64)
+    given = {
+        key: torch.empty(1, 3000, 32, *[64] * (len(x.shape) - 2), dtype=x.dtype, device="meta")
+        for key, x in code.program.meta.tokens.items()
+    }
+    bounds = torch.empty(4, dtype=torch.int64, device="meta") if packed else None
+    asked = []
+
+    def time(recipe: Recipe, tensors: Any, initial: Any, table: Any, backward: bool) -> float:
+        plan = recipe.plan
+        asked.append((plan, table))
+        if plan.chunk == 128 and plan.walk.stages > 2:
+            raise ValueError("too much")
+        return 100.0 + abs(plan.chunk - 32) + 5 * abs(plan.walk.stages - 4) - plan.part.warps
+
+    found = tune(lambda plan: Recipe(code, given, None, bounds, None, plan), [], None, lambda C: C, True, time)
+    assert (found.plan.chunk, found.plan.walk.stages, found.plan.part.warps) == (32, 4, 8)
+    assert found.us == 92.0 and found.predicted_us == 100.0 + 32 + 5 - 4
+    assert found.tried == len(asked) == len({plan for plan, _ in asked})
+    assert all(table == plan.chunk for plan, table in asked)
+    assert "92 us with chunks of 32" in str(found) and "44.6% more" in str(found)
+
+
 if __name__ == "__main__":
     print(json.dumps(launched(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

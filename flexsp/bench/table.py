@@ -9,7 +9,7 @@ from typing import Any
 
 from flexsp.bench.record import load
 
-__all__ = ["markdown", "op_table", "run", "scale_table", "states_table"]
+__all__ = ["host_table", "markdown", "op_table", "run", "scale_table", "states_table", "traffic_table"]
 
 Result = dict[str, Any]
 
@@ -101,12 +101,37 @@ def states_table(result: Result) -> str:
     return _grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
 
 
+def host_table(result: Result) -> str:
+    """Host microseconds of a call, with the dispatcher and without."""
+    lines = [
+        [row["case"], str(row["T"]), row["mode"], f"{row['dispatcher_us']:.0f}",
+         f"{row['plain_us']:.0f}" if "plain_us" in row else ""]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return _grid(["op", "T", "pass", "host us", "without the dispatcher"], lines)
+
+
+def traffic_table(result: Result) -> str:
+    """GB that each launch moves, counted and predicted, and microseconds under the profiler."""
+    lines = []
+    for row in result["rows"]:
+        moved, predicted = (row[f"{x}read"] + row[f"{x}written"] for x in ("", "predicted_"))
+        us = [f"{row['us']:.0f}", f"{row['predicted_us']:.0f}"]
+        lines.append([row["kernel"], f"{moved / 1e9:.2f}", f"{predicted / 1e9:.2f}", f"{row['ratio']:.2f}", *us])
+    [total] = result["targets"]
+    lines.append(["all", "", "", f"{total['value']:.2f}", "", ""])
+    return _grid(["kernel", "GB", "predicted GB", "ratio", "us", "predicted us"], lines)
+
+
+_TABLES = {"op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table}
+
+
 def markdown(paths: Sequence[Path]) -> str:
     """Tables of several result files, each with the line that says where it was measured."""
     parts = []
     for path in paths:
         result = load(path)
-        tables = [op_table(result)] if result["kind"] == "op" else [scale_table(result)]
+        tables = [_TABLES[result["kind"]](result)]
         if result.get("states"):
             tables.append(states_table(result))
         parts += [*tables, _footer(result)]

@@ -24,7 +24,7 @@ from flexsp.compiler.capacity import check_shared
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
-from flexsp.compiler.plan import Launch
+from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.skeleton import WALKS
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.affine import dense_hop
@@ -123,7 +123,7 @@ class Recipe:
 
     def __init__(
         self, code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-        sp: SequenceParallel | None,
+        sp: SequenceParallel | None, plan: Plan | None = None,
     ) -> None:  # fmt: skip
         layout = code.layout
         self.code, self.names = code, tuple(given)
@@ -142,7 +142,7 @@ class Recipe:
         given = given | {name: given[name].contiguous() for name in self.copied}
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
-        self.plan = code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
+        self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
         self.K, self.V = self.sizes[layout.rows], self.sizes[layout.cols]
         self.out = (*lead.shape[: 2 + self.batched], self.V)
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,11 +65,14 @@ class LinearAttention:
         code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
         chunk_size: tokens of a chunk, None lets the plan choose; results do not depend on it beyond rounding, unless
             the functions do.
+        autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
+            and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
+            that would have been taken was from it.
 
     Raises:
         CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
         ValueError: bad input_meta.
-        NotImplementedError: autotune. NotAvailable: enable_aot where no kernels can be generated.
+        NotAvailable: enable_aot where no kernels can be generated.
     """
 
     def __init__(
@@ -84,14 +87,14 @@ class LinearAttention:
         chunk_size: int | None = None,
         autotune: bool = False,
     ) -> None:
-        if autotune:
-            raise NotImplementedError("autotune is not there yet: the plan chooses chunks and tiles")
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
         self._sp, self._C, self._code_dir = _ranks(sp_group), chunk_size, code_dir
         self._told: set[str] = set()
+        self._autotune = autotune
+        self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         inputs = {*meta.tokens, *meta.params, *meta.numbers}
         chunk = trace(chunk_mode, "chunk_mode", inputs, meta.numbers)
@@ -151,9 +154,38 @@ class LinearAttention:
         if cu_seqlens is not None:
             shard = shard if group is None else group.shard_range(call.T)
             bounds = _bounds(cu_seqlens, shard[2], look=call.recipe is None)
-        if call.recipe is not None:
-            return self._run(call.recipe, [inputs[name] for name in call.recipe.names], prev_s, cu_seqlens, shard)
+        recipe = call.recipe
+        if recipe is not None:
+            if self._autotune and recipe.device.type == "cuda" and not call.tuned:
+                recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard)
+                self._calls[signature] = replace(call, recipe=recipe, tuned=True)
+            return self._run(recipe, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self._in_pytorch(call, inputs, prev_s, bounds, group)
+
+    def _tune(
+        self, recipe: Recipe, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int],
+    ) -> Recipe:  # fmt: skip
+        """The recipe with the quickest plan. Ranks search each for itself: what they exchange does not depend on it."""
+        from flexsp.compiler.tune import tune
+        from flexsp.kernels.table import chunk_table
+
+        make, code, names = type(recipe), recipe.code, recipe.names
+        given = {name: inputs[name].detach() for name in names}
+
+        def table(chunk: int) -> torch.Tensor | None:
+            last = group is None or group.is_last
+            return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
+
+        backward = torch.is_grad_enabled() and any(inputs[name].requires_grad for name in names)
+        found = tune(
+            lambda plan: make(code, given, prev_s, cu_seqlens, None, plan), list(given.values()), prev_s, table,
+            backward,
+        )  # fmt: skip
+        what = "forward and backward" if backward else "forward"
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+        self._tuned.append(f"autotune of {what} for {shapes}: {found}")
+        return make(code, given, prev_s, cu_seqlens, group, found.plan)
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
@@ -267,7 +299,7 @@ class LinearAttention:
         else:
             lines.append("runs: generated kernels on GPUs; on CPU and in float64 the functions, in PyTorch")
             lines += code.explain()
-            lines += self._plan(code, T, B)
+            lines += [*self._plan(code, T, B), *self._tuned]
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
             lines += [f"    {node.format_node()}" for node in traced.graph.nodes]
@@ -344,6 +376,7 @@ class _Call:
     states: tuple[int, ...]
     wide: torch.dtype
     recipe: Recipe | None
+    tuned: bool = False
 
 
 def _signature(

@@ -1,0 +1,103 @@
+"""autotune=True: the plan of a call is searched for by timing plans on the GPU, from the predicted one on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from flexsp.compiler.dispatch import Recipe
+from flexsp.compiler.plan import Plan, candidates
+
+__all__ = ["Tuned", "tune"]
+
+_HOPEFUL = 3.0  # plans predicted to take more than this of the best prediction are not tried
+_WARMUP, _RUNS = 2, 7
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The quickest plan of `tried`, its microseconds, and those of the plan that would be taken without a search."""
+
+    plan: Plan
+    us: float
+    predicted_us: float
+    tried: int
+
+    def __str__(self) -> str:
+        walk, plan = self.plan.walk, self.plan
+        return (
+            f"{self.us:.0f} us with chunks of {plan.chunk}, {plan.n_seg} segments, walks of {walk.cols} columns, "
+            f"{walk.warps} warps, {walk.stages} stages, chunkwise kernels of {plan.whole.warps} and {plan.part.warps} "
+            f"warps; the predicted plan takes {self.predicted_us:.0f} us, {self.predicted_us / self.us - 1:.1%} more; "
+            f"{self.tried} plans tried"
+        )
+
+
+def _others(plan: Plan) -> Iterator[Plan]:
+    """Plans with one number of `plan` changed."""
+    for stages in {1, 2, 3, 4} - {plan.walk.stages}:
+        yield replace(plan, walk=replace(plan.walk, stages=stages))
+    for warps in {4, 8} - {plan.walk.warps}:
+        yield replace(plan, walk=replace(plan.walk, warps=warps))
+    for name in ("part", "whole"):
+        launch = getattr(plan, name)
+        for warps in {4, 8} - {launch.warps}:
+            yield replace(plan, **{name: replace(launch, warps=warps)})
+
+
+def time_us(recipe: Recipe, tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool) -> float:
+    """Median microseconds on the device of a forward, or of a forward and backward pass."""
+    do = torch.ones(recipe.out, dtype=recipe.dtype, device=recipe.device)
+    times = []
+    for i in range(_WARMUP + _RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        _, _, saved = recipe.run_forward(tensors, initial, table)
+        if backward:
+            recipe.run_backward(tensors, initial, saved, table, do, None, False)
+        end.record()
+        torch.cuda.synchronize(recipe.device)
+        if i >= _WARMUP:
+            times.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def tune(
+    make: Callable[[Plan | None], Recipe], tensors: Sequence[torch.Tensor], initial: torch.Tensor | None,
+    table_for: Callable[[int], torch.Tensor | None], backward: bool,
+    time: Callable[..., float] = time_us,
+) -> Tuned:  # fmt: skip
+    """Times plans for one call on this rank alone.
+
+    Args:
+        make: the recipe for a plan, or for the predicted one.
+        table_for: the chunk table for a chunk size, None if nothing is packed.
+        backward: a backward pass counts too.
+    """
+    usual = make(None)
+    seen: dict[Plan, float] = {}
+
+    def of(plan: Plan) -> float:
+        if plan not in seen:
+            try:
+                seen[plan] = time(make(plan), tensors, initial, table_for(plan.chunk), backward)
+            except (ValueError, OutOfResources, PTXASError):  # what a block does not have
+                seen[plan] = float("inf")
+        return seen[plan]
+
+    code, T, docs = usual.code, usual.T, usual.docs
+    found = candidates(code, usual.sizes, usual.B * usual.H, T, docs, usual.dtype)
+    least = min((us for _, us in found), default=0.0)
+    best = min([usual.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)], key=of)
+    improved = True
+    while improved:
+        better = min(_others(best), key=of)
+        improved = of(better) < of(best)
+        best = better if improved else best
+    return Tuned(best, seen[best], of(usual.plan), len(seen))

@@ -201,7 +201,7 @@ def _refuse_large(cut: _Cut) -> None:
 def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Plan, float], ...]:
     """Plans whose estimated shared memory a block has, each with as many stages as fit, and their microseconds."""
     found = []
-    usual = CHUNKS if cut.half else (cut.chunk,)
+    usual = CHUNKS[:-1] if cut.half else (cut.chunk,)  # whether 256 fits is known only when it is compiled
     for size in usual if chunk is None else (chunk,):
         for plan in cut.plans(size):
             for stages in range(plan.walk.stages, 0, -1):

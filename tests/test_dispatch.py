@@ -185,6 +185,24 @@ def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
     assert found["same"]
 
 
+def under_autocast(sp: Any, folder: str) -> list[float]:
+    """Errors of a dense transition over ranks, its states and products in fp32 whatever autocast says."""
+    torch.manual_seed(5)
+    sizes = {"q": (1, 40, 1, 8), "k": (1, 40, 1, 8), "v": (1, 40, 1, 8), "b": (1, 40, 1)}
+    x = {name: torch.rand(size) - 0.3 for name, size in sizes.items()}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    model = variants.load("deltanet").make(1, 8, 8, code_dir=folder)
+    want = model(**{name: y.double() for name, y in x.items()}, sp=False)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, _ = model(**{name: sp.shard(y) for name, y in x.items()}, sp=sp)
+    return [relative_error(o, sp.shard(want))]
+
+
+def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
+    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=ENV):
+        assert error < 1e-5
+
+
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
 AHEAD = """

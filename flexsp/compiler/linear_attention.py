@@ -259,7 +259,8 @@ class LinearAttention:
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
-            return Generated(self.program, self._code_dir, self._C)
+            with _no_autocast("cpu"), _no_autocast("cuda"):
+                return Generated(self.program, self._code_dir, self._C)
         except NotEmittable as error:
             return str(error)
 

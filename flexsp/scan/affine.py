@@ -40,8 +40,9 @@ def _hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, dense: bool, re
 
 
 def dense_hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, reverse: bool) -> torch.Tensor:
-    """State [B, H, K, V] that arrives here when every rank maps S to A S + F, A [B, H, K, K]. No autograd."""
-    return _hop(F.contiguous(), A, sp, True, reverse)
+    """State [B, H, K, V] that arrives when every rank maps S to A S + F, A [B, H, K, K]. No autograd or autocast."""
+    with torch.autocast(F.device.type, enabled=False):
+        return _hop(F.contiguous(), A, sp, True, reverse)
 
 
 class _AffineExchange(torch.autograd.Function):

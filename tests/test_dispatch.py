@@ -203,6 +203,28 @@ def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
         assert error < 1e-5
 
 
+def test_a_kept_tile_begins_with_the_tokens() -> None:
+    from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
+
+    def chunk(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        inverse = unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1))
+        cache_result((inverse @ k).T, "turned")
+        return k.T @ (inverse @ v)
+
+    def decay(prev_s: torch.Tensor, chunk_state: torch.Tensor) -> torch.Tensor:
+        return prev_s + chunk_state
+
+    def merge(q: torch.Tensor, v: torch.Tensor, turned: torch.Tensor, chunk_state: torch.Tensor) -> torch.Tensor:
+        return (q @ turned).tril() @ v + q @ chunk_state
+
+    h, k, v = (ConstExpr(name, n) for name, n in (("H", 2), ("K", 8), ("V", 4)))
+    key = SymbTensor(["T", h, k])
+    meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
+    model = LinearAttention(meta, chunk, decay, merge)
+    with pytest.raises(NotAvailable, match="turned: kernels keep tiles whose first axis is the tokens"):
+        model.kernels.explain()
+
+
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
 AHEAD = """

@@ -68,6 +68,9 @@ class Generated:
         named = dict(zip(self.step.outputs, end, strict=True))
         kept = {name: dims(named[f"keep_{name}"]) for name in (*self.step.kept, *self.sums)}
         rows, cols = found["S"]
+        strange = [name for name, x in kept.items() if len(x) > 1 and x[0] != "C"]
+        if strange:
+            raise NotEmittable(f"{', '.join(strange)}: kernels keep tiles whose first axis is the tokens; transpose it")
         tokens = {name: found[name] for name in self.step.tokens} | {"do": found["do"]}
         params = {name: found[name] for name in self.step.params}
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}

@@ -155,6 +155,10 @@ class LinearAttention:
             return self._run(call.recipe, [inputs[name] for name in call.recipe.names], prev_s, cu_seqlens, shard)
         return self._in_pytorch(call, inputs, prev_s, bounds, group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
+        """Copies of a module run the same kernels."""
+        return self
+
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
         return self._calls.get(signature)
@@ -353,11 +357,19 @@ def _signature(
     facts: list[Any] = [*inputs]
     for x in (*inputs.values(), prev_s, cu_seqlens):
         if isinstance(x, torch.Tensor):
-            facts.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
+            facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
         else:
             facts.append(type(x))
-    facts.append(None if sp is None else sp.id)
+    facts += [None if sp is None else sp.id, os.environ.get("FLEXSP_BACKEND")]
     return tuple(facts)
+
+
+def _aligned(x: torch.Tensor) -> bool | None:
+    """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    try:
+        return x.data_ptr() % 16 == 0
+    except RuntimeError:
+        return None
 
 
 def _ranks(sp_group: Any) -> SequenceParallel | None:

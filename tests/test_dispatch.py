@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_scores, unit_lower_inverse
 from flexsp.exceptions import NotAvailable
 from flexsp.scan import launch as module
 from flexsp.scan.launch import Shot
@@ -223,6 +224,118 @@ def test_a_kept_tile_begins_with_the_tokens() -> None:
     model = LinearAttention(meta, chunk, decay, merge)
     with pytest.raises(NotAvailable, match="turned: kernels keep tiles whose first axis is the tokens"):
         model.kernels.explain()
+
+
+def gated(T: int = 9, **more: torch.Tensor) -> Tensors:
+    x = {"q": torch.randn(1, T, 2, 8), "k": torch.randn(1, T, 2, 8), "v": torch.randn(1, T, 2, 4)}
+    return x | {"g": -torch.rand(1, T, 2)} | more
+
+
+def gradients(o: torch.Tensor, final: torch.Tensor, of: Tensors) -> list[torch.Tensor]:
+    return [*torch.autograd.grad((o * o).sum() + (final * final).sum().to(o.dtype), [*of.values()])]
+
+
+def differs(model: Any, x: Tensors) -> float:
+    """From PyTorch in float64: the worst error of outputs and gradients; kernels must have run."""
+    mine = {name: y.detach().requires_grad_() for name, y in x.items()}
+    theirs = {name: y.detach().double().requires_grad_() for name, y in x.items()}
+    got, want = model(**mine), model(**theirs)
+    assert any(call.recipe is not None for call in model._calls.values())
+    pairs = zip([*got, *gradients(*got, mine)], [*want, *gradients(*want, theirs)], strict=True)
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+def hooked(sp: Any, folder: str) -> tuple[float, bool]:
+    """Error of gradients where hooks give saved tensors back contiguous; kernels for gradients of other alignment."""
+    torch.manual_seed(0)
+    model = variants.load("simple_gla").make(2, 8, 4, code_dir=folder)
+    x = {name: y.transpose(1, 2).contiguous().transpose(1, 2) for name, y in gated().items()}
+    leaves = {name: y.requires_grad_() for name, y in x.items()}
+    copied = torch.autograd.graph.saved_tensors_hooks(lambda y: y.clone(memory_format=torch.contiguous_format), _same)
+    with copied:
+        again = gradients(*model(**leaves), leaves)
+    pairs = zip(again, gradients(*model(**leaves), leaves), strict=True)
+    (call,) = model._calls.values()
+    do, dfinal = torch.zeros(1, 9, 2, 4), torch.zeros(1 * 2 * 8 * 4 + 1)
+    one, other = (call.recipe.backward(do, y.view(1, 2, 8, 4), False) for y in (dfinal[:-1], dfinal[1:]))
+    return max(relative_error(a, b) for a, b in pairs), one is not other
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
+    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=ENV)
+    assert error < 1e-6
+    assert apart
+
+
+def plain(sp: Any, folder: str) -> list[Any]:
+    """What is not a call of kernels on plain tensors: copies, another backend, transforms of torch.func."""
+    import copy
+
+    torch.manual_seed(0)
+    model, x = variants.load("simple_gla").make(2, 8, 4, code_dir=folder), gated()
+    same = torch.equal(model(**x)[0], copy.deepcopy(model)(**x)[0])
+    os.environ["FLEXSP_BACKEND"] = ""
+    o = model(**x)[0]
+    found = [call.recipe is not None for call in model._calls.values()]
+    many = torch.func.vmap(lambda q: model(**(x | {"q": q}))[0])(x["q"][None])
+    os.environ["FLEXSP_BACKEND"] = "triton"
+    return [same, *found, torch.allclose(many[0], o, atol=1e-6)]
+
+
+def test_copies_backends_and_transforms(tmp_path: Path) -> None:
+    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, False, True]]
+
+
+def _k_v(k: Any, v: Any) -> Any:
+    return k.T @ v
+
+
+def _sum(prev_s: Any, chunk_state: Any) -> Any:
+    return prev_s + chunk_state
+
+
+def _learned(q: Any, k: Any, v: Any, g: Any, u: Any, chunk_state: Any) -> Any:
+    return (q @ k.T).tril(0) @ v + (u * g.exp()[:, None]) @ chunk_state
+
+
+def _constant_keys(q: Any, v: Any, g: Any, chunk_state: Any) -> Any:
+    return decayed_scores(q, torch.ones_like(q), torch.zeros_like(q)) @ v + (q * g[:, None]) @ chunk_state
+
+
+def _caching(name: str) -> tuple[Any, Any]:
+    """chunk_mode and merge_mode with a product kept under a name."""
+
+    def chunk(k: Any, v: Any, g: Any) -> Any:
+        kept = cache_result(unit_lower_inverse((k * g[:, None]) @ k.T) @ v, name)
+        return k.T @ kept
+
+    text = f"lambda q, k, {name}, chunk_state: (q @ k.T).tril(0) @ {name} + q @ chunk_state"
+    return chunk, eval(text)
+
+
+def odd(sp: Any, folder: str) -> list[float]:
+    torch.manual_seed(0)
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    meta |= {"g": SymbTensor(["T", H]), "prev_s": SymbTensor(["NS", H, K, V])}
+    options = {"chunk_size": 16, "code_dir": folder}
+    learned = LinearAttention(meta | {"u": SymbTensor([H, K])}, _k_v, _sum, _learned, **options)
+    found = [differs(learned, gated(u=torch.randn(2, 8)))]
+    found.append(differs(LinearAttention(meta, _k_v, _sum, _constant_keys, **options), gated()))
+    for name in ("A", "mul"):  # an upper-case name, and one that a graph gives to its own nodes
+        chunk, merge = _caching(name)
+        found.append(differs(LinearAttention(meta, chunk, _sum, merge, **options), gated()))
+    return found
+
+
+def test_odd_programs(tmp_path: Path) -> None:
+    """A factor of rows times a vector, scores with a constant, values kept under names that mean something else."""
+    (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
+    assert max(errors) < 1e-5, errors
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------

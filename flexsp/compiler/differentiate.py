@@ -273,8 +273,8 @@ class _Keeper:
         self.end.args = ([*self.end.args[0], *new.values()],)
         self.outputs += [f"keep_{name}" for name in new]
         for name, node in self.found.items():
-            for user in self.graph.nodes:
-                if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]) and "gates" in name:
+            for user in self.graph.nodes if name.startswith("gates_") else ():
+                if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]):
                     user.meta["last"] = name
 
     def _operands(self, forward: set[Any]) -> None:
@@ -366,6 +366,10 @@ def cut(step: Step, outputs: Iterable[str], given: Iterable[str] = ()) -> tuple[
             continue
         with graph.inserting_before(next(iter(graph.nodes))):
             new = graph.placeholder(name)
+        for other in graph.nodes:
+            if other.name == name and other is not new:
+                other.name = f"{new.name}_other"
+        new.name = name  # graphs write names their own way, and another node may have had it
         new.meta = dict(node.meta) | {"kept": name}
         node.replace_all_uses_with(new)
         named = {key: new if value is node else value for key, value in named.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,8 @@ class Recipe:
     ) -> None:  # fmt: skip
         layout = code.layout
         self.code, self.names = code, tuple(given)
+        self.lay = _lay(given.values(), initial)
+        self.others: dict[Any, Recipe] = {}
         first = next(name for name in given if name in layout.tokens)
         lead = given[first]
         self.device, self.dtype = lead.device, lead.dtype
@@ -178,9 +180,9 @@ class Recipe:
 
     # Steps
 
-    def _room(self, name: str, room: Room) -> str:
+    def _room(self, name: str, room: Room, like: str | None = None) -> str:
         """Room for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
-        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[name]]
+        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[like or name]]
         wide = name.startswith(("gates_", "f32_")) or len(shape) < 2
         return room.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
 
@@ -251,7 +253,8 @@ class Recipe:
             pointers = [*of_tokens, f"kept.{b}", f"kept.{what.results[0]}", self.table]
         else:
             kernel = intrinsic_kernels.scores_grad_kernel
-            both = [self._room(f"{what.results[0][:-1]}{i}", room(what.results[0])) for i in range(2)]
+            one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
+            both = [self._room(f"{one[:-1]}{i}", room(one), one) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
         options = {"num_warps": 8, "num_stages": 1}
         return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
@@ -346,14 +349,28 @@ class Recipe:
             steps += [hop] if plan.n_chunks else [through, hop]
         return steps if plan.n_chunks else [*steps, through]
 
-    def backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
-        """Steps for gradients of outputs that lie like `do`, with or without gradients of final and initial states."""
-        key = (do.stride(), do.data_ptr() % 16 == 0, dfinal, dinitial)
+    def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
+        """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
+        lay = _lay(tensors, initial)
+        if lay == self.lay:
+            return self
+        if lay not in self.others:
+            if len(self.others) >= 16:
+                self.others.clear()
+            bounds = torch.empty(self.docs + 1, dtype=torch.int64, device="meta") if self.docs else None
+            sp = get_sp(self.sp_id) if self.sp_id >= 0 else None
+            given = dict(zip(self.names, tensors, strict=True))
+            self.others[lay] = Recipe(self.code, given, initial, bounds, sp, self.plan)
+        return self.others[lay]
+
+    def backward(self, do: torch.Tensor, dfinal: torch.Tensor | None, dinitial: bool) -> Backward:
+        """Steps for gradients of outputs and final states that lie so, with or without those of initial states."""
+        key = (*(None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (do, dfinal)), dinitial)
         found = self.backwards.get(key)
         if found is None:
             if len(self.backwards) >= 16:
                 self.backwards.clear()
-            found = self.backwards[key] = self._backward(do, dfinal, dinitial)
+            found = self.backwards[key] = self._backward(do, dfinal is not None, dinitial)
         return found
 
     def _backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
@@ -468,7 +485,7 @@ class Recipe:
         for name, x in zip(self.names, tensors, strict=True):
             if name in self.strides:
                 given[f"d.{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        back = self.backward(do, dfinal is not None, want_dinitial)
+        back = self.backward(do, given.get("@dfinal"), want_dinitial)
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
         self.play(back.steps, frame, self.device)
@@ -477,6 +494,11 @@ class Recipe:
             for name, x in zip(self.names, tensors, strict=True)
         ]
         return grads, dinitial
+
+
+def _lay(tensors: Iterable[torch.Tensor], initial: torch.Tensor | None) -> tuple[Any, ...]:
+    """How tensors lie in memory."""
+    return tuple([None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors, initial)])
 
 
 def _dots(dtype: torch.dtype) -> dict[str, Any]:
@@ -505,8 +527,8 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
-        recipe: Recipe = ctx.recipe
         *tensors, initial, saved, table = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe.of(tensors, initial)
         if do is None:
             do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
         want = initial is not None and ctx.needs_input_grad[3]

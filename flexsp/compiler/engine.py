@@ -76,7 +76,7 @@ class Generated:
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
         cached = {name for name in self.program.chunk.cached if _OURS.match(name)}
         bad = sorted([*cached, *(s for s in sizes if s.isdigit() or s in _RESERVED)])
-        clash = sorted((_RESERVED | {rows, cols}) & {*tokens, *params} - {"do"})
+        clash = sorted((_RESERVED | {rows, cols}) & {*self.step.tokens, *params, *kept})
         if bad or clash or rows == cols or found["do"] != ("C", cols):
             raise NotEmittable(
                 "kernels need a state [K, V] of two ConstExprs and outputs [C, V], no sizes that are plain numbers and "

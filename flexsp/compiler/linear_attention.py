@@ -148,7 +148,7 @@ class LinearAttention:
         if call is None:
             call = self._checked(inputs, prev_s, cu_seqlens, group)
             if len(self._calls) >= _CALLS:
-                del self._calls[next(iter(self._calls))]
+                self._calls.pop(next(iter(self._calls)), None)
             self._calls[signature] = call
         shard, bounds = (0, call.T, call.T), None
         if cu_seqlens is not None:
@@ -186,6 +186,10 @@ class LinearAttention:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         self._tuned.append(f"autotune of {what} for {shapes}: {found}")
         return make(code, given, prev_s, cu_seqlens, group, found.plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
+        """Copies of a module run the same kernels."""
+        return self
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
@@ -387,11 +391,19 @@ def _signature(
     facts: list[Any] = [*inputs]
     for x in (*inputs.values(), prev_s, cu_seqlens):
         if isinstance(x, torch.Tensor):
-            facts.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
+            facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
         else:
             facts.append(type(x))
-    facts.append(None if sp is None else sp.id)
+    facts += [None if sp is None else sp.id, os.environ.get("FLEXSP_BACKEND")]
     return tuple(facts)
+
+
+def _aligned(x: torch.Tensor) -> bool | None:
+    """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    try:
+        return x.data_ptr() % 16 == 0
+    except RuntimeError:
+        return None
 
 
 def _ranks(sp_group: Any) -> SequenceParallel | None:

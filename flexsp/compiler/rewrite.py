@@ -362,7 +362,7 @@ def row_scaled(x: Any) -> bool:
         return False
     loaded, factor = x.args
     small = isinstance(factor, (int, float)) or dims(factor)[1:] in ((), ("1",))
-    return isinstance(loaded, Node) and loaded.op == "placeholder" and small
+    return isinstance(loaded, Node) and loaded.op == "placeholder" and dims(loaded) == dims(x) and small
 
 
 def _out_of_product(graph: Graph, node: Any) -> Any:
@@ -378,6 +378,8 @@ def _out_of_product(graph: Graph, node: Any) -> Any:
             continue
         loaded, factor = inner.args
         if not isinstance(loaded, Node) or loaded.op != "placeholder" or loaded.name in ("S", "dS"):
+            continue
+        if dims(loaded) != dims(inner):
             continue
         rows = side == 0 and not turned and isinstance(factor, Node) and dims(factor)[1:] == ("1",)
         if isinstance(factor, Node) and dims(factor) and not rows:

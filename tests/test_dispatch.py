@@ -338,6 +338,15 @@ def test_odd_programs(tmp_path: Path) -> None:
     assert max(errors) < 1e-5, errors
 
 
+def test_more_heads_than_a_grid_has() -> None:
+    from flexsp.compiler.dispatch import Recipe
+
+    code = variants.load("linear").make(2, 16, 16, torch.bfloat16).kernels
+    given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
+    with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000"):
+        Recipe(code, given, None, None, None)
+
+
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
 AHEAD = """

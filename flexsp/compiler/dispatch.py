@@ -35,6 +35,7 @@ __all__ = ["Recipe", "compile_ahead", "run"]
 
 Tensors = dict[str, torch.Tensor]
 _F32 = torch.float32
+_ROWS = 65535
 
 
 class Room:
@@ -135,6 +136,8 @@ class Recipe:
         self.batched = lead.dim() == len(layout.tokens[first]) + 2
         self.B = lead.shape[0] if self.batched else 1
         self.T, self.H = lead.shape[self.batched : self.batched + 2]
+        if self.B * self.H > _ROWS:
+            raise ValueError(f"inputs: expected B * H <= {_ROWS} (a grid's second axis), got {self.B * self.H}")
         self.docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
         self.given = initial is not None
         self.sp_id = -1 if sp is None else sp.id

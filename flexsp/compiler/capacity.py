@@ -174,8 +174,8 @@ def _buffers(nodes: Sequence[Any], tiles: _Tiles, stages: int, wide: frozenset[s
 
 
 def _vectors(nodes: Sequence[Any], tiles: _Tiles, stages: int) -> int:
-    """Bytes for the loads of one axis, and for sums over warps."""
-    return 1024 + 4 * stages * sum(tiles.numbers(x) for x in nodes if x.op == "placeholder" and len(dims(x)) == 1)
+    """Bytes for the loads of one axis, for sums over warps, and for what Triton rounds up."""
+    return 4096 + 4 * stages * sum(tiles.numbers(x) for x in nodes if x.op == "placeholder" and len(dims(x)) == 1)
 
 
 def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, overlap: bool = True) -> int:

@@ -309,8 +309,8 @@ def test_other_sizes(name: str, folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [("simple_gla", 64), ("gla", 64), ("deltanet", 32), ("deltanet", 64)]
-    + [("gated_deltanet", 128), ("vector_gated_delta", 64), ("gla_own_bias", 128)],
+    [("gla", 64), ("deltanet", 64), ("gated_deltanet", 128)]
+    + [("simple_gla", 64), ("deltanet", 32), ("vector_gated_delta", 64), ("gla_own_bias", 128)] * ALL,
 )
 def test_chunk_sizes(name: str, chunk: int, folder: str) -> None:
     """Levels of inverses and of scores. The last chunk is short, and so is one document."""

@@ -23,6 +23,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle odd": {"shape": (1, 9, 3, 100, 37), "kind": "scalar", "cut": True, "reverse": False, "rank": 1},
     "last": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 2},
     "fold": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "fold": True},
+    "middle dense": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": False, "rank": 1},
+    "middle dense back": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": True, "rank": 1},
+    "last dense": {"shape": (1, 2, 3, 100, 37), "kind": "dense", "cut": False, "reverse": False, "rank": 2},
     "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
 }
 
@@ -48,7 +51,8 @@ def compile_variant(
 
     B, slots, H, K, _ = shape
     n = slots - 1
-    log_a = {"none": None, "scalar": meta(B, n, H), "vector": meta(B, n, H, K)}[kind]
+    log_a = {"none": None, "scalar": meta(B, n, H), "vector": meta(B, n, H, K)}.get(kind)
+    A = meta(B, n, H, K, K) if kind == "dense" else None
     cuts = meta(B, n, dtype=torch.int32) if cut else None
     sp = None
     if rank is not None:
@@ -60,7 +64,7 @@ def compile_variant(
             folded = meta(B, H, K, shape[4])
             module._launch(meta(*shape), log_a, cuts, kind, reverse, folded=folded, seeded=False)
         else:
-            module.propagate(meta(*shape), log_a, cuts, sp, reverse=reverse)
+            module.propagate(meta(*shape), log_a, cuts, sp, A=A, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
     found = compile_launch(*launches[0])
     return vars(found) | {"waits_first": found.waits_first}
@@ -133,7 +137,10 @@ def first_reached(code: list[str], follow: list[list[int]], start: int, pattern:
     return found
 
 
-@pytest.mark.parametrize("name", ["first", "middle", "middle vector", "middle wide", "middle odd", "last"])
+@pytest.mark.parametrize(
+    "name",
+    ["first", "middle", "middle vector", "middle wide", "middle odd", "middle dense", "middle dense back", "last"],
+)
 def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
     code, follow = instructions(compiled[name]["ptx"])
     releases = [i for i, line in enumerate(code) if "sys.release" in line]

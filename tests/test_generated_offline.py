@@ -20,22 +20,32 @@ import pytest
 
 SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden"
-CONFIGS = [("simple_gla", True), ("gla", False), ("deltanet", False)]
+CONFIGS = [("simple_gla", "packed"), ("gla", "whole"), ("deltanet", "ranks")]
 if os.environ.get("ALL_TESTS") == "1":
-    CONFIGS += [("simple_gla", False), ("gated_deltanet", False)]
-STACK: dict[tuple[str, bool], dict[str, int]] = {  # bytes a thread; 0 if not here
-    ("gla", False): {"grads": 1664, "scores_grad_kernel": 224},
-    ("simple_gla", True): {"output": 80},
-    ("deltanet", False): {"grads": 568},
-    ("gated_deltanet", False): {"back": 32, "grads": 2568},
+    CONFIGS += [
+        ("simple_gla", "whole"),
+        ("deltanet", "whole"),
+        ("gated_deltanet", "whole"),
+        ("gated_deltanet", "ranks"),
+    ]
+STACK: dict[tuple[str, str], dict[str, int]] = {  # bytes a thread; 0 if not here
+    ("gla", "whole"): {"grads": 16, "scores_grad_kernel": 224},
+    ("simple_gla", "whole"): {"grads": 64},
+    ("simple_gla", "packed"): {"output": 80, "grads": 72},
+    ("deltanet", "whole"): {"grads": 568},
+    ("deltanet", "ranks"): {"grads": 568},
+    ("gated_deltanet", "whole"): {"back": 48, "grads": 336},
+    ("gated_deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 336},
 }
 WALKS = ("summarize", "output", "states", "collect", "back")
 
 
-def compile_variant(name: str, packed: bool) -> list[dict[str, Any]]:
+def compile_variant(name: str, how: str) -> list[dict[str, Any]]:
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.comm.heap import SymmetricHeap
     from flexsp.compiler import dispatch, engine
     from flexsp.testing import offline
     from tests import variants
@@ -51,10 +61,16 @@ def compile_variant(name: str, packed: bool) -> list[dict[str, Any]]:
 
     tokens = {key: made(what, [1, 4096]) for key, what in program.meta.tokens.items()}
     params = {key: made(what, []) for key, what in program.meta.params.items()}
-    bounds = torch.empty(5, dtype=torch.int64, device="meta") if packed else None
-    initial = torch.empty(4 if packed else 1, *sizes.values(), device="meta").requires_grad_()
+    bounds = torch.empty(5, dtype=torch.int64, device="meta") if how == "packed" else None
+    initial = torch.empty(4 if how == "packed" else 1, *sizes.values(), device="meta").requires_grad_()
+    sp = None
+    if how == "ranks":  # the last one, which returns a final state
+        arena = torch.empty(64 << 20, dtype=torch.uint8, device="meta")
+        heap = SymmetricHeap(arena, [arena] * 3)
+        sp = SequenceParallel(rank=2, world_size=3, device="meta", transport="peer", heap=heap)
+        initial = None
     with offline.record_launches() as launches:
-        recipe = dispatch.Recipe(code, tokens | params, initial, bounds, None)
+        recipe = dispatch.Recipe(code, tokens | params, initial, bounds, sp)
         o, final = dispatch.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     results = []
@@ -76,9 +92,9 @@ def run_child(*args: str, folder: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("name", "packed"), CONFIGS, ids=lambda x: x if isinstance(x, str) else ["whole", "packed"][x])
-def test_resources(name: str, packed: bool, tmp_path: Path) -> None:
-    found = run_child("compile", name, str(int(packed)), folder=tmp_path)
+@pytest.mark.parametrize(("name", "how"), CONFIGS)
+def test_resources(name: str, how: str, tmp_path: Path) -> None:
+    found = run_child("compile", name, how, folder=tmp_path)
     told = "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in found)
     print(told)
     names = {kernel["name"] for kernel in found}
@@ -87,7 +103,7 @@ def test_resources(name: str, packed: bool, tmp_path: Path) -> None:
     assert all(kernel["waits_first"] for kernel in found), told
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in WALKS), told
     assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
-    allowed = STACK.get((name, packed), {})
+    allowed = STACK.get((name, how), {})
     stack = {kernel: max(x["stack"] for x in found if x["name"] == kernel) for kernel in names}
     more = {kernel: n for kernel, n in stack.items() if n > allowed.get(kernel, 0)}
     assert not more, f"stack of {more}, allowed {allowed}\n{told}"
@@ -119,4 +135,4 @@ def test_golden_source(name: str, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     what, which, *more = sys.argv[1:]
-    print(json.dumps(source_of(which) if what == "source" else compile_variant(which, more == ["1"])))
+    print(json.dumps(source_of(which) if what == "source" else compile_variant(which, *more)))

@@ -44,6 +44,15 @@ def test_one_rank_matches_float64(kind: str, seed: int) -> None:
     assert max(errors) < 1e-5, errors
 
 
+def test_one_rank_with_a_dense_transition(seed: int) -> None:
+    shapes = [(1, 2, 32, 24, 1), (2, 1, 5, 7, 1), (1, 1, 1, 1, 1), (1, 1, 100, 60, 1), (1, 1, 3, 4, 0)]
+    calls = [
+        ScanCall(*shape[:4], (shape[4],), "dense", reverse=reverse) for shape in shapes for reverse in (False, True)
+    ]
+    (errors,) = run_ranks(local_errors, 1, calls, seed, env=ENV)
+    assert max(errors) < 1e-5, errors
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_over_shared_memory_match_float64(world: int, seed: int) -> None:
     """Shapes, directions and decays interleaved; tiles with a small index see more epochs than the others."""
@@ -72,7 +81,7 @@ def test_slow_receiver_is_not_overrun(reverse: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["chain", "serial", "pipelined", "all_gather"])
 def test_process_group_schedules_use_the_same_kernel(schedule: str, seed: int) -> None:
-    calls = random_calls(seed, 3, 3)
+    calls = random_calls(seed, 3, 4)
     errors = run_ranks(chain_errors, 3, calls, seed, schedule=schedule, env=ENV)
     assert max(map(max, errors)) < 1e-5, errors
 
@@ -211,6 +220,17 @@ def bad_inputs(sp: Any) -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             propagate(states, log_a, cut)
+    one, A = torch.zeros(2, 2, 3, 5, 6), torch.zeros(2, 1, 3, 5, 5)
+    for states, log_a, dense, words in [
+        (one, torch.zeros(2, 1, 3), A, "neither log_a"),
+        (one, None, A.double(), "A: expected a contiguous float32"),
+        (one, None, A.mT, "A: expected a contiguous float32"),
+        (one, None, torch.zeros(2, 1, 3, 6, 6), r"A: .*\(2, 1, 3, 5, 5\)"),
+        (good, None, torch.zeros(2, 3, 3, 5, 5), "at most one segment"),
+        (torch.zeros(1, 2, 1, 129, 4), None, torch.zeros(1, 1, 1, 129, 129), "K <= 128"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            propagate(states, log_a, None, A=dense)
 
 
 def test_bad_input() -> None:

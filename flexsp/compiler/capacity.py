@@ -111,7 +111,7 @@ def _is_tile(node: Any) -> bool:
 
 def part_load(
     kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
-    alone: bool,
+    dense: bool,
 ) -> Load:  # fmt: skip
     """Load of one part of a kernel.
 
@@ -122,10 +122,10 @@ def part_load(
         item: bytes of an operand of products.
         stages: of a walk's pipeline.
         wide: names of loads that are fp32 whatever the inputs are.
-        alone: the walk runs in one segment, no scan follows.
+        dense: the transition is.
     """
     tiles, walks = _Tiles(blocks, item), kind in WALKS
-    flipped = kind in FLIPPED and not alone
+    flipped = kind in FLIPPED and not dense
     shared = _operands(nodes, tiles, walks, flipped)
     least = 0
     if walks:
@@ -150,7 +150,7 @@ def part_load(
             loads += _is_tile(node) and not (walks and node.name in _STATE)
         elif _is_tile(node) and node.target not in _VIEWS:
             numbers += tiles.numbers(node) * (4 if node.target in _SLOW else 1)
-    return Load(shared, least, _alive(nodes, tiles, walks), flops, slow, products, loads, numbers)
+    return Load(shared, least, _alive(nodes, tiles, walks, wide), flops, slow, products, loads, numbers)
 
 
 def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:
@@ -207,7 +207,7 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, o
     )
 
 
-def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool) -> int:
+def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool, wide: frozenset[str]) -> int:
     """Most fp32 numbers at a time in registers; a bf16 number counts half. Masks are made anew where they are used."""
     last, at = _last_uses(nodes), {node: i for i, node in enumerate(nodes)}
     end = len(nodes)
@@ -219,7 +219,7 @@ def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool) -> int:
         if walks and node.op == "placeholder" and not state:
             continue
         size = float(tiles.numbers(node))
-        size *= tiles.item / 4 if node.op == "placeholder" and not state else 1
+        size *= tiles.item / 4 if node.op == "placeholder" and not state and node.name not in wide else 1
         spans.append((-1 if state else at[node], last.get(node, end if walks else at[node] + 1), size))
     return int(max((sum(size for a, b, size in spans if a < i <= b) for i in range(end + 1)), default=0.0))
 

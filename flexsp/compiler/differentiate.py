@@ -353,8 +353,13 @@ def _heavy(node: Any) -> bool:
     )
 
 
-def cut(step: Step, outputs: Iterable[str], given: Iterable[str] = ()) -> tuple[Graph, Mapping[str, Any]]:
-    """The part of the graph that computes `outputs`, with kept values `given` read instead of computed."""
+def cut(
+    step: Step, outputs: Iterable[str], given: Iterable[str] = (), join: bool = False
+) -> tuple[Graph, Mapping[str, Any]]:
+    """The part of the graph that computes `outputs`, with kept values `given` read instead of computed.
+
+    `join`: products with a common operand become one.
+    """
     graph = Graph()
     copies: dict[Any, Any] = {}
     results = graph.graph_copy(step.graph, copies)
@@ -376,7 +381,7 @@ def cut(step: Step, outputs: Iterable[str], given: Iterable[str] = ()) -> tuple[
     outputs = list(outputs)
     end = graph.output([named[name] for name in outputs])
     _remove_dead(graph)
-    cheapen(graph)
+    cheapen(graph, join)
     _remove_dead(graph)
     return graph, dict(zip(outputs, end.args[0], strict=True))
 

@@ -27,13 +27,13 @@ from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.skeleton import WALKS
 from flexsp.kernels.table import chunk_table
-from flexsp.scan.affine import dense_hop
 from flexsp.scan.launch import Shot
 from flexsp.scan.propagate import local_launch, propagate
 
 __all__ = ["Recipe", "compile_ahead", "run"]
 
 Tensors = dict[str, torch.Tensor]
+Strides = tuple[int, int, int]
 _F32 = torch.float32
 _ROWS = 65535
 
@@ -155,7 +155,6 @@ class Recipe:
         self.table = "@table" if self.docs else None
         self.play: Callable[[Sequence[Step], Frame, torch.device], None] = play
         self.saved, self.scratch = Room(), Room()
-        self._do = (0, 0, 0)
         self.forward = self._forward()
         self.backwards: dict[Any, Backward] = {}
 
@@ -164,7 +163,7 @@ class Recipe:
             return x.is_contiguous()
         return len(self.code.layout.tokens[name]) == 1 or x.stride(-1) == 1 or x.shape[-1] == 1
 
-    def _strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+    def _strides(self, x: torch.Tensor) -> Strides:
         """Elements from sequence to sequence, token to token, head to head."""
         b, t, h = x.stride()[:3] if self.batched else (0, *x.stride()[:2])
         return (b if self.B > 1 else 0, t, h)
@@ -190,30 +189,34 @@ class Recipe:
         return room.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
 
     def _shot(
-        self, kind: str, how: Launch, others: Sequence[str | None], do: str = "@do",
-        do_strides: tuple[int, int, int] = (0, 0, 0), width: int | None = None, **flags: bool,
+        self, kind: str, how: Launch, others: Sequence[str | None], do: Strides = (0, 0, 0),
+        columns: int | None = None, **flags: bool,
     ) -> list[Step]:  # fmt: skip
-        """One launch of a generated kernel. `width`: columns of the state, where they are not the call's."""
+        """One launch of a generated kernel. `do`: strides of the outputs' gradient. `columns` that the programs of a
+        walk share out, where it is not the state's."""
         kernel, plan = self.code.kernels[kind], self.plan
         if not plan.n_chunks * self.B * self.H:
             return []
-        pointers: list[str | None] = [do if x == "do" else x for x in kernel.tokens]
+        pointers: list[str | None] = ["@do" if x == "do" else x for x in kernel.tokens]
         pointers += [f"kept.{x}" for x in kernel.kept] + list(kernel.params)
         pointers += [self._written(x) for x in kernel.writes] + list(others)
-        numbers = [n for x in kernel.tokens for n in (do_strides if x == "do" else self.strides[x])]
+        numbers = [n for x in kernel.tokens for n in (do if x == "do" else self.strides[x])]
         if kind in WALKS:
-            grid = (-(-(width or self.V) // how.cols), self.B * self.H, plan.n_seg)
+            grid = (-(-(columns or self.V) // how.cols), self.B * self.H, plan.n_seg)
             numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         else:
             grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
             numbers += [self.T, self.H, plan.n_chunks]
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
-            own = name != self.code.layout.cols
-            constants[name] = self.sizes[name] if own else width or self.V
-            constants[f"B{name}"] = block if own else how.cols
+            constants[name] = self.sizes[name]
+            constants[f"B{name}"] = how.cols if name == self.code.layout.cols else block
+        if kind not in WALKS:
+            flags = {"APART": how.warps > 4}
         constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}
+        if how.registers is not None:
+            options["maxnreg"] = how.registers
         return [_Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
 
     def _written(self, name: str) -> str:
@@ -221,14 +224,16 @@ class Recipe:
             return f"kept.{name}"
         return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
 
-    def _stages(self, backward: bool, room: Callable[[str], Room], others: list[str | None]) -> list[Step]:
+    def _stages(
+        self, backward: bool, room: Callable[[str], Room], others: list[str | None], do: Strides = (0, 0, 0)
+    ) -> list[Step]:
         steps: list[Step] = []
         for stage in self.code.stages:
             if stage.backward == backward:
                 for name in stage.leaves:
                     self._room(name, room(name))
                 if stage.writes:
-                    steps += self._shot(stage.kind, self.plan.whole, [*others, self.table], do_strides=self._do)
+                    steps += self._shot(stage.kind, self.plan.whole, [*others, self.table], do)
                 for x in stage.intrinsics:
                     steps += self._intrinsic(x, room)
         return steps
@@ -270,7 +275,7 @@ class Recipe:
         steps = self._stages(False, lambda name: self.saved if name in code.saved else self.scratch, [])
         if self.scanned:
             self._of_states("@states", self.saved)
-            steps += self._dense_scan() if code.dense else self._scan()
+            steps += self._scan()
         in_walk = self.given and (self.docs > 0 or not self.scanned)
         steps += self._shot(
             "output", plan.walk,
@@ -282,16 +287,23 @@ class Recipe:
         return steps
 
     def _scan(self) -> list[Step]:
-        """What segments leave, and the scan over segments and ranks, of a diagonal transition."""
-        plan, B, H = self.plan, self.B, self.H
-        decay = None
-        if self.code.program.transition != "none":
-            decay = self.saved.add("@decay", _F32, B, plan.n_seg, H, self.K)
-        cut = self.saved.add("@cut", torch.int32, B, plan.n_seg) if self.docs else None
-        others = ["@states", "@initial" if self.given else None, *([decay] if decay else []), cut, self.table]
-        steps = self._shot("summarize", plan.walk, others, BOUNDARY=self.given)
+        """What segments leave, and the scan over segments and ranks."""
+        plan, B, H, K = self.plan, self.B, self.H, self.K
+        carried: list[str | None] = []
+        width = self.V
+        if self.code.dense:
+            carried.append(self.saved.add("@A", _F32, B, plan.n_seg, H, K, K))
+            width = -(-self.V // plan.walk.cols) * plan.walk.cols + K  # panels of A^T stand beside those of the state
+        else:
+            if self.code.program.transition != "none":
+                carried.append(self.saved.add("@decay", _F32, B, plan.n_seg, H, K))
+            carried.append(self.saved.add("@cut", torch.int32, B, plan.n_seg) if self.docs else None)
+        initial = "@initial" if self.given else None
+        steps = self._shot(
+            "summarize", plan.walk, ["@states", initial, *carried, self.table], columns=width, BOUNDARY=self.given
+        )
         if not plan.n_chunks:
-            steps.append(lambda frame: self._nothing(frame, "@states", 0, "@initial" if self.given else None))
+            steps.append(lambda frame: self._nothing(frame, "@states", 0, initial))
         return [*steps, self._propagate("@states", False)]
 
     def _nothing(self, frame: Frame, states: str, slot: int, given: str | None) -> None:
@@ -300,57 +312,22 @@ class Recipe:
         for name in ("@decay", "@cut"):
             if name in self.saved.places:
                 frame[name].zero_()
+        if self.code.dense:
+            frame["@A"][:] = torch.eye(self.K, device=self.device)
         if given is not None and not self.docs:
             frame[states][:, slot] = frame[given]
 
     def _propagate(self, states: str, reverse: bool) -> Step:
-        decay, cut = (name if name in self.saved.places else None for name in ("@decay", "@cut"))
+        decay, cut, A = (name if name in self.saved.places else None for name in ("@decay", "@cut", "@A"))
         if self.chained:
             return lambda frame: propagate(
                 frame[states], None if decay is None else frame[decay], None if cut is None else frame[cut],
-                get_sp(self.sp_id), reverse=reverse,
+                get_sp(self.sp_id), A=None if A is None else frame[A], reverse=reverse,
             )  # fmt: skip
-        kind = "none" if decay is None else "vector"
+        kind = "dense" if A is not None else "none" if decay is None else "vector"
         B, n_seg, H, K, V = self.B, self.plan.n_seg, self.H, self.K, self.V
         kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
-        return Shot(kernel, (*grid, 1, 1), [states, decay, cut, *[None] * 6], numbers, constants, options)
-
-    def _dense_scan(self) -> list[Step]:
-        """What arrives from the left neighbour, of a dense transition, put where the walk starts."""
-        K, plan = self.K, self.plan
-        given = "@initial" if self.given and not self.docs else None
-
-        def enter(frame: Frame) -> None:
-            _enter(frame["@states"][:, 0], None if given is None else frame[given])
-
-        def through(frame: Frame) -> None:
-            _copy(frame["@states"][:, 1], frame["@states"][:, 0])
-
-        steps: list[Step] = [enter]
-        if self.chained:
-            self.saved.add("@A", _F32, self.B, self.H, K, K)
-            self.scratch.add("@unit", _F32, self.B, 2, self.H, K, K)
-            self.scratch.add("@zeros", self.dtype, K)
-            self.scratch.add("@cut", torch.int32, self.B, 1)
-            in_walk = self.given and self.docs > 0
-
-            def begin(frame: Frame) -> None:
-                frame["@unit"][:] = torch.eye(K, device=self.device)
-                frame["@zeros"].zero_()
-
-            def hop(frame: Frame) -> None:
-                """A^T of the shard is the adjoint walk without outputs, from the unit matrix (MATH 8, [0 | I])."""
-                _copy(frame["@A"], frame["@unit"][:, 0])
-                frame["@states"][:, 0] += dense_hop(frame["@states"][:, 1], frame["@A"].mT, get_sp(self.sp_id), False)
-
-            steps.append(begin)
-            steps += self._shot(
-                "collect", plan.walk, ["@unit", None, self.table], do="@zeros", width=K, BOUNDARY=False
-            )
-            others = ["@states", "@initial" if in_walk else None, "@cut", self.table]
-            steps += self._shot("summarize", plan.walk, others, BOUNDARY=in_walk)
-            steps += [hop] if plan.n_chunks else [through, hop]
-        return steps if plan.n_chunks else [*steps, through]
+        return Shot(kernel, (*grid, 1, 1), [states, decay or A, cut, *[None] * 6], numbers, constants, options)
 
     def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
@@ -378,7 +355,7 @@ class Recipe:
 
     def _backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
         code, plan, room = self.code, self.plan, Room()
-        self._do = self._strides(do)
+        strides = self._strides(do)
         of_chunks = self.dtype if self.dtype == torch.bfloat16 else _F32
         for name in ("@entering", "@leaving"):
             room.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
@@ -387,55 +364,35 @@ class Recipe:
         dstates = "@dstates" if self.scanned else None
         if self.scanned:
             self._of_states("@dstates", room)
-            steps += self._dense_scan_back(after) if code.dense else self._scan_back(after)
+            steps += self._scan_back(after, strides)
         first, last = (x and (self.docs > 0 or not self.scanned) for x in (self.given, dfinal))
         others = [self.states, "@initial" if first else None, "@entering", self.table]
         steps += self._shot("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
         steps += self._shot(
             "back", plan.walk,
             [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", self.table],
-            do_strides=self._do, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
+            strides, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
         )  # fmt: skip
         if dinitial and not plan.n_chunks:
             steps.append(lambda frame: _copy(frame["@dinitial"], frame["@dstates"][:, 0]))
         of_chunk: list[str | None] = ["@entering", "@leaving"]
-        steps += self._stages(True, lambda name: room, of_chunk)
+        steps += self._stages(True, lambda name: room, of_chunk, strides)
         for name in code.layout.params:
             sizes = [self.sizes[s] for s in code.layout.params[name]]
             room.add(f"d.{name}", _F32, self.B, self.H, plan.n_chunks, *sizes)
         for name in code.sums:
             self._room(name, room)
-        steps += self._shot("grads", plan.part, [*of_chunk, self.table], do_strides=self._do)
+        steps += self._shot("grads", plan.part, [*of_chunk, self.table], strides)
         if code.small:
-            steps += self._shot("gather", plan.small, [*of_chunk, self.table], do_strides=self._do)
+            steps += self._shot("gather", plan.small, [*of_chunk, self.table], strides)
         return Backward(steps, room)
 
-    def _scan_back(self, after: str | None) -> list[Step]:
+    def _scan_back(self, after: str | None, strides: Strides) -> list[Step]:
         others = ["@dstates", after, self.table]
-        steps = self._shot("collect", self.plan.walk, others, do_strides=self._do, BOUNDARY=after is not None)
+        steps = self._shot("collect", self.plan.walk, others, strides, BOUNDARY=after is not None)
         if not self.plan.n_chunks:
             steps.append(lambda frame: self._nothing(frame, "@dstates", -1, after))
         return [*steps, self._propagate("@dstates", True)]
-
-    def _dense_scan_back(self, after: str | None) -> list[Step]:
-        given = None if self.docs else after
-        in_walk = after is not None and self.docs > 0
-
-        def enter(frame: Frame) -> None:
-            _enter(frame["@dstates"][:, 1], None if given is None else frame[given])
-
-        def through(frame: Frame) -> None:
-            _copy(frame["@dstates"][:, 0], frame["@dstates"][:, 1])
-
-        def hop(frame: Frame) -> None:
-            frame["@dstates"][:, 1] += dense_hop(frame["@dstates"][:, 0], frame["@A"], get_sp(self.sp_id), True)
-
-        steps: list[Step] = [enter]
-        if self.chained:
-            others = ["@dstates", after if in_walk else None, self.table]
-            steps += self._shot("collect", self.plan.walk, others, do_strides=self._do, BOUNDARY=in_walk)
-            steps += [hop] if self.plan.n_chunks else [through, hop]
-        return steps if self.plan.n_chunks else [*steps, through]
 
     # Calls
 
@@ -510,10 +467,6 @@ def _dots(dtype: torch.dtype) -> dict[str, Any]:
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
-
-
-def _enter(slot: torch.Tensor, given: torch.Tensor | None) -> None:
-    slot.zero_() if given is None else slot.copy_(given)
 
 
 class _Function(torch.autograd.Function):

@@ -65,11 +65,13 @@ class Emitter:
 
     `memory` maps names of kept values to where their chunk begins, for what reads them a row at a time: `rows_read` are
     those that the code reads so, `indices` the sizes whose `at_SIZE` it uses for it. `contracted` are the sizes that
-    something was summed over: their axis must be in one tile.
+    something was summed over: their axis must be in one tile. `apart`: the code has the constant APART (`product`).
     """
 
-    def __init__(self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str]) -> None:
-        self.graph, self.given, self.memory = graph, given, memory
+    def __init__(
+        self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str], apart: bool = False
+    ) -> None:
+        self.graph, self.given, self.memory, self.apart = graph, given, memory, apart
         self.lines: list[str] = []
         self.values: dict[Any, Any] = _Values(self)
         self.contracted: set[str] = set()
@@ -290,6 +292,8 @@ class Emitter:
             a, b = turned(b), turned(a)
             zero = frozenset(1 - axis for axis in zero)
         text = f"mm({a.text}, {b.text}, DOT, PREC)"
+        if self.apart:
+            text = f"product({a.text}, {b.text}, length, DOT, PREC, APART)"
         value = self.let(node_name(node), Value(text, (a.sizes[0], b.sizes[1]), zero, wild))
         return turned(value) if node in self.flipped else value
 

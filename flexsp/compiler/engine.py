@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, row_of,
+    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.scan.launch import begin
@@ -86,8 +86,8 @@ class Generated:
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept)
 
     def _make(self) -> dict[str, Kernel]:
-        step, alone = self.step, self.dense
-        decays = self.program.transition != "none" and not alone
+        step, dense = self.step, self.dense
+        decays = self.program.transition != "none" and not dense
         kept = self.saved
         of_stages = [name for stage in self.stages if stage.backward for name in stage.leaves]
         wanted: dict[str, tuple[list[list[str]], Sequence[str]]] = {}
@@ -101,7 +101,7 @@ class Generated:
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
         return {
-            kind: make_kernel(step, self.layout, kind, parts, given, alone) for kind, (parts, given) in wanted.items()
+            kind: make_kernel(step, self.layout, kind, parts, given, dense) for kind, (parts, given) in wanted.items()
         }
 
     def _saved(self, step: Step) -> tuple[str, ...]:

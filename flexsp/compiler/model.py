@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
     from flexsp.compiler.plan import Launch, Plan
 
-__all__ = ["H200", "Device", "Predicted", "predict"]
+__all__ = ["H200", "Device", "Predicted", "predict", "tiles_of"]
 
 _INTRINSIC_WARPS = {"inverse": 1, "scores": 8, "scores_grad": 8}
 _REGISTERS = 64 * 1024
@@ -161,12 +161,18 @@ def predict(
     return [*(_backward(call) if backward else _forward(call))]
 
 
+def tiles_of(
+    code: Generated, plan: Plan, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch
+) -> list[tuple[int, int]]:
+    """(registers a thread for the tiles that are alive at once, products) of each part of a kernel."""
+    loads = _loads(_Call(code, plan, sizes, 1, 1, 0, dtype, H200), kind, how)
+    return [(x.tiles // (32 * how.warps), x.products) for x in loads]
+
+
 def _forward(call: _Call) -> Iterator[Predicted]:
-    code, plan = call.code, call.plan
+    plan = call.plan
     yield from _stages(call, False)
     if plan.schedule == "segmented":
-        if code.dense:
-            yield _walk(call, "collect", square=True)
         yield _walk(call, "summarize")
         yield from _scan(call)
     yield _walk(call, "output")
@@ -196,9 +202,9 @@ def _stages(call: _Call, backward: bool) -> Iterator[Predicted]:
 
 @functools.lru_cache(maxsize=4096)
 def _kernel_loads(
-    kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], alone: bool
+    kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], dense: bool
 ) -> tuple[Load, ...]:
-    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, alone) for nodes in kernel.nodes)
+    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, dense) for nodes in kernel.nodes)
 
 
 def _loads(call: _Call, kind: str, how: Launch) -> tuple[Load, ...]:
@@ -207,27 +213,28 @@ def _loads(call: _Call, kind: str, how: Launch) -> tuple[Load, ...]:
     return _kernel_loads(code.kernels[kind], tuple(blocks.items()), call.item, how.stages, call.wide, code.dense)
 
 
-def _walk(call: _Call, kind: str, square: bool = False) -> Predicted:
-    """`square`: the walk of a K x K matrix, without outputs' gradients."""
+def _walk(call: _Call, kind: str) -> Predicted:
     code, plan, how = call.code, call.plan, call.plan.walk
     kernel, n_seg = code.kernels[kind], plan.n_seg
     read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
     written = sum(call.value(x, False) for x in kernel.writes)
-    columns, state = call.sizes[code.layout.cols], call.state
-    if square:
-        columns, state = call.sizes[code.layout.rows], call.state * call.sizes[code.layout.rows] // columns
+    rows, columns, state = call.sizes[code.layout.rows], call.sizes[code.layout.cols], call.state
+    panels = -(-columns // how.cols)
     ends, segmented = kind in ("summarize", "collect"), plan.schedule == "segmented"
-    if segmented and (not ends or code.dense):
+    if segmented and not ends:
         read += n_seg * state
     if ends:  # and the state before the first segment, or after the last
-        written += (n_seg + (not code.dense)) * state
+        written += (n_seg + 1) * state
     elif kind == "output":
         written += (call.docs or 1) * state
-    if kind == "summarize" and code.program.transition not in ("none", "dense"):
-        written += 4 * call.heads * n_seg * call.sizes[code.layout.rows]
+    if kind == "summarize" and code.dense:  # and A, by panels of its own
+        written += 4 * call.heads * rows * rows
+        panels += -(-rows // how.cols)
+    elif kind == "summarize" and code.program.transition != "none":
+        written += 4 * call.heads * n_seg * rows
     if kind in ("states", "back"):
         written += call.chunk_states
-    grid = (-(-columns // how.cols), call.heads, n_seg)
+    grid = (panels, call.heads, n_seg)
     return _timed(call, kind, grid, plan.per_seg, read, written, _loads(call, kind, how), how.warps)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
-from flexsp.compiler.model import Predicted, predict
+from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 
 if TYPE_CHECKING:
@@ -29,17 +29,21 @@ _PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
 _NARROWEST = 32
-_PART_WARPS = 4
+_LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
+_THIRD = 168
+_HEAVY = 300  # registers beyond which eight warps, which spill less, are worth it; and more of them for each product,
+_EXCHANGE = 15  # since its operands are then exchanged between the warps
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Columns of the state a program has, and how it is launched."""
+    """Columns of the state a program has, and how it is launched; `registers` that a thread may have, None for all."""
 
     cols: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class _Cut:
         large = blocks[self.rows] * width >= 128 * 128
         walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
         tile = Launch(blocks[self.cols], 8 if blocks[self.rows] * blocks[self.cols] >= 64 * 128 else 4, 1)
-        part, small = Launch(blocks[self.cols], _PART_WARPS, 1), Launch(blocks[self.cols], 2, 1)
+        part, small = Launch(blocks[self.cols], 4, 1), Launch(blocks[self.cols], 2, 1)
         return Plan(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",
@@ -205,12 +209,23 @@ def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Pl
     for size in usual if chunk is None else (chunk,):
         for plan in cut.plans(size):
             for stages in range(plan.walk.stages, 0, -1):
-                plan = replace(plan, walk=replace(plan.walk, stages=stages))
+                plan = replace(plan, walk=replace(plan.walk, stages=stages), part=_part(cut, plan, code))
                 rows = _launches(cut, plan, code)
                 if all(x.shared <= SHARED_LIMIT for x in rows):
                     found.append((plan, sum(x.us for x in rows)))
                     break
     return tuple(found)
+
+
+def _part(cut: _Cut, plan: Plan, code: Generated) -> Launch:
+    """How `grads` is launched, by the registers that its tiles would take of four warps. The numbers were measured with
+    the generated simple GLA, GLA, DeltaNet and Gated DeltaNet on an H200."""
+    if not cut.half:
+        return plan.part
+    tiles = tiles_of(code, plan, dict(cut.sizes), cut.dtype, "grads", plan.part)
+    if any(registers > _HEAVY + _EXCHANGE * products for registers, products in tiles):
+        return replace(plan.part, warps=8)
+    return replace(plan.part, registers=_THIRD) if max(registers for registers, _ in tiles) <= _LIGHT else plan.part
 
 
 def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:

@@ -4,6 +4,7 @@
 # mypy: disable-error-code="union-attr,index,operator,arg-type,assignment,misc,return-value"
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,16 @@ def simplify(graph: Graph) -> None:
     _common(graph)
 
 
-def cheapen(graph: Graph) -> None:
-    """Rewrites for the graph of one kernel, which depend on who reads a value."""
+def cheapen(graph: Graph, join: bool) -> None:
+    """Rewrites for the graph of one kernel, which depend on who reads a value.
+
+    `join`: products with a common operand become one. It saves work in walks; the kernels of gradients would hold the
+    joined operand, a tile, where each product reads its own from memory.
+    """
     _until_done(graph, _cheaper)
+    if join:
+        _until_done(graph, _joins)
+        _until_done(graph, _cheaper)
     _until_done(graph, _simpler)
     _common(graph)
 
@@ -296,6 +304,63 @@ def _joined(graph: Graph, before: Any, x: Any, y: Any) -> Any:
     both = _insert(graph, before, aten.add.Tensor, (x.args[0], y.args[0]))
     both.meta = dict(x.args[0].meta)
     return _insert(graph, before, x.target, (both, x.args[1]))
+
+
+def _joins(graph: Graph, node: Any) -> Any:
+    return _one_product(graph, node) if node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs else None
+
+
+def _one_product(graph: Graph, node: Any) -> Any:
+    """S - A X + A Y = S + A (Y - X), and so with a common right operand: one product instead of two."""
+    terms = _terms(node)
+    for one, other in itertools.combinations(terms, 2):
+        both = _factored(graph, node, one, other)
+        if both is not None:
+            rest = [x for x in terms if x not in (one, other)]
+            return _total(graph, node, sorted([*rest, both], key=lambda term: -term[0]))
+    return None
+
+
+def _terms(node: Any) -> list[tuple[int, Any]]:
+    """(sign, term) of a sum, and of the sums in it that nothing else reads."""
+    found: list[tuple[int, Any]] = []
+    for sign, x in zip((1, 1 if node.target is aten.add.Tensor else -1), node.args, strict=True):
+        inner = isinstance(x, Node) and x.target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs
+        if inner and len(x.users) == 1 and dims(x) == dims(node):
+            found += [(sign, x.args[0]), (sign if x.target is aten.add.Tensor else -sign, x.args[1])]
+        else:
+            found.append((sign, x))
+    return found
+
+
+def _factored(graph: Graph, before: Any, one: tuple[int, Any], other: tuple[int, Any]) -> tuple[int, Any] | None:
+    """Two terms that are products with a common operand, as one."""
+    (sign, x), (sign_y, y) = one, other
+    for p in (x, y):
+        if not isinstance(p, Node) or p.target is not aten.mm.default or len(p.users) > 1 or dims(p) != dims(before):
+            return None
+    for side in (0, 1):
+        common, in_y = x.args[side], y.args[side]
+        turned = common.target is aten.t.default and in_y.target is aten.t.default
+        if common is not in_y and not (turned and common.args[0] is in_y.args[0]):
+            continue
+        left, right = (x.args[1 - side], y.args[1 - side])[:: 1 if sign >= sign_y else -1]
+        how = aten.add.Tensor if sign == sign_y else aten.sub.Tensor
+        inner = _insert(graph, before, how, (left, right))
+        inner.meta = dict(left.meta)
+        args = (common, inner) if side == 0 else (inner, common)
+        return max(sign, sign_y), _insert(graph, before, aten.mm.default, args)
+    return None
+
+
+def _total(graph: Graph, before: Any, terms: list[tuple[int, Any]]) -> Any:
+    """The sum of terms, those to add first."""
+    sign, total = terms[0]
+    if sign < 0:
+        total = _insert(graph, before, aten.neg.default, (total,))
+    for sign, x in terms[1:]:
+        total = _insert(graph, before, aten.add.Tensor if sign > 0 else aten.sub.Tensor, (total, x))
+    return total
 
 
 def _implied(graph: Graph, node: Any, x: Any, y: Any) -> Any:

@@ -9,13 +9,17 @@ states, back, adjoint, grads, gather.
 from __future__ import annotations
 
 import functools
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch.fx import Graph
+
 from flexsp.compiler.differentiate import Step, cut
 from flexsp.compiler.emit import Emitter
+from flexsp.compiler.homogeneous import without
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.values import NotEmittable, Value, block, is_turned, turned
 
@@ -71,33 +75,38 @@ class _Body:
 
 
 def make_kernel(
-    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], alone: bool
+    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], dense: bool
 ) -> Kernel:
     """One kernel that computes outputs of `step`, reading kept values `given`. Walks have one part.
 
-    `alone`: no scan over segments follows, so the walk itself leaves the last state.
+    `dense`: the transition is, so `summarize` has programs that leave columns of A^T beside those that leave F.
     """
     chunkwise = kind not in WALKS
     state = None if chunkwise else _state(kind)
     body = _Body(layout, panels=not chunkwise)
     memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
-    made: list[tuple[Emitter, Mapping[str, Any]]] = []
-    for outputs in parts:
-        graph, found = cut(step, outputs, given)
-        emitter = Emitter(graph, {}, memory)
-        emitter.given = {
-            node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"
-        }
-        made.append((emitter, found))
+    made = [_emitter(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
     if chunkwise:
         kernel = _chunkwise(kind, body, made)
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
-    if kind in FLIPPED and not alone:
+    if kind in FLIPPED and not dense:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
-    return replace(_walk(kind, body, emitter, results, alone), nodes=(tuple(emitter.values),))
+    if kind != "summarize" or not dense:
+        return replace(_walk(kind, body, emitter, results), nodes=(tuple(emitter.values),))
+    across, lines = _transition(step, given, body, memory)
+    kernel = _walk(kind, body, emitter, results, lines)
+    return replace(kernel, nodes=(tuple(emitter.values), tuple(across.values)))
+
+
+def _emitter(
+    graph: Graph, found: Mapping[str, Any], body: _Body, memory: Mapping[str, str], state: str | None
+) -> tuple[Emitter, Mapping[str, Any]]:
+    emitter = Emitter(graph, {}, memory, apart=state is None)
+    emitter.given = {node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"}
+    return emitter, found
 
 
 def _state(kind: str) -> str:
@@ -264,7 +273,7 @@ def _chunkwise(kind: str, body: _Body, parts: Sequence[tuple[Emitter, Mapping[st
         which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
     lines = ["begin(PDL)", *which, *_setup(body, [name for name in writes if name in body.layout.kept])]
     lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
-    source = _header(kind, pointers, ["T", "H", "n_chunks"], body, []) + _indent([*lines, *code], 1)
+    source = _header(kind, pointers, ["T", "H", "n_chunks"], body, ["APART"]) + _indent([*lines, *code], 1)
     return _kernel(kind, source, body, writes, contracted, len(parts))
 
 
@@ -330,7 +339,38 @@ def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...
     return f"tl.store({base} + {row} * {n} + at_{n}, {_laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"
 
 
-def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], alone: bool) -> Kernel:
+def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[str, str]) -> tuple[Emitter, list[str]]:
+    """Programs of `summarize` that take columns of the unit matrix from right to left: A^T, stored as A (MATH 8)."""
+    layout = body.layout
+    K, V = layout.rows, layout.cols
+    graph, _ = cut(step, ["d_S"], given, join=True)
+    without(graph, "do")
+    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.name != "dS" and V in dims(x)]
+    if wide:
+        raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
+    end: Any = next(node for node in graph.nodes if node.op == "output")
+    emitter, found = _emitter(graph, {"d_S": end.args[0][0]}, body, memory, "dS")
+    results: dict[str, Value] = {}
+    emitter.run(found, results.__setitem__, order=False)
+    _reads_in_memory(body, emitter)
+    if V in emitter.contracted:
+        raise NotEmittable("no kernels are made of a dense transition that sums over columns")
+    tile = f"0, v0, True, {K}, {V}, B{K}, B{V}"
+    new = emitter.masked(emitter.full(results["d_S"], (K, V)), 0)
+    lines = [
+        f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
+        f"dS = (tl.arange(0, B{K})[:, None] == v0 + tl.arange(0, B{V})[None, :]).to(tl.float32)",
+        *_walk_loop("transition", "dS", tile, "", layout),
+        *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new.f32, tile, layout)]),
+        f"store_state(transition + row * {K} * {K}, tl.trans(dS), v0, 0, True, {K}, {K}, B{V}, B{K})",
+    ]
+    return emitter, [lines[0], *(re.sub(rf"\b{V}\b", K, line) for line in lines[1:])]
+
+
+def _walk(
+    kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = ()
+) -> Kernel:
+    """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
     layout, state = body.layout, _state(kind)
     K, V = layout.rows, layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
@@ -354,13 +394,15 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *_setup(body, []),
         "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
-        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", tile, zeros, layout, alone),
-        *([f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []),
-        *(["cuts = 0"] if kind == "summarize" else []),
     ]  # fmt: skip
-    source = _walk_header(kind, body, writes, decays)
-    source += _indent(lines, 1) + _indent(_walk_loop(kind, state, tile, zeros, layout), 1)
-    source += _indent([*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout)], 2)
+    cuts = kind == "summarize" and not transition
+    walk = [
+        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", tile, zeros, layout),
+        *([f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []),
+        *(["cuts = 0"] if cuts else []),
+        *_walk_loop(kind, state, tile, zeros, layout, cuts),
+    ]
+    walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout))]
     last = []
     if ends:
         last.append(f"store_state(states + {at.format(int(not reverse))}, {state}, {tile})")
@@ -370,19 +412,20 @@ def _walk(kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], a
     if decays:
         last.append(f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "
                     f"mask=(at_{K} < {K}) & (tl.program_id(0) == 0))")  # fmt: skip
-    if kind == "summarize":
+    if cuts:
         last += ["if PACKED:", "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"]
-    return _kernel(kind, source + _indent(last, 1), body, writes, emitter.contracted)
+    source = _walk_header(kind, body, writes, ["transition"] if transition else ["decay"] if decays else [], cuts)
+    walk += last
+    if transition:
+        walk = [f"if tl.program_id(0) < tl.cdiv({V}, B{V}):", *(f"    {x}" for x in walk)]
+        walk += ["else:", *(f"    {x}" for x in transition)]
+    return _kernel(kind, source + _indent([*lines, *walk], 1), body, writes, emitter.contracted)
 
 
-def _walk_start(
-    kind: str, state: str, entry: str, tile: str, zeros: str, layout: Layout, alone: bool
-) -> list[str]:
+def _walk_start(kind: str, state: str, entry: str, tile: str, zeros: str, layout: Layout) -> list[str]:
     """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
     given = f"load_state(boundary + row * {layout.rows} * {layout.cols}, {tile})"
     ends = kind in ("summarize", "collect")
-    if ends and alone:
-        return [f"{state} = load_state({entry}, {tile})"]
     if ends:
         edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
         edge.append(f"store_state({entry}, edge, {tile})")
@@ -394,11 +437,11 @@ def _walk_start(
     ]  # fmt: skip
 
 
-def _walk_header(kind: str, body: _Body, writes: Sequence[str], decays: bool) -> str:
+def _walk_header(kind: str, body: _Body, writes: Sequence[str], carries: Sequence[str], cuts: bool) -> str:
     leaves = kind in ("output", "back")
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
     pointers += ["states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
-    pointers += [*(["decay"] if decays else []), *(["cut"] if kind == "summarize" else []), "table"]
+    pointers += [*carries, *(["cut"] if cuts else []), "table"]
     ends = kind in ("summarize", "collect")
     flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
     return _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
@@ -415,7 +458,8 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
     return f"col_of({_laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
 
 
-def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout) -> list[str]:
+def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, cuts: bool = False) -> list[str]:
+    """`transition` starts with no document anew: nothing passes through the start of one."""
     K, V = layout.rows, layout.cols
     reverse = state == "dS"
     edge = "last" if reverse else "first"
@@ -423,13 +467,17 @@ def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout) -> 
         "for n in range(c0, c1):",
         f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
         "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
+    ]
+    if kind == "transition":
+        return lines
+    lines += [
         "    if PACKED:",
         f"        if {edge}:",
         f"            {state} = {zeros}",
         "            if BOUNDARY:",
         f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {K} * {V}, {tile})",
     ]
-    if kind == "summarize":
+    if cuts:
         lines.append("        cuts = cuts | first.to(tl.int32)")
     if kind in _KEEPS:
         lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {K} * {V}, {state}, {tile})")

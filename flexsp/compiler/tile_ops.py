@@ -8,6 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.primitives import mm
+
+
+@triton.jit
+def product(a, b, length, DOT: tl.constexpr, PREC: tl.constexpr, APART: tl.constexpr):
+    """`mm`; with APART in a branch, where Triton does not see that the product feeds another one or reads one: it would
+    give the warps to its rows alone, and more than four would compute the same ones twice."""
+    if APART:
+        if length >= 0:  # always
+            x = mm(a, b, DOT, PREC)
+        else:
+            x = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
+    else:
+        x = mm(a, b, DOT, PREC)
+    return x
+
 
 @triton.jit
 def keep_rows(x, n, other: tl.constexpr = 0.0):

@@ -46,8 +46,8 @@ def _others(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, walk=replace(plan.walk, warps=warps))
     for name in ("part", "whole"):
         launch = getattr(plan, name)
-        for warps in {4, 8} - {launch.warps}:
-            yield replace(plan, **{name: replace(launch, warps=warps)})
+        for warps, registers in {(4, None), (4, 168), (8, None)} - {(launch.warps, launch.registers)}:
+            yield replace(plan, **{name: replace(launch, warps=warps, registers=registers)})
 
 
 def time_us(recipe: Recipe, tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool) -> float:

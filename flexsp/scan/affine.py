@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.comm.process_group import Message, greet, post, stamp, wait_all
 
-__all__ = ["Relay", "affine_exchange", "dense_hop", "tie"]
+__all__ = ["Relay", "affine_exchange", "dense_over_process_group", "tie"]
 
 
 def _receive(like: torch.Tensor, peer: int | None, sp: SequenceParallel, text: str) -> torch.Tensor:
@@ -39,10 +39,23 @@ def _hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, dense: bool, re
     return arrived
 
 
-def dense_hop(F: torch.Tensor, A: torch.Tensor, sp: SequenceParallel, reverse: bool) -> torch.Tensor:
-    """State [B, H, K, V] that arrives when every rank maps S to A S + F, A [B, H, K, K]. No autograd or autocast."""
-    with torch.autocast(F.device.type, enabled=False):
-        return _hop(F.contiguous(), A, sp, True, reverse)
+def dense_over_process_group(states: torch.Tensor, A: torch.Tensor, reverse: bool, sp: SequenceParallel) -> None:
+    """What `propagate` does with a dense A [B, NSEG, H, K, K], NSEG 0 or 1, by send and receive, rank after rank."""
+    enters, leaves = (-1, 0) if reverse else (0, -1)
+    first = sp.neighbours(reverse)[0] is None
+    with torch.autocast(states.device.type, enabled=False):
+        if A.shape[1]:
+            a, F = A[:, 0].mT if reverse else A[:, 0], states[:, leaves].clone()
+        else:
+            F = torch.zeros_like(states[:, 0])
+            a = torch.eye(A.shape[-1], device=A.device).expand(A.shape[0], *A.shape[2:])
+        leaving = a @ states[:, enters] + F if first else F
+        arrived = _hop(leaving, a, sp, True, reverse)
+        if not first:
+            states[:, enters] = arrived
+            leaving = a @ arrived + F
+        if A.shape[1]:
+            states[:, leaves] = leaving
 
 
 class _AffineExchange(torch.autograd.Function):

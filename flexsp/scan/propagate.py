@@ -25,6 +25,8 @@ from flexsp.comm import device as dev
 from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
+from flexsp.scan.affine import dense_over_process_group
+from flexsp.scan.dense import load_dense, through
 from flexsp.scan.launch import begin, launch
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def decay_vector(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
     return tl.load(log_a + (segment * H + h) * K + rows, mask=row_mask & live, other=0.0)[:, None]
 
 
-_DECAYS = {"none": decay_none, "scalar": decay_scalar, "vector": decay_vector}
+_DECAYS = {"none": decay_none, "scalar": decay_scalar, "vector": decay_vector, "dense": decay_none}
 
 
 # The walk over segments ----------------------------------------------------------------------------------------------
@@ -230,12 +232,13 @@ def _propagate_kernel(
     states, log_a, cut, folded, home, there_out, there_in, counters, record,
     nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
+    DECAY: tl.constexpr, DENSE: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
     HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
     PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr, PACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
+    DENSE: tiles are [K, BV], ``log_a`` is A, and there is one segment or none.
 
     local: neither HAS_IN nor HAS_OUT. FOLD_ONLY: writes F_tot to ``folded`` [B, H, K, V], nothing else; it includes
     the initial state unless HAS_IN. Otherwise a hop of the chain; blocks take their tiles in ascending order on every
@@ -243,22 +246,26 @@ def _propagate_kernel(
     """
     begin(PDL)
     began = cycles() if PACE > 0 else 0
-    K_TILES: tl.constexpr = (K + BK - 1) // BK
+    TILES: tl.constexpr = (V + BV - 1) // BV if DENSE else (K + BK - 1) // BK
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        bh = tile // K_TILES
+        bh = tile // TILES
         b, h = bh // H, bh % H
-        rows = (tile % K_TILES) * BK + tl.arange(0, BK)
-        cols = tl.arange(0, BV)
+        rows = (0 if DENSE else tile % TILES) * BK + tl.arange(0, BK)
+        cols = (tile % TILES if DENSE else 0) * BV + tl.arange(0, BV)
         offsets = rows[:, None] * V + cols[None, :]
         mask = (rows < K)[:, None] & (cols < V)[None, :]
         first_slot = nseg if REVERSE else 0
-        start = states + ((b.to(tl.int64) * (nseg + 1) + first_slot) * H + h) * (K * V) + offsets
+        slot = states + ((b.to(tl.int64) * (nseg + 1) + first_slot) * H + h) * (K * V)
+        start = slot + offsets
         alive = nseg >= 0
         if HAS_IN:
             S = tl.full([BK, BV], 0.0, tl.float32)
         else:
             S = tl.load(start, mask=mask, other=0.0)
-        if FOLD_ONLY or HAS_OUT:
+        if DENSE:
+            F, leaving, A = load_dense(states, log_a, b, h, offsets, mask, nseg, H, K, V, REVERSE)
+            source, stride = slot + cols[None, :], V
+        elif FOLD_ONLY or HAS_OUT:
             F, total, any_cut = _fold(
                 S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
             )
@@ -275,7 +282,7 @@ def _propagate_kernel(
             )  # fmt: skip
             alive = word == 0
             place = ((epoch & 1) * max_tiles + tile) * _TILE
-            packed = tl.arange(0, BK)[:, None] * BV + cols[None, :]
+            packed = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
             stamp = epoch << 32
             pad = _control(home, max_tiles, tile, REGIONS) + 12
             if HAS_IN:
@@ -283,13 +290,17 @@ def _propagate_kernel(
                 S = tl.load(home + place + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg")
             else:
                 S = tl.where(alive, S, float("nan"))
+            if DENSE:
+                if HAS_IN:
+                    source, stride = home + place + tl.arange(0, BV)[None, :], BV
+                F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
             if HAS_OUT:
                 ready = _control(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
                 if alive:
-                    if HAS_IN:
-                        F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
-                    elif PACE > 0:
+                    if PACE > 0:
                         wait_cycles(began, tile * PACE)
+                    if HAS_IN and not DENSE:
+                        F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
                     stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
                     nbytes = tl.full((), BK * BV * 4, tl.int64)
                     PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
@@ -303,7 +314,11 @@ def _propagate_kernel(
                 tl.store(start, S, mask=mask)
             else:
                 tl.store(start, S, mask=mask & (word != 0))
-        if not FOLD_ONLY:
+        elif DENSE:
+            F = through(A, source, stride, S, F, rows, cols, nseg > 0, K, V, BK, REVERSE)
+        if DENSE:
+            tl.store(leaving, F, mask=mask & (nseg > 0))
+        elif not FOLD_ONLY:
             _write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE)
 
 
@@ -317,7 +332,7 @@ _CHECK_EVERY = 1 if _INTERPRETED else 32
 
 @dataclass(frozen=True)
 class _Tiles:
-    """A tile is ``rows`` rows of a state, all V columns (padded to ``cols``)."""
+    """A tile is ``rows`` rows of a state and all V columns, padded to ``cols``; if dense, all rows, some columns."""
 
     rows: int
     cols: int
@@ -333,6 +348,13 @@ class _Tiles:
         cols = triton.next_power_of_2(V)
         rows = max(1, min(triton.next_power_of_2(K), size // cols))
         return _Tiles(rows, cols, B * H * triton.cdiv(K, rows), warps)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def dense(B: int, H: int, K: int, V: int) -> _Tiles:
+        rows = max(16, triton.next_power_of_2(K))
+        cols = max(16, min(triton.next_power_of_2(V), CHAIN_TILE // rows))
+        return _Tiles(rows, cols, B * H * triton.cdiv(V, cols), 8)
 
 
 @dataclass(frozen=True)
@@ -415,6 +437,7 @@ def propagate(
     cut: torch.Tensor | None,
     sp: SequenceParallel | None = None,
     *,
+    A: torch.Tensor | None = None,
     reverse: bool = False,
     passes: bool = True,
 ) -> None:
@@ -425,25 +448,28 @@ def propagate(
     S_{s+1} = e^{a_s} S_s + F_s, or F_s alone where cut_s.
     Reverse: slot s holds G of segment s, slot NSEG the incoming dS (only the last rank's counts). On return slot s is
     e^{a_s} slot_{s+1} + G_s (G_s alone where cut_s) and slot NSEG what arrived from the right neighbour.
+    With a dense A: S_{s+1} = A_s S_s + F_s, and in reverse A_s^T slot_{s+1} + G_s.
 
     Args:
         states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K, V in 1..256.
         log_a: natural log of the decay, fp32: None, [B, NSEG, H] or [B, NSEG, H, K].
         cut: None or int32 [B, NSEG], nonzero where what came before a segment must not reach its end.
         sp: the ranks; None is one rank.
+        A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1, K <= 128; zero
+            where a document starts in the segment.
         passes: False keeps the scan on this rank although ``sp`` is given.
 
     Raises:
         ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
         call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
     """
-    kind = _validate(states, log_a, cut)
+    kind = _validate(states, log_a, cut, A)
     chained = sp is not None and sp.world_size > 1 and passes
     if chained and sp is not None:
         watchdog.raise_pending(sp)
     if states.device.type == "cpu" and not _INTERPRETED:
         raise NotAvailable("propagate on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
-    log_a = log_a if log_a is None else log_a.contiguous()
+    log_a = A if A is not None else None if log_a is None else log_a.contiguous()
     cut = cut if cut is None else cut.contiguous()
     if not chained or sp is None:
         _launch(states, log_a, cut, kind, reverse)
@@ -453,7 +479,9 @@ def propagate(
         _launch(states, log_a, cut, kind, reverse, sp=sp)
 
 
-def _validate(states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None) -> str:
+def _validate(
+    states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, A: torch.Tensor | None
+) -> str:
     """Checks the arguments of ``propagate``; returns the kind of decay."""
     if states.dim() != 5 or states.size(1) < 1:
         raise ValueError(f"states: expected [B, NSEG + 1, H, K, V], got shape {tuple(states.shape)}")
@@ -468,10 +496,19 @@ def _validate(states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tenso
         raise ValueError(f"log_a: expected float32 {expected}, got {log_a.dtype} {tuple(log_a.shape)}")
     if cut is not None and (cut.shape != (B, slots - 1) or cut.dtype != torch.int32):
         raise ValueError(f"cut: expected int32 {(B, slots - 1)}, got {cut.dtype} {tuple(cut.shape)}")
-    for name, tensor in (("log_a", log_a), ("cut", cut)):
+    for name, tensor in (("log_a", log_a), ("cut", cut), ("A", A)):
         if tensor is not None and tensor.device != states.device:
             raise ValueError(f"{name}: expected device {states.device}, got {tensor.device}")
-    return "none" if log_a is None else shapes[tuple(log_a.shape)]
+    if A is None:
+        return "none" if log_a is None else shapes[tuple(log_a.shape)]
+    if log_a is not None or cut is not None:
+        raise ValueError("A: expected neither log_a nor cut beside it")
+    if A.shape != (B, slots - 1, H, K, K) or A.dtype != torch.float32 or not A.is_contiguous():
+        expected = (B, slots - 1, H, K, K)
+        raise ValueError(f"A: expected a contiguous float32 tensor {expected}, got {A.dtype} {tuple(A.shape)}")
+    if slots > 2 or K > 128:
+        raise ValueError(f"A: expected at most one segment and K <= 128, got {slots - 1} and K={K}")
+    return "dense"
 
 
 def _launch(
@@ -496,7 +533,7 @@ def _launch(
             launch(kernel, grid, (states, log_a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
     channel = _channel(sp)
-    tiles = _Tiles.of(B, H, K, V, CHAIN_TILE)
+    tiles = _Tiles.dense(B, H, K, V) if kind == "dense" else _Tiles.of(B, H, K, V, CHAIN_TILE)
     if tiles.count == 0:
         return
     if tiles.count > channel.max_tiles:
@@ -522,7 +559,8 @@ def _launch(
 def _constants(tiles: _Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
     """Constants of the kernel; those of the neighbours are for a rank that has none."""
     return {
-        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "HAS_CUT": has_cut,
+        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "DENSE": kind == "dense",
+        "HAS_CUT": has_cut,
         "REVERSE": reverse, "FOLD_ONLY": False, "HAS_IN": False, "HAS_OUT": False, "REGIONS": 2,
         "PUSH": dev.push_store, "SIGNAL": dev.signal_store, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY, "PACE": 0,
     }  # fmt: skip
@@ -533,11 +571,11 @@ def local_launch(
     has_in: bool = False,
 ) -> tuple[Any, tuple[int], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(kernel, grid, numbers after the nine pointers, constants, options) of the scan over this rank's segments."""
-    tiles = _Tiles.of(B, H, K, V, LOCAL_TILE)
+    tiles = _Tiles.dense(B, H, K, V) if kind == "dense" else _Tiles.of(B, H, K, V, LOCAL_TILE)
     numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0)
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {"FOLD_ONLY": folded, "HAS_IN": has_in}
     # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
-    options = {"num_warps": tiles.warps, "num_stages": 1, "maxnreg": 128}
+    options = {"num_warps": tiles.warps, "num_stages": 1, "maxnreg": 232 if kind == "dense" else 128}
     return _propagate_kernel, (tiles.count,), numbers, constants, options
 
 
@@ -553,6 +591,9 @@ def _over_process_group(
     from flexsp.scan.schedules import incoming_state
 
     B, slots, H, K, V = states.shape
+    if kind == "dense" and log_a is not None:
+        dense_over_process_group(states, log_a, reverse, sp)
+        return
     alone = sp.rank == (sp.world_size - 1 if reverse else 0)
     folded = states.new_empty(B, H, K, V)
     _launch(states, log_a, cut, kind, reverse, folded=folded, seeded=alone)

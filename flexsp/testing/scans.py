@@ -17,7 +17,7 @@ KINDS = ("none", "scalar", "vector")
 
 @dataclass(frozen=True)
 class ScanCall:
-    """One call of propagate on all ranks. ``nsegs``: segments of each rank; ``kind``: of decay."""
+    """One call of propagate on all ranks. ``nsegs``: segments of each rank; ``kind``: of decay, or "dense"."""
 
     B: int
     H: int
@@ -29,10 +29,13 @@ class ScanCall:
     reverse: bool = False
 
     def draw(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """All ranks' segments, on CPU: F [B, n, H, K, V], log_a, cut, and the state that enters at the open end."""
+        """All ranks' segments, on CPU: F [B, n, H, K, V], log_a (A if dense), cut, and the state that enters first."""
         gen = torch.Generator().manual_seed(seed)
         n = sum(self.nsegs)
         F = torch.randn(self.B, n, self.H, self.K, self.V, generator=gen)
+        if self.kind == "dense":
+            A = torch.randn(self.B, n, self.H, self.K, self.K, generator=gen) / self.K**0.5
+            return F, A, None, torch.randn(self.B, self.H, self.K, self.V, generator=gen)
         shape = (self.B, n, self.H) if self.kind == "scalar" else (self.B, n, self.H, self.K)
         log_a = None if self.kind == "none" else -3 * torch.rand(shape, generator=gen)
         cut = (torch.rand(self.B, n, generator=gen) < 0.3).int() if self.cuts else None
@@ -42,19 +45,22 @@ class ScanCall:
 def random_calls(
     seed: int, world: int, count: int, *, heads: int = 2, size: int = 40, segments: int = 5
 ) -> list[ScanCall]:
-    """Calls of random shapes, decays and directions; ranks may have no segment at all."""
+    """Calls of random shapes, transitions and directions; ranks may have no segment at all."""
     gen = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=gen))
 
-    return [
-        ScanCall(
-            pick(1, 2), pick(1, heads), pick(1, size), pick(1, size), tuple(pick(0, segments) for _ in range(world)),
-            KINDS[pick(0, 2)], bool(pick(0, 1)), bool(pick(0, 1)),
+    calls = []
+    for i in range(count):
+        kind = "dense" if i % 4 == 3 else KINDS[pick(0, 2)]
+        most = 1 if kind == "dense" else segments
+        K = pick(1, min(size, 128) if kind == "dense" else size)
+        nsegs = tuple(pick(0, most) for _ in range(world))
+        calls.append(
+            ScanCall(pick(1, 2), pick(1, heads), K, pick(1, size), nsegs, kind, bool(pick(0, 1)), bool(pick(0, 1)))
         )
-        for _ in range(count)
-    ]  # fmt: skip
+    return calls
 
 
 def scan_oracle(
@@ -65,7 +71,10 @@ def scan_oracle(
     out = torch.empty(B, n + 1, H, K, V, dtype=torch.float64)
     S = out[:, n if reverse else 0] = initial.double()
     for s in range(n - 1, -1, -1) if reverse else range(n):
-        if log_a is not None:
+        if log_a is not None and log_a.dim() == 5:
+            A = log_a[:, s].double()
+            S = (A.mT if reverse else A) @ S
+        elif log_a is not None:
             a = log_a[:, s].double().exp()
             S = S * (a[..., None, None] if a.dim() == 2 else a[..., None])
         if cut is not None:
@@ -92,7 +101,12 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
     if rank == (world - 1 if call.reverse else 0):
         states[:, count if call.reverse else 0] = initial.to(device)
     mine = [None if x is None else x[:, part].to(device) for x in (log_a, cut)]
-    propagate(states, mine[0], mine[1], sp, reverse=call.reverse)
+    if call.kind == "dense":
+        A = mine[0]
+        assert A is not None
+        propagate(states, None, None, sp, A=A.contiguous(), reverse=call.reverse)
+    else:
+        propagate(states, mine[0], mine[1], sp, reverse=call.reverse)
     error = (states.cpu().double() - want[:, begin : begin + count + 1]).abs().max().item()
     return error if error == error else float("inf")
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, row_of,
+    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.scan.launch import begin
@@ -15,8 +15,8 @@ from flexsp.scan.launch import begin
 @triton.jit(do_not_specialize=["T", "H", "n_chunks", "b_sb"])
 def prepare0(
     k_ptr, b_ptr, f32_arg0_ptr, table, k_sb, k_st, k_sh, b_sb, b_st, b_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -29,7 +29,7 @@ def prepare0(
     f32_arg0_ptr += row * n_chunks * C * C
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-    mm_default_0 = mm(k_c, tl.trans(k_c), DOT, PREC)
+    mm_default_0 = product(k_c, tl.trans(k_c), length, DOT, PREC, APART)
     b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
     mul_tensor_0 = mm_default_0 * b_c[:, None]
     tril_0 = tl.where(below(C, C, -1), mul_tensor_0, 0.0)
@@ -42,8 +42,8 @@ def prepare0(
 def prepare1(
     k_ptr, q_ptr, b_ptr, v_ptr, inverse0_ptr, u_ptr, w_ptr, operand6_ptr, table, k_sb, k_st, k_sh, q_sb, q_st, q_sh,
     b_sb, b_st, b_sh, v_sb, v_st, v_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -62,17 +62,17 @@ def prepare1(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
     q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-    mm_7 = mm(q_c, tl.trans(k_c), DOT, PREC)
+    mm_7 = product(q_c, tl.trans(k_c), length, DOT, PREC, APART)
     tril_1 = tl.where(below(C, C, 0), mm_7, 0.0)
     store_rows(operand6_ptr + c * C * C, tril_1, C, C, 0, C, C, C)
     b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
     v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
     mul_1 = v_c.to(tl.float32) * b_c[:, None]
     inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)
-    mm_1 = mm(inverse0_c, mul_1, DOT, PREC)
+    mm_1 = product(inverse0_c, mul_1, length, DOT, PREC, APART)
     store_rows(u_ptr + c * C * V, mm_1, V, C, 0, C, V, BV)
     mul_0 = k_c.to(tl.float32) * b_c[:, None]
-    mm_2 = mm(inverse0_c, mul_0, DOT, PREC)
+    mm_2 = product(inverse0_c, mul_0, length, DOT, PREC, APART)
     store_rows(w_ptr + c * C * K, mm_2, K, C, 0, C, K, BK)
 
 
@@ -80,8 +80,8 @@ def prepare1(
 def adjoint0(
     k_ptr, do_ptr, operand6_ptr, grad_u_ptr, grad_w_ptr, entering, leaving, table, k_sb, k_st, k_sh, do_sb, do_st,
     do_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -97,24 +97,24 @@ def adjoint0(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     operand6_c = load_rows(operand6_ptr + c * C * C, C, length, 0, C, C, C)
     do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-    mm_default_0 = mm(tl.trans(operand6_c), do_c, DOT, PREC)
+    mm_default_0 = product(tl.trans(operand6_c), do_c, length, DOT, PREC, APART)
     mul_tensor_0 = mm_default_0 * 0.125
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
     dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-    mm_default_2 = mm(k_c, dS, DOT, PREC)
+    mm_default_2 = product(k_c, dS, length, DOT, PREC, APART)
     add_9 = mul_tensor_0 + mm_default_2
     store_rows(grad_u_ptr + c * C * V, keep_rows(add_9, length), V, C, 0, C, V, BV)
     S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-    mm_default_1 = mm(mul_tensor_0, tl.trans(S), DOT, PREC)
+    mm_default_1 = product(mul_tensor_0, tl.trans(S), length, DOT, PREC, APART)
     neg_default_0 = -mm_default_1
-    mm_default_3 = mm(mm_default_2, tl.trans(S), DOT, PREC)
+    mm_default_3 = product(mm_default_2, tl.trans(S), length, DOT, PREC, APART)
     sub_tensor_0 = neg_default_0 - mm_default_3
     store_rows(grad_w_ptr + c * C * K, keep_rows(sub_tensor_0, length), K, C, 0, C, K, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    k_ptr, w_ptr, u_ptr, states, boundary, cut, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
+    k_ptr, w_ptr, u_ptr, states, boundary, transition, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -130,32 +130,52 @@ def summarize(
     u_ptr += row * n_chunks * C * V
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
-    cuts = 0
-    for n in range(c0, c1):
-        c = n
-        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-        if PACKED:
-            if first:
-                S = tl.zeros([BK, BV], tl.float32)
-                if BOUNDARY:
-                    S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
-            cuts = cuts | first.to(tl.int32)
-        w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
-        mm_4 = mm(w_c, S, DOT, PREC)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_5 = mm(tl.trans(k_c), mm_4, DOT, PREC)
-        sub_0 = S - mm_5
-        u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
-        mm_3 = mm(tl.trans(k_c), u_c, DOT, PREC)
-        add_1 = sub_0 + mm_3
-        if PACKED:
-            S = tl.where(length > 0, add_1, S)
-        else:
-            S = add_1
-    store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV)
-    if PACKED:
-        tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))
+    if tl.program_id(0) < tl.cdiv(V, BV):
+        S = tl.zeros([BK, BV], tl.float32)
+        if seg == 0:
+            edge = tl.zeros([BK, BV], tl.float32)
+            if BOUNDARY:
+                if not PACKED:
+                    edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+            store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
+        for n in range(c0, c1):
+            c = n
+            start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+            if PACKED:
+                if first:
+                    S = tl.zeros([BK, BV], tl.float32)
+                    if BOUNDARY:
+                        S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
+            w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
+            mm_4 = mm(w_c, S, DOT, PREC)
+            u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
+            sub_tensor_0 = u_c.to(tl.float32) - mm_4
+            k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
+            mm_default_0 = mm(tl.trans(k_c), sub_tensor_0, DOT, PREC)
+            add_tensor_0 = S + mm_default_0
+            if PACKED:
+                S = tl.where(length > 0, add_tensor_0, S)
+            else:
+                S = add_tensor_0
+        store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV)
+    else:
+        v0 = (tl.program_id(0) - tl.cdiv(V, BV)) * BV
+        dS = (tl.arange(0, BK)[:, None] == v0 + tl.arange(0, BV)[None, :]).to(tl.float32)
+        for n in range(c0, c1):
+            c = c1 - 1 - (n - c0)
+            start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+            k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
+            mm_default_3 = mm(k_c, dS, DOT, PREC)
+            w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
+            mm_default_4 = mm(tl.trans(w_c), mm_default_3, DOT, PREC)
+            sub_tensor_1 = dS - mm_default_4
+            if PACKED:
+                dS = tl.where(length > 0, sub_tensor_1, dS)
+            else:
+                dS = sub_tensor_1
+            if PACKED:
+                dS = tl.where(first, 0.0, dS)
+        store_state(transition + row * K * K, tl.trans(dS), v0, 0, True, K, K, BV, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -179,7 +199,13 @@ def collect(
     w_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
+    dS = tl.zeros([BK, BV], tl.float32)
+    if seg == n_seg - 1:
+        edge = tl.zeros([BK, BV], tl.float32)
+        if BOUNDARY:
+            if not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
+        store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
     for n in range(c0, c1):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -252,23 +278,21 @@ def output(
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         mm_4 = mm(w_c, S, DOT, PREC)
         u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
-        sub_1 = u_c.to(tl.float32) - mm_4
+        sub_tensor_0 = u_c.to(tl.float32) - mm_4
         operand6_c = load_rows(operand6_ptr + c * C * C, C, length, 0, C, C, C)
-        mm_8 = mm(operand6_c, sub_1, DOT, PREC)
+        mm_8 = mm(operand6_c, sub_tensor_0, DOT, PREC)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mm_9 = mm(q_c, S, DOT, PREC)
         add_2 = mm_8 + mm_9
         mul_3 = add_2 * 0.125
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_5 = mm(tl.trans(k_c), mm_4, DOT, PREC)
-        sub_0 = S - mm_5
-        mm_3 = mm(tl.trans(k_c), u_c, DOT, PREC)
-        add_1 = sub_0 + mm_3
+        mm_default_0 = mm(tl.trans(k_c), sub_tensor_0, DOT, PREC)
+        add_tensor_0 = S + mm_default_0
         store_rows(o_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_3, H * V, length, v0, C, V, BV)
         if PACKED:
-            S = tl.where(length > 0, add_1, S)
+            S = tl.where(length > 0, add_tensor_0, S)
         else:
-            S = add_1
+            S = add_tensor_0
         if PACKED:
             if LEAVES:
                 if last:
@@ -315,16 +339,15 @@ def states(
         store_state(chunk_states + (row * n_chunks + c) * K * V, S, 0, v0, True, K, V, BK, BV)
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         mm_4 = mm(w_c, S, DOT, PREC)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_5 = mm(tl.trans(k_c), mm_4, DOT, PREC)
-        sub_0 = S - mm_5
         u_c = load_rows(u_ptr + c * C * V, V, length, v0, C, V, BV)
-        mm_3 = mm(tl.trans(k_c), u_c, DOT, PREC)
-        add_1 = sub_0 + mm_3
+        sub_tensor_0 = u_c.to(tl.float32) - mm_4
+        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
+        mm_default_0 = mm(tl.trans(k_c), sub_tensor_0, DOT, PREC)
+        add_tensor_0 = S + mm_default_0
         if PACKED:
-            S = tl.where(length > 0, add_1, S)
+            S = tl.where(length > 0, add_tensor_0, S)
         else:
-            S = add_1
+            S = add_tensor_0
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -401,8 +424,8 @@ def grads(
     k_ptr, b_ptr, v_ptr, q_ptr, do_ptr, w_ptr, u_ptr, inverse0_ptr, grad_w_ptr, grad_u_ptr, d_q_ptr, d_k_ptr,
     sum0_ptr, sum2_ptr, d_v_ptr, sum1_ptr, entering, leaving, table, k_sb, k_st, k_sh, b_sb, b_st, b_sh, v_sb, v_st,
     v_sh, q_sb, q_st, q_sh, do_sb, do_st, do_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0) // 3
@@ -428,62 +451,62 @@ def grads(
     if part == 0:
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_4 = mm(w_c, S, DOT, PREC)
+        mm_4 = product(w_c, S, length, DOT, PREC, APART)
         u_c = load_rows(u_ptr + c * C * V, V, length, 0, C, V, BV)
         sub_1 = u_c.to(tl.float32) - mm_4
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_1 = mm(do_c, tl.trans(sub_1), DOT, PREC)
+        mm_default_1 = product(do_c, tl.trans(sub_1), length, DOT, PREC, APART)
         mul_tensor_1 = mm_default_1 * 0.125
         tril_2 = tl.where(below(C, C, 0), mul_tensor_1, 0.0)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_15 = mm(tril_2, k_c, DOT, PREC)
-        mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
+        mm_15 = product(tril_2, k_c, length, DOT, PREC, APART)
+        mm_default_0 = product(do_c, tl.trans(S), length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
         add_3 = mul_tensor_0 + mm_15
         store_rows(d_q_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_3, H * K, length, 0, C, K, BK)
     if part == 1:
         inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)
         grad_w_c = load_rows(grad_w_ptr + c * C * K, K, length, 0, C, K, BK)
-        mm_24 = mm(tl.trans(inverse0_c), grad_w_c, DOT, PREC)
+        mm_24 = product(tl.trans(inverse0_c), grad_w_c, length, DOT, PREC, APART)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
         mul_5 = mm_24 * k_c.to(tl.float32)
         sum_dim_int_list_0 = tl.sum(mul_5, axis=1)
         tl.store(sum2_ptr + c * C + rows, sum_dim_int_list_0)
         b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
         mul_0 = k_c.to(tl.float32) * b_c[:, None]
-        mm_25 = mm(grad_w_c, tl.trans(mul_0), DOT, PREC)
+        mm_25 = product(grad_w_c, tl.trans(mul_0), length, DOT, PREC, APART)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mul_1 = v_c.to(tl.float32) * b_c[:, None]
         grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, 0, C, V, BV)
-        mm_27 = mm(grad_u_c, tl.trans(mul_1), DOT, PREC)
+        mm_27 = product(grad_u_c, tl.trans(mul_1), length, DOT, PREC, APART)
         add_12 = mm_25 + mm_27
-        mm_28 = mm(add_12, tl.trans(inverse0_c), DOT, PREC)
-        mm_29 = mm(tl.trans(inverse0_c), mm_28, DOT, PREC)
+        mm_28 = product(add_12, tl.trans(inverse0_c), length, DOT, PREC, APART)
+        mm_29 = product(tl.trans(inverse0_c), mm_28, length, DOT, PREC, APART)
         tril_3 = tl.where(below(C, C, -1), mm_29, 0.0)
-        mm_default_3 = mm(tril_3, k_c, DOT, PREC)
+        mm_default_3 = product(tril_3, k_c, length, DOT, PREC, APART)
         neg_default_2 = -mm_default_3
         mul_9 = neg_default_2 * k_c.to(tl.float32)
         sum_dim_int_list_2 = tl.sum(mul_9, axis=1)
         tl.store(sum0_ptr + c * C + rows, sum_dim_int_list_2)
         w_c = load_rows(w_ptr + c * C * K, K, length, 0, C, K, BK)
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_4 = mm(w_c, S, DOT, PREC)
+        mm_4 = product(w_c, S, length, DOT, PREC, APART)
         u_c = load_rows(u_ptr + c * C * V, V, length, 0, C, V, BV)
         sub_1 = u_c.to(tl.float32) - mm_4
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(do_c, tl.trans(sub_1), DOT, PREC)
+        mm_default_0 = product(do_c, tl.trans(sub_1), length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
         tril_2 = tl.where(below(C, C, 0), mul_tensor_0, 0.0)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mm_14 = mm(tl.trans(tril_2), q_c, DOT, PREC)
+        mm_14 = product(tl.trans(tril_2), q_c, length, DOT, PREC, APART)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_default_1 = mm(mm_4, tl.trans(dS), DOT, PREC)
+        mm_default_1 = product(mm_4, tl.trans(dS), length, DOT, PREC, APART)
         sub_tensor_0 = mm_14 - mm_default_1
-        mm_23 = mm(u_c, tl.trans(dS), DOT, PREC)
+        mm_23 = product(u_c, tl.trans(dS), length, DOT, PREC, APART)
         add_tensor_3 = sub_tensor_0 + mm_23
         mul_6 = mm_24 * b_c[:, None]
         add_11 = add_tensor_3 + mul_6
-        mm_default_2 = mm(tl.trans(tril_3), mul_0, DOT, PREC)
+        mm_default_2 = product(tl.trans(tril_3), mul_0, length, DOT, PREC, APART)
         sub_tensor_1 = add_11 - mm_default_2
         mul_10 = neg_default_2 * b_c[:, None]
         add_15 = sub_tensor_1 + mul_10
@@ -491,7 +514,7 @@ def grads(
     if part == 2:
         inverse0_c = load_rows(inverse0_ptr + c * C * C, C, length, 0, C, C, C)
         grad_u_c = load_rows(grad_u_ptr + c * C * V, V, length, 0, C, V, BV)
-        mm_26 = mm(tl.trans(inverse0_c), grad_u_c, DOT, PREC)
+        mm_26 = product(tl.trans(inverse0_c), grad_u_c, length, DOT, PREC, APART)
         b_c = tl.load(b_ptr + (start + rows) * b_st, mask=rows < length, other=0.0).to(tl.float32)
         mul_8 = mm_26 * b_c[:, None]
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_8, H * V, length, 0, C, V, BV)
@@ -504,8 +527,8 @@ def grads(
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def gather(
     sum2_ptr, sum1_ptr, sum0_ptr, d_b_ptr, entering, leaving, table, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)

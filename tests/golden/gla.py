@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, row_of,
+    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.scan.launch import begin
@@ -16,8 +16,8 @@ from flexsp.scan.launch import begin
 def prepare0(
     g_ptr, q_ptr, k_ptr, gates_cumsum_ptr, gated_5_ptr, gated_6_ptr, table, g_sb, g_st, g_sh, q_sb, q_st, q_sh,
     k_sb, k_st, k_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -50,8 +50,8 @@ def prepare0(
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def adjoint0(
     v_ptr, do_ptr, arg1_0_ptr, entering, leaving, table, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -65,7 +65,7 @@ def adjoint0(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
     do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-    mm_default_0 = mm(do_c, tl.trans(v_c), DOT, PREC)
+    mm_default_0 = product(do_c, tl.trans(v_c), length, DOT, PREC, APART)
     mul_tensor_0 = mm_default_0 * 0.125
     store_rows(arg1_0_ptr + c * C * C, mul_tensor_0, C, C, 0, C, C, C)
 
@@ -359,8 +359,8 @@ def grads(
     v_ptr, q_ptr, k_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, gated_5_ptr,
     d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, q_sb, q_st, q_sh, k_sb, k_st,
     k_sh, do_sb, do_st, do_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0) // 4
@@ -383,7 +383,7 @@ def grads(
     if part == 0:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
+        mm_default_0 = product(do_c, tl.trans(S), length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
         gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
         exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
@@ -398,7 +398,7 @@ def grads(
         exp_0 = tl.exp(sub_0)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
-        mm_8 = mm(v_c, tl.trans(dS), DOT, PREC)
+        mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
         mul_15 = mm_8 * exp_0
         f32_grad1_1_c = load_rows(f32_grad1_1_ptr + c * C * K, K, length, 0, C, K, BK)
         add_7 = f32_grad1_1_c.to(tl.float32) + mul_15
@@ -406,17 +406,17 @@ def grads(
     if part == 2:
         scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(tl.trans(scores0_c), do_c, DOT, PREC)
+        mm_default_0 = product(tl.trans(scores0_c), do_c, length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
         gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_7 = mm(gated_5_c, dS, DOT, PREC)
+        mm_7 = product(gated_5_c, dS, length, DOT, PREC, APART)
         add_6 = mul_tensor_0 + mm_7
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_6, H * V, length, 0, C, V, BV)
     if part == 3:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
+        mm_default_0 = product(do_c, tl.trans(S), length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mul_6 = mul_tensor_0 * q_c.to(tl.float32)
@@ -432,7 +432,7 @@ def grads(
         add_3 = mul_8 + sub_1
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
-        mm_8 = mm(v_c, tl.trans(dS), DOT, PREC)
+        mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
         mul_14 = mm_8 * k_c.to(tl.float32)
         sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)

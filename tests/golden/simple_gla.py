@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, row_of,
+    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.scan.launch import begin
@@ -15,8 +15,8 @@ from flexsp.scan.launch import begin
 @triton.jit(do_not_specialize=["T", "H", "n_chunks", "g_sb"])
 def prepare0(
     g_ptr, gates_cumsum_ptr, table, g_sb, g_st, g_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)
@@ -347,8 +347,8 @@ def grads(
     q_ptr, v_ptr, k_ptr, do_ptr, gates_cumsum_ptr, d_q_ptr, sum1_ptr, sum4_ptr, d_k_ptr, sum0_ptr, sum2_ptr,
     sum3_ptr, d_v_ptr, entering, leaving, table, q_sb, q_st, q_sh, v_sb, v_st, v_sh, k_sb, k_st, k_sh, do_sb, do_st,
     do_sh, T, H, n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0) // 3
@@ -375,7 +375,7 @@ def grads(
         sum_6 = tl.sum(tl.sum(mul_13, axis=1), axis=0)
         tl.store(sum1_ptr + c, sum_6)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mm_3 = mm(q_c, S, DOT, PREC)
+        mm_3 = product(q_c, S, length, DOT, PREC, APART)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mul_6 = do_c.to(tl.float32) * 0.125
         mul_7 = mul_6 * mm_3
@@ -388,12 +388,12 @@ def grads(
         masked_fill_0 = tl.where(bitwise_not_0, float("-inf"), sub_1)
         exp_2 = tl.exp(masked_fill_0)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
-        mm_default_1 = mm(do_c, tl.trans(v_c), DOT, PREC)
+        mm_default_1 = product(do_c, tl.trans(v_c), length, DOT, PREC, APART)
         mul_tensor_7 = mm_default_1 * 0.125
         mul_11 = mul_tensor_7 * exp_2
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        mm_9 = mm(mul_11, k_c, DOT, PREC)
-        mm_default_0 = mm(do_c, tl.trans(S), DOT, PREC)
+        mm_9 = product(mul_11, k_c, length, DOT, PREC, APART)
+        mm_default_0 = product(do_c, tl.trans(S), length, DOT, PREC, APART)
         exp_3 = tl.exp(gates_cumsum_c)
         mul_tensor_8 = exp_3 * 0.125
         mul_tensor_6 = mm_default_0 * mul_tensor_8[:, None]
@@ -402,16 +402,16 @@ def grads(
     if part == 1:
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
-        mm_11 = mm(v_c, tl.trans(dS), DOT, PREC)
+        mm_11 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
         mul_tensor_1 = mm_11 * k_c.to(tl.float32)
         sum_dim_int_list_4 = tl.sum(mul_tensor_1, axis=1)
         tl.store(sum0_ptr + c * C + rows, sum_dim_int_list_4)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(do_c, tl.trans(v_c), DOT, PREC)
+        mm_default_0 = product(do_c, tl.trans(v_c), length, DOT, PREC, APART)
         mul_tensor_4 = mm_default_0 * 0.125
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mm_1 = mm(q_c, tl.trans(k_c), DOT, PREC)
+        mm_1 = product(q_c, tl.trans(k_c), length, DOT, PREC, APART)
         mul_tensor_5 = mm_1 * mul_tensor_4
         gates_cumsum_c = tl.load(gates_cumsum_ptr + c * C + rows)
         sub_1 = gates_cumsum_c[:, None] - gates_cumsum_c[None, :]
@@ -426,7 +426,7 @@ def grads(
         sum_dim_int_list_2 = tl.sum(neg_0, axis=0)
         tl.store(sum3_ptr + c * C + rows, sum_dim_int_list_2)
         mul_11 = mul_tensor_4 * exp_2
-        mm_8 = mm(tl.trans(mul_11), q_c, DOT, PREC)
+        mm_8 = product(tl.trans(mul_11), q_c, length, DOT, PREC, APART)
         sum_1 = tl.load(gates_cumsum_ptr + c * C + C - 1)
         sub_0 = sum_1 - gates_cumsum_c
         exp_default_0 = tl.exp(sub_0)
@@ -442,16 +442,16 @@ def grads(
         exp_2 = tl.exp(masked_fill_0)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
-        mm_1 = mm(q_c, tl.trans(k_c), DOT, PREC)
+        mm_1 = product(q_c, tl.trans(k_c), length, DOT, PREC, APART)
         mul_tensor_4 = mm_1 * exp_2
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
-        mm_default_0 = mm(tl.trans(mul_tensor_4), do_c, DOT, PREC)
+        mm_default_0 = product(tl.trans(mul_tensor_4), do_c, length, DOT, PREC, APART)
         mul_tensor_5 = mm_default_0 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + c * C + C - 1)
         sub_0 = sum_1 - gates_cumsum_c
         exp_default_0 = tl.exp(sub_0)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_default_1 = mm(k_c, dS, DOT, PREC)
+        mm_default_1 = product(k_c, dS, length, DOT, PREC, APART)
         mul_tensor_6 = mm_default_1 * exp_default_0[:, None]
         add_7 = mul_tensor_5 + mul_tensor_6
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_7, H * V, length, 0, C, V, BV)
@@ -461,8 +461,8 @@ def grads(
 def gather(
     gates_cumsum_ptr, sum4_ptr, sum3_ptr, sum2_ptr, sum1_ptr, sum0_ptr, d_g_ptr, entering, leaving, table, T, H,
     n_chunks,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     begin(PDL)
     c = tl.program_id(0)

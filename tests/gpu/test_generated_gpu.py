@@ -125,8 +125,8 @@ def test_chunk_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, n
 
 
 def test_a_chunk_too_large_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    inputs, _ = _draw(monkeypatch, "simple_gla", 64, 64, torch.bfloat16, None)
-    model = variants.load("simple_gla").make(H, 64, 64, torch.bfloat16, chunk_size=256, code_dir=str(folder))
+    inputs, _ = _draw(monkeypatch, "simple_gla", 128, 128, torch.bfloat16, None)
+    model = variants.load("simple_gla").make(H, 128, 128, torch.bfloat16, chunk_size=256, code_dir=str(folder))
     with pytest.raises(ValueError, match="chunk_size = 256: kernel `.*` needs .* KiB of shared memory"):
         _solve(model, inputs, None, torch.bfloat16, 0)
 

@@ -1,0 +1,44 @@
+"""Tiles of states under a dense transition S' = A S + F: all rows, a panel of columns, one K x K product a hop."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_dense", "through"]
+
+_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def load_dense(
+    states, A, b, h, offsets, mask, nseg, H, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """(F, its address, address of A) of the only segment; F is zero where there is none."""
+    at = states + ((b.to(tl.int64) * (nseg + 1) + (0 if REVERSE else 1)) * H + h) * (K * V) + offsets
+    return tl.load(at, mask=mask & (nseg > 0), other=0.0), at, A + (b.to(tl.int64) * H + h) * (K * K)
+
+
+@triton.jit
+def through(
+    A, from_, stride, S, F, rows, cols, live, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """A S + F, A^T S + F if REVERSE; S where not `live`.
+
+    S [BK, BV] is read again, in blocks of rows, from where it was loaded (pointers [1, BV] `from_`, rows `stride`
+    apart): A as a whole would not fit the registers.
+    """
+    BLOCK: tl.constexpr = min(BK, _BLOCK)
+    new = F
+    for i in tl.static_range(0, BK, BLOCK):
+        inner = i + tl.arange(0, BLOCK)
+        if REVERSE:
+            place = inner[None, :] * K + rows[:, None]
+        else:
+            place = rows[:, None] * K + inner[None, :]
+        a = tl.load(A + place, mask=(rows < K)[:, None] & (inner < K)[None, :] & live, other=0.0)
+        inside = (inner < K)[:, None] & (cols < V)[None, :]
+        s = tl.load(from_ + inner[:, None] * stride, mask=inside, other=0.0, cache_modifier=".cg")
+        new = tl.dot(a, s, new, input_precision="tf32x3")
+    return tl.where(live, new, S)

@@ -18,4 +18,5 @@ for n in 2 4 8; do
 done
 "$python" -m flexsp bench scale --case all --ranks "$ranks" --out "$out"
 "$python" -m flexsp bench plot --case simple_gla "$out"/scale_*.json --out "$out/weak_scaling.png"
+if [ "$gpus" -ge 4 ]; then "$python" -m flexsp bench predict "$out"/scale_*.json; fi
 "$python" -m flexsp bench table "$out"/*.json

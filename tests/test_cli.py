@@ -36,6 +36,7 @@ FLAGS = {
     ],
     "bench table": [],
     "bench plot": ["--case", "--out"],
+    "bench predict": ["--ranks"],
 }  # fmt: skip
 
 

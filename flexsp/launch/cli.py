@@ -1,4 +1,4 @@
-"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`.
+"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`, `predict`.
 
 The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
 """
@@ -158,6 +158,9 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("results", nargs="+")
     plot.add_argument("--case", type=_cases, metavar="A,B", help="operators to draw (default all in the files)")
     plot.add_argument("--out", default="benchmarks/results/weak_scaling.png")
+    predict = bench.add_parser("predict", help="cost model of `bench scale` result files, for another world size")
+    predict.add_argument("results", nargs="+")
+    predict.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to predict for (default 8)")
     return root
 
 
@@ -178,8 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.traffic import run
     elif args.bench == "table":
         from flexsp.bench.table import run
-    else:
+    elif args.bench == "plot":
         from flexsp.bench.plot import run
+    else:
+        from flexsp.bench.predict import run
     try:
         return run(args)
     except (OSError, ValueError) as error:

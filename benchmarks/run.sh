@@ -12,8 +12,11 @@ python=${PYTHON:-python3}
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 
 "$python" -m flexsp bench op --out "$out" "$@"
-for ranks in 1 2 4 8; do
-    if [ "$ranks" -le "$gpus" ]; then "$python" -m flexsp bench scale --ranks "$ranks" --out "$out"; fi
+ranks=1
+for n in 2 4 8; do
+    if [ "$n" -le "$gpus" ]; then ranks=$ranks,$n; fi
 done
-"$python" -m flexsp bench plot "$out"/scale_*.json --out "$out/weak_scaling.png"
+"$python" -m flexsp bench scale --case all --ranks "$ranks" --out "$out"
+"$python" -m flexsp bench plot --case simple_gla "$out"/scale_*.json --out "$out/weak_scaling.png"
+if [ "$gpus" -ge 4 ]; then "$python" -m flexsp bench predict "$out"/scale_*.json; fi
 "$python" -m flexsp bench table "$out"/*.json

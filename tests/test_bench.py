@@ -179,7 +179,7 @@ def test_first_call_runs_in_a_fresh_process() -> None:
     assert "not finished" in first_call("simple_gla", Shape(1, 40, 2, 16, 16), "float32", "cpu", "flexsp", 0.1)["error"]
 
 
-def _torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
+def _torchrun(processes: int | str, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "flexsp", *words, "--ranks", str(processes)]
@@ -206,6 +206,59 @@ def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.weak_scaling([result], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_bench_scale_of_several_operators_and_world_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "60"]
+    done = _torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 x cpu, T1 only" in done.stdout and "2 x cpu, chain over" in done.stdout
+    files = sorted(tmp_path.glob("scale_retention_mamba2_cpu*.json"))
+    results = [record.load(path) for path in files]
+    assert [result["environment"]["world_size"] for result in results] == [1, 2]
+    for result, schedules in zip(results, (["local"], ["local", "chain"]), strict=True):
+        wanted = [(c, m, s) for c in ("retention", "mamba2") for m in ("fwd", "fwd_bwd") for s in schedules]
+        assert [(r["case"], r["mode"], r["schedule"]) for r in result["rows"]] == wanted
+    assert "| mamba2 | 32 | fwd+bwd | chain |" in table.markdown(files)
+    pytest.importorskip("matplotlib")
+    words = ["bench", "plot", *map(str, files), "--out", str(tmp_path / "plot.png"), "--case"]
+    assert main([*words, "mamba2"]) == 0 and (tmp_path / "plot.png").stat().st_size > 10_000
+    assert main([*words, "simple_gla,linear_attn"]) == 1
+    assert "expected weak-scaling rows of simple_gla, linear_attn, got none" in capsys.readouterr().err
+
+
+def test_world_sizes_that_cannot_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for gpus, sizes, message in ((0, "2,0", "expected at least 1, got 0"), (4, "2,8", "1 to 4, the GPUs here, got 8")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert main(["bench", "scale", "--ranks", sizes]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_one_status_of_several_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.bench import scale
+
+    started = []
+
+    def start(command: list[str], check: bool) -> SimpleNamespace:
+        started.append(next(word for word in command if word.startswith("--nproc")))
+        return SimpleNamespace(returncode=[0, 3, 0][len(started) - 1])
+
+    monkeypatch.setattr(scale.subprocess, "run", start)
+    assert scale._under_torchrun([1, 2, 4], ["bench", "scale"]) == 3
+    assert started == ["--nproc-per-node=1", "--nproc-per-node=2", "--nproc-per-node=4"]
+
+
+def test_the_chain_is_judged_on_4_and_8_gpus() -> None:
+    from flexsp.bench.scale import _judge
+
+    row = {"schedule": "chain", "case": "simple_gla", "T_local": 8192, "mode": "fwd_bwd", "added_us": 60.0}
+    rows = [row | {"world_size": ranks} for ranks in (2, 4, 8)] + [row | {"world_size": 8, "case": "mamba2"}]
+    verdicts = [(v["target"][:13], v["limit"], v["verdict"]) for v in _judge(rows, torch.device("cuda"))]
+    assert verdicts == [("chain, 4 GPUs", 50.0, "MISS"), ("chain, 8 GPUs", 90.0, "pass")]
+    assert not _judge(rows, CPU)
 
 
 def test_disagreeing_schedules_fail_the_run() -> None:

@@ -35,7 +35,8 @@ FLAGS = {
         "--timeout", "--child",
     ],
     "bench table": [],
-    "bench plot": ["--out"],
+    "bench plot": ["--case", "--out"],
+    "bench predict": ["--ranks"],
 }  # fmt: skip
 
 
@@ -64,6 +65,9 @@ def test_names_agree_with_what_they_run() -> None:
     assert cli.SCHEDULES == SCHEDULES and set(SCHEDULES) == set(schedules.SCHEDULES)
     scale = cli.parser().parse_args(["bench", "scale", "--transport", "put"])
     assert scale.schedules == list(SCHEDULES) and scale.transport in TRANSPORTS
+    assert scale.case == ["simple_gla"] and scale.ranks is None
+    several = cli.parser().parse_args(["bench", "scale", "--case", "all", "--ranks", "1,2,4"])
+    assert several.case == list(CASES) and several.ranks == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,8 @@ def test_names_agree_with_what_they_run() -> None:
     [
         (["bench", "op", "--ops", "gla"], "expected some of simple_gla"),
         (["bench", "scale", "--schedules", "ring"], "expected some of chain"),
+        (["bench", "scale", "--case", "gla"], "expected some of simple_gla"),
+        (["bench", "scale", "--ranks", "two"], "invalid comma-separated list"),
         (["bench", "op", "--T", "long"], "invalid comma-separated list"),
         (["bench"], "required: bench"),
         ([], "required: command"),

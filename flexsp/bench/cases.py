@@ -40,7 +40,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator: ours, the baseline's name for it, and whether it takes gates, a head's or (wide) a channel's."""
+    """One operator: ours, the baseline's name for it, and whether it takes gates, a head's or (wide) a channel's.
+
+    shared: one q and one k serve all heads.
+    """
 
     name: str
     ours: Op
@@ -50,6 +53,7 @@ class Case:
     baseline_backward: bool = True
     wide: bool = False
     beta: bool = False
+    shared: bool = False
 
     def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
         """Bytes of every input read once and every output written once; with backward, of both passes.
@@ -57,6 +61,7 @@ class Case:
         Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates fp32 and beta: read, read, gradient written.
         """
         qk, v = shape.tensors(itemsize)
+        qk //= shape.H if self.shared else 1
         gate = shape.B * shape.T * shape.H * 4 * (shape.K if self.wide else 1) if self.gated else 0
         gate += shape.B * shape.T * shape.H * itemsize if self.beta else 0
         total = 2 * qk + 2 * v + gate
@@ -69,11 +74,11 @@ def make_inputs(case: Case, shape: Shape, dtype: torch.dtype, device: torch.devi
     """Fresh random leaves q, k, v (and log gates g <= 0), and the output gradient do."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(width: int) -> torch.Tensor:
-        size = (shape.B, shape.T, shape.H, width)
+    def normal(width: int, heads: int = shape.H) -> torch.Tensor:
+        size = (shape.B, shape.T, heads, width)
         return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
-    q, k = normal(shape.K), normal(shape.K)
+    q, k = (normal(shape.K, 1 if case.shared else shape.H) for _ in range(2))
     if case.positive:
         q, k = q.abs_(), k.abs_()
     inputs = {"q": q, "k": k, "v": normal(shape.V)}
@@ -136,6 +141,26 @@ def _fla_linear_attn(normalize: bool) -> Op:
     return run
 
 
+def _retention(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+    from flexsp.ops import chunk_retention
+
+    return chunk_retention(x["q"], x["k"], x["v"], sp=sp)[0]
+
+
+def _lightning(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+    from flexsp.ops import chunk_lightning_attn
+
+    return chunk_lightning_attn(x["q"], x["k"], x["v"], layer_idx=6, num_layers=12, sp=sp)[0]
+
+
+def _mamba2(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+    """C, B, x and dt are q, k, v and g; A = -1."""
+    from flexsp.ops import mamba2_ssd
+
+    A = x["g"].new_full(x["g"].shape[2:], -1.0)
+    return mamba2_ssd(x["v"], x["g"], A, x["k"], x["q"], dt_softplus=True, sp=sp)[0]
+
+
 @functools.lru_cache(maxsize=16)
 def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
     path = Path(__file__).parents[2] / "examples" / "variants" / f"{name}.py"
@@ -184,6 +209,9 @@ CASES = {
         Case("simple_gla", _simple_gla, _fla_simple_gla, gated=True, baseline_backward=False),
         Case("linear_attn", _linear_attn(False), _fla_linear_attn(False), gated=False),
         Case("linear_attn_normalized", _linear_attn(True), _fla_linear_attn(True), gated=False, positive=True),
+        Case("retention", _retention, None, gated=False),
+        Case("lightning", _lightning, None, gated=False),
+        Case("mamba2", _mamba2, None, gated=True, shared=True),
         Case("generated_simple_gla", _generated("simple_gla"), None, gated=True),
         Case("generated_gla", _generated("gla"), _fla_gla, gated=True, wide=True),
         Case("generated_deltanet", _generated("deltanet", beta="b"), _fla_delta_rule, gated=False, beta=True),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import load
+from flexsp.bench.record import case_of, load_kind
 
 __all__ = ["run", "weak_scaling"]
 
@@ -15,11 +15,11 @@ _COLORS = {"chain": "#1b6ca8", "serial": "#9a9a9a", "pipelined": "#c98b2b", "all
 _TITLES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 
 
-def _points(results: Sequence[dict[str, Any]], mode: str, T: int) -> dict[str, list[tuple[int, float]]]:
+def _points(results: Sequence[dict[str, Any]], case: str, mode: str, T: int) -> dict[str, list[tuple[int, float]]]:
     points: dict[str, list[tuple[int, float]]] = {}
     for result in results:
         for row in result["rows"]:
-            if row["mode"] != mode or row["T_local"] != T:
+            if (case_of(row), row["mode"], row["T_local"]) != (case, mode, T):
                 continue
             alone = row["schedule"] == "local"
             value = row["slowest_rank_ms"] if alone else row["ms"]["median"]
@@ -27,24 +27,26 @@ def _points(results: Sequence[dict[str, Any]], mode: str, T: int) -> dict[str, l
     return {name: sorted(values) for name, values in points.items()}
 
 
-def weak_scaling(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """One panel per pass and T_local: milliseconds of the slowest rank against ranks, the local time dashed."""
+def weak_scaling(results: Sequence[dict[str, Any]], path: Path, chosen: Sequence[str] | None = None) -> None:
+    """One panel per operator (of ``chosen``), pass and T_local: ms of the slowest rank against ranks, T1 dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lengths = sorted({row["T_local"] for result in results for row in result["rows"]})
-    modes = [mode for mode in _TITLES if any(row["mode"] == mode for result in results for row in result["rows"])]
+    rows = [row for result in results for row in result["rows"] if chosen is None or case_of(row) in chosen]
+    lengths = sorted({row["T_local"] for row in rows})
+    cases = dict.fromkeys(case_of(row) for row in rows)
+    panels = [(case, mode) for case in cases for mode in _TITLES if any(row["mode"] == mode for row in rows)]
     if not lengths:
-        raise ValueError("results: expected weak-scaling rows, got none")
+        raise ValueError(f"results: expected weak-scaling rows of {', '.join(chosen or ['any operator'])}, got none")
     figure, axes = pyplot.subplots(
-        len(modes), len(lengths), figsize=(3.6 * len(lengths), 2.9 * len(modes)), squeeze=False, sharex=True
+        len(panels), len(lengths), figsize=(3.6 * len(lengths), 2.9 * len(panels)), squeeze=False, sharex=True
     )
-    for i, mode in enumerate(modes):
+    for i, (case, mode) in enumerate(panels):
         for j, T in enumerate(lengths):
             axis = axes[i][j]
-            series = _points(results, mode, T)
+            series = _points(results, case, mode, T)
             for name, values in series.items():
                 ranks, times = zip(*values, strict=True)
                 style = (
@@ -53,20 +55,19 @@ def weak_scaling(results: Sequence[dict[str, Any]], path: Path) -> None:
                     else {"color": _COLORS.get(name), "marker": "o", "label": name}
                 )
                 axis.plot(ranks, times, linewidth=1.4, markersize=4, **style)
-            axis.set_title(f"{_TITLES[mode]}, {T} tokens a rank", fontsize=9)
+            axis.set_title(f"{case}, {_TITLES[mode]}, {T} tokens a rank", fontsize=9)
             axis.set_ylim(bottom=0)
             axis.set_xticks(sorted({rank for values in series.values() for rank, _ in values}))
             axis.tick_params(labelsize=8)
             axis.spines[["top", "right"]].set_visible(False)
-            if i == len(modes) - 1:
+            if i == len(panels) - 1:
                 axis.set_xlabel("ranks", fontsize=8)
             if j == 0:
                 axis.set_ylabel("ms, slowest rank", fontsize=8)
     axes[0][0].legend(fontsize=7, frameon=False)
     env, shape = results[0]["environment"], results[0]["shape"]
     figure.suptitle(
-        f"chunk_simple_gla, weak scaling, {env['device']}, H={shape['H']}, K={shape['K']}, V={shape['V']}, "
-        f"{shape['dtype']}",
+        f"weak scaling, {env['device']}, H={shape['H']}, K={shape['K']}, V={shape['V']}, {shape['dtype']}",
         fontsize=10,
     )
     figure.tight_layout()
@@ -77,10 +78,7 @@ def weak_scaling(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw the given scale results."""
-    results = [load(Path(path)) for path in args.results]
-    wrong = [str(path) for path, result in zip(args.results, results, strict=True) if result["kind"] != "scale"]
-    if wrong:
-        raise ValueError(f"results: expected files of `flexsp bench scale`, got {', '.join(wrong)}")
-    weak_scaling(results, Path(args.out))
+    results = load_kind([Path(path) for path in args.results], "scale")
+    weak_scaling(results, Path(args.out), args.case)
     print(f"wrote {args.out}")
     return 0

@@ -48,22 +48,22 @@ class Aligned:
     """
 
     def __init__(self, sp: SequenceParallel, flush: bool = True) -> None:
-        self._sp = sp
+        self.sp = sp
         self._device = sp.device
         self._flush = L2Flush(sp.device) if flush else None
         self._token = torch.zeros(1, device=sp.device)
 
     def barrier(self) -> None:
         """Enqueue the alignment of all ranks."""
-        if self._sp.world_size > 1:
-            dist.all_reduce(self._token, group=self._sp.group)
+        if self.sp.world_size > 1:
+            dist.all_reduce(self._token, group=self.sp.group)
 
     def gather(self, value: Any) -> list[Any]:
         """This value of every rank, over the host."""
-        if self._sp.world_size == 1:
+        if self.sp.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self._sp.world_size
-        dist.all_gather_object(values, value, group=self._sp.cpu_group)
+        values: list[Any] = [None] * self.sp.world_size
+        dist.all_gather_object(values, value, group=self.sp.cpu_group)
         return values
 
     def measure(

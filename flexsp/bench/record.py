@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["commit", "environment", "file_stem", "load", "save", "version_of"]
+__all__ = ["case_of", "commit", "environment", "file_stem", "load", "load_kind", "save", "version_of"]
 
 
 def version_of(distribution: str) -> str | None:
@@ -106,3 +106,17 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or "kind" not in result:
         raise ValueError(f"{path}: expected a flexsp result file with a 'kind', got something else")
     return result
+
+
+def load_kind(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
+    """Read result files that must all be of one kind."""
+    results = [load(path) for path in paths]
+    wrong = [str(path) for path, result in zip(paths, results, strict=True) if result["kind"] != kind]
+    if wrong:
+        raise ValueError(f"results: expected files of `flexsp bench {kind}`, got {', '.join(wrong)}")
+    return results
+
+
+def case_of(row: dict[str, Any]) -> str:
+    """Operator of a row of `bench scale`; the first files had one and did not name it."""
+    return str(row.get("case", "simple_gla"))

@@ -1,7 +1,8 @@
 """`flexsp bench scale`: weak scaling of an operator over ranks, and the states' travel alone.
 
-Run by every rank under torchrun; `--ranks N` starts torchrun itself. T1 is the same operator with sp=False, on every
-rank at once, interleaved with the sequence-parallel runs; T4 - T1 is then what communication and waiting add.
+Run by every rank under torchrun; `--ranks N,N` starts torchrun itself, once a world size. T1 is the same operator with
+sp=False, on every rank at once, interleaved with the sequence-parallel runs; T_R - T1 is then what communication and
+waiting add.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 Row = dict[str, Any]
-TARGETS_US = {"fwd": 25.0, "fwd_bwd": 50.0}
+TARGETS_US = {4: {"fwd": 25.0, "fwd_bwd": 50.0}, 8: {"fwd": 45.0, "fwd_bwd": 90.0}}
 
 
 def _operator(
@@ -55,21 +56,23 @@ def _disagreement(
     aligned: Aligned, case: Case, sps: dict[str, SequenceParallel], inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Largest relative difference over ranks between each schedule's output and the last schedule's."""
+    if not sps:
+        return {}
     outputs = {name: _operator(case, sp, "fwd", inputs)() for name, sp in sps.items()}
     reference = list(outputs.values())[-1]
     return {name: max(aligned.gather(_relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
 
 
-def _scale_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace, T: int) -> list[Row]:
-    first = next(iter(sps.values()))
-    world, device = first.world_size, first.device
-    case = CASES[args.case]
+def _scale_rows(
+    aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace, case: Case, T: int
+) -> list[Row]:
+    world, device = aligned.sp.world_size, aligned.sp.device
     inputs = make_inputs(
         case,
         Shape(args.B, T, args.H, args.K, args.V),
         getattr(torch, args.dtype),
         device,
-        seed=first.rank,
+        seed=aligned.sp.rank,
     )
     for sp in sps.values():
         sp.set_lengths([T] * world)
@@ -106,7 +109,7 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
     """Time of `propagate` alone: B states [H, K, V] in fp32 a rank through the whole group, segments 1 and 8."""
     from flexsp.scan.propagate import propagate
 
-    first = next(iter(sps.values()))
+    first = aligned.sp
     rows = []
     for batch in args.state_batches:
         for segments in args.state_segments:
@@ -148,16 +151,17 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
 
 
 def _judge(rows: list[Row], device: torch.device) -> list[Row]:
-    """T4 - T1 of the chain against the plan's bounds; measured on 4 GPUs only."""
+    """T_R - T1 of the chain against the plan's bounds, which are for 4 and 8 GPUs."""
     verdicts: list[Row] = []
     if device.type != "cuda":
         return verdicts
     for row in rows:
-        if row["world_size"] == 4 and row["schedule"] == "chain" and row.get("case") == "simple_gla":
-            limit, value = TARGETS_US[row["mode"]], row["added_us"]
+        R = row["world_size"]
+        if R in TARGETS_US and row["schedule"] == "chain" and row.get("case") == "simple_gla":
+            limit, value = TARGETS_US[R][row["mode"]], row["added_us"]
             verdicts.append(
                 {
-                    "target": f"chain, 4 GPUs, T_local={row['T_local']}, {row['mode']}: T4 - T1 in us",
+                    "target": f"chain, {R} GPUs, T_local={row['T_local']}, {row['mode']}: T{R} - T1 in us",
                     "limit": limit,
                     "value": value,
                     "verdict": "pass" if value <= limit else "MISS",
@@ -170,7 +174,7 @@ def _print_scale(rows: list[Row]) -> None:
     for row in rows:
         ms = row["ms"]
         text = (
-            f"  T_local {row['T_local']:6d} {row['mode']:8s}{row['schedule']:14s}{ms['median']:9.3f} ms "
+            f"  {row['case']} T_local {row['T_local']:6d} {row['mode']:8s}{row['schedule']:14s}{ms['median']:9.3f} ms "
             f"[{ms['p20']:.3f}, {ms['p80']:.3f}]  back to back {row['back_to_back_ms']:.3f}"
         )
         if row["added_us"] is not None:
@@ -190,51 +194,42 @@ def _print_states(rows: list[Row]) -> None:
 def _check_agreement(rows: list[Row], dtype: torch.dtype) -> list[str]:
     limit = 4 * math.sqrt(torch.finfo(dtype).eps) if dtype != torch.bfloat16 else 2e-2
     return [
-        f"{row['schedule']}: output differs by {row['disagreement']:.1e} (allowed {limit:.1e})"
+        " ".join(filter(None, (row.get("case"), row["schedule"])))
+        + f": output differs by {row['disagreement']:.1e} (allowed {limit:.1e})"
         for row in rows
         if row.get("disagreement") is not None and not row["disagreement"] <= limit
     ]
 
 
 def run(args: argparse.Namespace) -> int:
-    """All lengths and schedules on this job's ranks; rank 0 prints and writes. Non-zero where schedules disagree."""
-    if args.ranks and "WORLD_SIZE" not in os.environ:
-        return _under_torchrun(args.ranks, args.argv)
+    """All operators, lengths and schedules on this job's ranks; rank 0 prints and writes. One rank alone gives T1 only.
+
+    Non-zero where schedules disagree. Outside torchrun, --ranks starts as many, one world size after another.
+    """
     for name in args.schedules:
         split_schedule(name, args.transport)
-    sps = open_schedules(args.schedules, args.transport, args.timeout)
-    first = next(iter(sps.values()))
-    chief, device = first.rank == 0, first.device
-    aligned = Aligned(first)
-    result: dict[str, Any] = {
-        "kind": "scale",
-        "environment": {**environment(device, args.argv), "world_size": first.world_size},
-        "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
-        "method": "every run starts after an all-reduce of one number on the stream, host running ahead; ms is the "
-        "slowest rank's of each run; T1 is the slowest rank's median with sp=False in the same loop",
-        "transports": {name: sp.transport for name, sp in sps.items()},
-        "rows": [],
-        "states": [],
-    }
-    kind = "scale" if args.case == "simple_gla" else f"scale_{args.case}"
-    out = Path(args.out) / f"{file_stem(kind, result['environment'])}.json"
+    if args.ranks and "WORLD_SIZE" not in os.environ:
+        return _under_torchrun(args.ranks, args.argv)
+    opened = open_schedules(args.schedules, args.transport, args.timeout)
+    aligned = Aligned(next(iter(opened.values())))
+    sps = opened if aligned.sp.world_size > 1 else {}
+    result = _empty_result(args, aligned.sp, sps)
+    out = Path(args.out) / f"{file_stem(_kind(args.case), result['environment'])}.json"
+    chief, device = aligned.sp.rank == 0, aligned.sp.device
     if chief:
-        print(
-            f"flexsp bench scale: {first.world_size} x {result['environment']['device']}, "
-            + ", ".join(f"{name} over {sp.transport}" for name, sp in sps.items()),
-            flush=True,
-        )
-    if not args.no_states and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+        print(_title(result), flush=True)
+    if sps and not args.no_states and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
         result["states"] = _state_rows(aligned, sps, args)
         if chief:
             _print_states(result["states"])
             save(out, result)
-    for T in args.T_local:
-        rows = _scale_rows(aligned, sps, args, T)
-        result["rows"] += rows
-        if chief:
-            _print_scale(rows)
-            save(out, result)
+    for case in args.case:
+        for T in args.T_local:
+            rows = _scale_rows(aligned, sps, args, CASES[case], T)
+            result["rows"] += rows
+            if chief:
+                _print_scale(rows)
+                save(out, result)
     result["targets"] = _judge(result["rows"], device)
     problems = _check_agreement(result["rows"], getattr(torch, args.dtype))
     problems += _check_agreement(result["states"], torch.float32)
@@ -245,10 +240,34 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {verdict['verdict']:5s}{verdict['value']:7.1f} <= {verdict['limit']:<5g} {verdict['target']}")
         print("\n".join(problems + [f"wrote {out}"]), flush=True)
     synchronize(device)
-    for sp in sps.values():
+    for sp in opened.values():
         sp.check()
-    _close(sps)
+    _close(opened)
     return int(bool(problems) or (args.strict and missed))
+
+
+def _kind(cases: list[str]) -> str:
+    """First part of the file's name; that of a run with simple_gla has no operator in it."""
+    return "scale" if "simple_gla" in cases else "_".join(["scale", *cases])
+
+
+def _empty_result(args: argparse.Namespace, first: SequenceParallel, sps: dict[str, SequenceParallel]) -> Row:
+    return {
+        "kind": "scale",
+        "environment": {**environment(first.device, args.argv), "world_size": first.world_size},
+        "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
+        "method": "every run starts after an all-reduce of one number on the stream, host running ahead; ms is the "
+        "slowest rank's of each run; T1 is the slowest rank's median with sp=False in the same loop",
+        "transports": {name: sp.transport for name, sp in sps.items()},
+        "rows": [],
+        "states": [],
+    }
+
+
+def _title(result: Row) -> str:
+    env, transports = result["environment"], result["transports"]
+    over = ", ".join(f"{name} over {transport}" for name, transport in transports.items())
+    return f"flexsp bench scale: {env['world_size']} x {env['device']}, {over or 'T1 only: one rank has no neighbour'}"
 
 
 def _close(sps: dict[str, SequenceParallel]) -> None:
@@ -258,16 +277,16 @@ def _close(sps: dict[str, SequenceParallel]) -> None:
         dist.destroy_process_group()
 
 
-def _under_torchrun(processes: int, argv: list[str]) -> int:
-    """The same command on this many local ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "-m",
-        "flexsp",
-        *argv,
-    ]
-    return subprocess.run(command, check=False).returncode
+def _under_torchrun(world_sizes: list[int], argv: list[str]) -> int:
+    """The same command on so many local ranks, one world size after another; the first status that is not zero."""
+    gpus = torch.cuda.device_count()
+    wrong = [ranks for ranks in world_sizes if ranks < 1 or 0 < gpus < ranks]
+    if wrong:
+        expected = f"1 to {gpus}, the GPUs here" if gpus else "at least 1"
+        raise ValueError(f"--ranks: expected {expected}, got {wrong[0]}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    statuses = []
+    for ranks in world_sizes:
+        command = [*launcher, f"--nproc-per-node={ranks}", "-m", "flexsp", *argv]
+        statuses.append(subprocess.run(command, check=False).returncode)
+    return next(filter(None, statuses), 0)

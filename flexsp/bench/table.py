@@ -7,19 +7,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import load
+from flexsp.bench.record import case_of, load
 
-__all__ = ["host_table", "markdown", "op_table", "run", "scale_table", "states_table", "traffic_table"]
+__all__ = [
+    "footer", "grid", "host_table", "markdown", "op_table", "run", "scale_table", "states_table", "traffic_table",
+]  # fmt: skip
 
 Result = dict[str, Any]
 
 
-def _grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _footer(result: Result) -> str:
+def footer(result: Result) -> str:
+    """Where a result was measured: device, shape, versions, commit, date and command."""
     env, shape = result["environment"], result["shape"]
     count = f"{env['world_size']} x " if env["world_size"] > 1 else ""
     sizes = ", ".join(f"{name}={shape[name]}" for name in "BHKV")
@@ -60,7 +64,7 @@ def op_table(result: Result) -> str:
             ]
         )
     header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio", "memory floor ms", "peak GiB"]
-    text = _grid(header, lines)
+    text = grid(header, lines)
     for row in result["cold"]:
         if row.get("fwd_bwd_s") is not None:
             text += f"\n\nFirst call, cold cache, {row['provider']} {row['case']}: {row['fwd_bwd_s']:.1f} s."
@@ -68,12 +72,13 @@ def op_table(result: Result) -> str:
 
 
 def scale_table(result: Result) -> str:
-    """Per length and pass: one rank alone, then each schedule's time, what it adds and its efficiency T1/TN."""
+    """Per op, length and pass: one rank alone, then each schedule's time, what it adds and its efficiency T1/TN."""
     lines = []
     for row in result["rows"]:
         local = row["schedule"] == "local"
         lines.append(
             [
+                case_of(row),
                 str(row["T_local"]),
                 row["mode"].replace("fwd_bwd", "fwd+bwd"),
                 "1 rank" if local else row["schedule"],
@@ -84,8 +89,8 @@ def scale_table(result: Result) -> str:
                 f"{row['tokens_per_s'] / 1e6:.1f}",
             ]
         )
-    header = ["T per rank", "pass", "schedule", "ms", "added us", "efficiency", "back to back ms", "M tokens/s"]
-    return _grid(header, lines)
+    header = ["op", "T per rank", "pass", "schedule", "ms", "added us", "efficiency", "back to back ms", "M tokens/s"]
+    return grid(header, lines)
 
 
 def states_table(result: Result) -> str:
@@ -98,7 +103,7 @@ def states_table(result: Result) -> str:
         [f"{size:.1f}", str(segments), *(f"{times[name]:.0f}" for name in names)]
         for (size, segments), times in keyed.items()
     ]
-    return _grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
+    return grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
 
 
 def host_table(result: Result) -> str:
@@ -108,7 +113,7 @@ def host_table(result: Result) -> str:
          f"{row['plain_us']:.0f}" if "plain_us" in row else ""]
         for row in result["rows"]
     ]  # fmt: skip
-    return _grid(["op", "T", "pass", "host us", "without the dispatcher"], lines)
+    return grid(["op", "T", "pass", "host us", "without the dispatcher"], lines)
 
 
 def traffic_table(result: Result) -> str:
@@ -120,7 +125,7 @@ def traffic_table(result: Result) -> str:
         lines.append([row["kernel"], f"{moved / 1e9:.2f}", f"{predicted / 1e9:.2f}", f"{row['ratio']:.2f}", *us])
     [total] = result["targets"]
     lines.append(["all", "", "", f"{total['value']:.2f}", "", ""])
-    return _grid(["kernel", "GB", "predicted GB", "ratio", "us", "predicted us"], lines)
+    return grid(["kernel", "GB", "predicted GB", "ratio", "us", "predicted us"], lines)
 
 
 _TABLES = {"op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table}
@@ -134,7 +139,7 @@ def markdown(paths: Sequence[Path]) -> str:
         tables = [_TABLES[result["kind"]](result)]
         if result.get("states"):
             tables.append(states_table(result))
-        parts += [*tables, _footer(result)]
+        parts += [*tables, footer(result)]
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`.
+"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`, `predict`.
 
 The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 __all__ = ["main", "parser"]
 
 OPS = (
-    "simple_gla", "linear_attn", "linear_attn_normalized",
+    "simple_gla", "linear_attn", "linear_attn_normalized", "retention", "lightning", "mamba2",
     "generated_simple_gla", "generated_gla", "generated_deltanet",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
@@ -30,6 +30,11 @@ def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None)
 
     convert.__name__ = "comma-separated list"
     return convert
+
+
+def _cases(text: str) -> list[object]:
+    """Operators that run over ranks: a list of them, or all."""
+    return list(OPS) if text == "all" else _listed(str, OPS)(text)
 
 
 def _shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +79,13 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
-    parser.add_argument("--case", choices=OPS, default="simple_gla", help="operator (default simple_gla)")
+    parser.add_argument(
+        "--case",
+        type=_cases,
+        default=["simple_gla"],
+        metavar="A,B",
+        help=f"all, or some of {','.join(OPS)} (default simple_gla)",
+    )
     parser.add_argument(
         "--T-local",
         type=_listed(int),
@@ -95,7 +106,12 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "peer", "put", "posix", "process_group"),
         help="of chain; the other schedules are torch send/recv (default auto)",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="start N local ranks (default: the ranks of torchrun)")
+    parser.add_argument(
+        "--ranks",
+        type=_listed(int),
+        metavar="N,N",
+        help="start so many local ranks, one world size after another (default: the ranks of torchrun)",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="wait for a rank (default 120)")
     parser.add_argument("--no-states", action="store_true", help="leave out the states' travel alone")
     parser.add_argument(
@@ -123,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--ranks", type=int, metavar="N", help="GPU ranks of the self-test (default: up to 4)")
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
-    _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --nproc"))
+    _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --ranks"))
     host = bench.add_parser("host", help="host time of a call of generated kernels, with and without the dispatcher")
     _shape_arguments(host)
     chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
@@ -140,7 +156,11 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("results", nargs="+")
     plot = bench.add_parser("plot", help="weak-scaling picture of `bench scale` result files")
     plot.add_argument("results", nargs="+")
+    plot.add_argument("--case", type=_cases, metavar="A,B", help="operators to draw (default all in the files)")
     plot.add_argument("--out", default="benchmarks/results/weak_scaling.png")
+    predict = bench.add_parser("predict", help="cost model of `bench scale` result files, for another world size")
+    predict.add_argument("results", nargs="+")
+    predict.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to predict for (default 8)")
     return root
 
 
@@ -161,8 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.traffic import run
     elif args.bench == "table":
         from flexsp.bench.table import run
-    else:
+    elif args.bench == "plot":
         from flexsp.bench.plot import run
+    else:
+        from flexsp.bench.predict import run
     try:
         return run(args)
     except (OSError, ValueError) as error:

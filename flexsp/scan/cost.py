@@ -1,0 +1,172 @@
+"""How long one exchange of states over the ranks takes: MATH §10's latency-bandwidth model of each schedule.
+
+n is the bytes of a rank's state, R the number of ranks, S the segments that a rank folds and then writes, and the time
+is that of the slowest rank. Every form is linear in at most five parameters (:class:`Cost`), which :func:`fit` finds
+from measurements:
+
+- chain (the kernel of scan/propagate.py): launch + (R - 1)(latency + tile/be + apply S n/tile) + (n - tile)/be
+  + 2 S min(n, wave)/memory. The tiles flow, so n passes once; a wave is what all blocks hold at a time, and only its
+  segments are exposed: the first rank folds them before it sends, the last one writes them after the last arrival.
+- serial (LASP-1), and chain over torch.distributed: launch + (R - 1)(latency + n/be) + 3 S n/memory. The segments are
+  read to fold them, and read and written to apply what arrived.
+- pipelined, P pieces: (R + P - 2)(latency + n/(P be)) + (R + P - 3) apply + 3 S n/memory. A rank between two others
+  applies A to each piece before it passes it on, so 2 ranks pay no apply. The launch is in the many latencies.
+- all_gather (LASP-2): launch + (R - 1) latency + R n/be + 3 S n/memory. The combines of the other ranks' (A, F) are in
+  latency and be; hence R - 1 latencies where an all-gather by itself needs log2 R.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexsp.scan.schedules import PIECES, SCHEDULES
+
+__all__ = ["Cost", "Fit", "Measurement", "fit"]
+
+# Bytes of a tile of the chain's kernel, and of the tiles that its blocks hold at a time.
+TILE = 16384
+WAVE = 128 * TILE
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters of one schedule, in microseconds. `name` may carry a transport, as in "chain:put".
+
+    Attributes:
+        launch: of an exchange, whatever its size: kernels that start and end.
+        latency: of a hop, a message or, in the all-gather, a rank.
+        byte: of a byte over the link, 1/be.
+        memory: of a byte of the segments, read or written on the rank itself.
+        apply: chain, of one segment of one tile, a hop's wait behind a block's earlier tiles; pipelined, of one piece
+            (t_c in MATH §10). The others have none.
+    """
+
+    name: str
+    launch: float = 0.0
+    latency: float = 0.0
+    byte: float = 0.0
+    memory: float = 0.0
+    apply: float = 0.0
+
+    def us(self, nbytes: float, ranks: int, segments: int = 1) -> float:
+        """Predicted microseconds of an exchange of ``nbytes`` a rank over ``ranks`` >= 2 ranks."""
+        counts = _counts(self.name, nbytes, ranks, segments)
+        return sum(count * getattr(self, parameter) for parameter, count in counts.items())
+
+    @property
+    def link_gb_s(self) -> float:
+        """Bandwidth of the link in GB/s; infinite where a byte costs nothing."""
+        return 1e-3 / self.byte if self.byte else math.inf
+
+    @property
+    def memory_gb_s(self) -> float:
+        """Bandwidth of the rank's own memory in GB/s; infinite where a byte costs nothing."""
+        return 1e-3 / self.memory if self.memory else math.inf
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds of one exchange."""
+
+    name: str
+    nbytes: int
+    ranks: int
+    segments: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted parameters and the measurements that they come from."""
+
+    cost: Cost
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def residuals_us(self) -> list[float]:
+        """Predicted less measured, measurement by measurement."""
+        return [self.cost.us(m.nbytes, m.ranks, m.segments) - m.us for m in self.measurements]
+
+    @property
+    def worst(self) -> float:
+        """The largest residual as a fraction of its measurement."""
+        return max(abs(residual) / m.us for residual, m in zip(self.residuals_us, self.measurements, strict=True))
+
+
+def fit(measurements: Sequence[Measurement]) -> dict[str, Fit]:
+    """Parameters >= 0 with the least sum of squared relative residuals, for each schedule that was measured.
+
+    Raises:
+        ValueError: an unknown schedule, a time that is no positive number, or measurements that cannot tell the
+            parameters apart: they need two world sizes, two sizes of the state and two numbers of segments.
+    """
+    if not measurements:
+        raise ValueError("measurements: expected at least one, got none")
+    of_name: dict[str, list[Measurement]] = {}
+    for m in measurements:
+        if not (math.isfinite(m.us) and m.us > 0):
+            raise ValueError(f"measurements of {m.name}: expected positive microseconds, got {m.us}")
+        of_name.setdefault(m.name, []).append(m)
+    return {name: Fit(_fit(name, found), tuple(found)) for name, found in of_name.items()}
+
+
+def _fit(name: str, measurements: Sequence[Measurement]) -> Cost:
+    counts = [_counts(name, m.nbytes, m.ranks, m.segments) for m in measurements]
+    parameters = list(counts[0])
+    us = torch.tensor([m.us for m in measurements], dtype=torch.float64)
+    matrix = torch.tensor([list(row.values()) for row in counts], dtype=torch.float64) / us[:, None]
+    size = matrix.norm(dim=0).clamp_min(1e-300)
+    rank = int(torch.linalg.matrix_rank(matrix / size))
+    if rank < len(parameters):
+        raise ValueError(
+            f"measurements of {name}: expected at least {len(parameters)} that differ in ranks, bytes and segments, to "
+            f"tell {', '.join(parameters)} apart, got {len(measurements)} that determine {rank}"
+        )
+    found = _nonnegative(matrix / size, torch.ones_like(us)) / size
+    return Cost(name, **dict(zip(parameters, found.tolist(), strict=True)))
+
+
+def _nonnegative(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Least squares over x >= 0: of the solutions with some columns left out, the best that has no negative entry."""
+    columns = matrix.shape[1]
+    best, least = torch.zeros(columns, dtype=matrix.dtype), wanted.norm()
+    for kept in itertools.product((False, True), repeat=columns):
+        mask = torch.tensor(kept)
+        if not mask.any():
+            continue
+        x = torch.zeros_like(best)
+        x[mask] = torch.linalg.lstsq(matrix[:, mask], wanted[:, None]).solution[:, 0]
+        error = (matrix @ x - wanted).norm()
+        if (x >= 0).all() and error < least:
+            best, least = x, error
+    return best
+
+
+def _counts(name: str, nbytes: float, ranks: int, segments: int) -> dict[str, float]:
+    """How often each parameter of a schedule counts in one exchange."""
+    schedule, _, transport = name.partition(":")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {name!r}")
+    if transport == "process_group" and schedule == "chain":
+        schedule = "serial"
+    for argument, value, least in (("nbytes", nbytes, 1), ("ranks", ranks, 2), ("segments", segments, 1)):
+        if value < least:
+            raise ValueError(f"{argument}: expected at least {least}, got {value}")
+    local = 3.0 * segments * nbytes
+    if schedule == "chain":
+        tile, hops = min(TILE, nbytes), ranks - 1
+        return {
+            "launch": 1, "latency": hops, "byte": nbytes - tile + hops * tile,
+            "memory": 2.0 * segments * min(nbytes, WAVE), "apply": hops * segments * nbytes / TILE,
+        }  # fmt: skip
+    if schedule == "all_gather":
+        return {"launch": 1, "latency": ranks - 1, "byte": ranks * nbytes, "memory": local}
+    pieces = PIECES if schedule == "pipelined" else 1
+    steps = ranks + pieces - 2
+    counts = {"latency": steps, "byte": steps * nbytes / pieces, "memory": local}
+    return {"launch": 1} | counts if schedule == "serial" else counts | {"apply": steps - 1 if ranks > 2 else 0}

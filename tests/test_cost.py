@@ -1,0 +1,191 @@
+"""The cost model of the rank scan: forms by hand, fit on made-up times, `flexsp bench predict` on real files."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.bench import predict, record
+from flexsp.launch.cli import main
+from flexsp.scan import cost
+from flexsp.scan.cost import Cost, Measurement, fit
+from flexsp.scan.schedules import SCHEDULES
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+FILES = [RESULTS / f"scale_h200x{ranks}_20261121.json" for ranks in (2, 4)]
+BYTE, MEMORY = 5e-6, 2.5e-7  # us: 200 GB/s, 4 TB/s
+TRUTH = {
+    "chain": Cost("chain", 5.0, 4.0, BYTE, MEMORY, 0.001),
+    "serial": Cost("serial", 10.0, 20.0, BYTE, MEMORY),
+    "pipelined": Cost("pipelined", 0.0, 10.0, BYTE, MEMORY, 3.0),
+    "all_gather": Cost("all_gather", 40.0, 10.0, BYTE, MEMORY),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "ranks", "segments", "us"),
+    [
+        # 128 tiles: one passes 3 times, the others once; the first rank folds and the last writes all of it
+        ("chain", 2 << 20, 4, 1, 5 + 3 * 4 + (2**21 + 2 * 2**14) * BYTE + 2 * 2**21 * MEMORY + 3 * 128 * 0.001),
+        ("chain", 8 << 20, 2, 8, 5 + 4 + 2**23 * BYTE + 2 * 8 * 2**21 * MEMORY + 512 * 8 * 0.001),
+        ("chain", 1000, 3, 1, 5 + 2 * (4 + 1000 * BYTE) + 2000 * MEMORY + 2 * 1000 / 2**14 * 0.001),
+        ("chain:put", 1000, 3, 1, 5 + 2 * (4 + 1000 * BYTE) + 2000 * MEMORY + 2 * 1000 / 2**14 * 0.001),
+        ("serial", 1_000_000, 3, 2, 10 + 2 * (20 + 5) + 1.5),
+        ("chain:process_group", 1_000_000, 3, 2, 5 + 2 * (4 + 5) + 1.5),
+        ("pipelined", 8_000_000, 2, 1, 8 * (10 + 5) + 6),
+        ("pipelined", 8_000_000, 3, 1, 9 * (10 + 5) + 8 * 3 + 6),
+        ("pipelined", 8_000_000, 4, 1, 10 * (10 + 5) + 9 * 3 + 6),
+        ("all_gather", 1_000_000, 8, 4, 40 + 7 * 10 + 8 * 5 + 3),
+    ],
+)
+def test_forms_by_hand(name: str, nbytes: int, ranks: int, segments: int, us: float) -> None:
+    assert replace(TRUTH[name.partition(":")[0]], name=name).us(nbytes, ranks, segments) == pytest.approx(us, rel=1e-12)
+
+
+@pytest.mark.parametrize(("mib", "ranks", "us"), [(2, 4, 11), (2, 8, 20), (2, 64, 134), (2, 1024, 2093), (8, 8, 35)])
+def test_chain_is_that_of_the_plan(mib: int, ranks: int, us: int) -> None:
+    """2 us and 400 GB/s, a tile applied in no time."""
+    assert Cost("chain", latency=2.0, byte=1 / 400e3).us(mib << 20, ranks) == pytest.approx(us, abs=0.6)
+
+
+def test_tiles_are_those_of_the_kernel() -> None:
+    pytest.importorskip("triton")
+    from flexsp.scan import propagate
+
+    assert cost.TILE == 4 * propagate.CHAIN_TILE and cost.WAVE == propagate.MAX_BLOCKS * cost.TILE
+
+
+def _made_up(truth: Cost, noise: float = 0.0, sizes: tuple[int, ...] = (2, 4)) -> list[Measurement]:
+    generator = torch.Generator().manual_seed(0)
+    grid = [(mib << 20, ranks, segments) for mib in (2, 8) for segments in (1, 8) for ranks in sizes]
+    factors = 1 + noise * torch.randn(len(grid), generator=generator)
+    return [Measurement(truth.name, *at, truth.us(*at) * f) for at, f in zip(grid, factors.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fit_finds_the_parameters(name: str) -> None:
+    truth = TRUTH[name]
+    exact = fit(_made_up(truth))[name]
+    for parameter in ("launch", "latency", "byte", "memory", "apply"):
+        assert getattr(exact.cost, parameter) == pytest.approx(getattr(truth, parameter), rel=1e-6)
+    assert exact.worst < 1e-9
+    noisy = fit(_made_up(truth, 0.01))[name]
+    assert 0.001 < noisy.worst < 0.03
+    for mib, segments in ((2, 1), (2, 8), (8, 1), (8, 8)):
+        assert noisy.cost.us(mib << 20, 8, segments) == pytest.approx(truth.us(mib << 20, 8, segments), rel=0.05)
+
+
+def test_no_parameter_is_negative() -> None:
+    found = fit(_made_up(Cost("serial", -20.0, 30.0, BYTE, MEMORY)))["serial"]
+    assert found.cost.launch == 0 and found.worst > 0.01
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        matrix, wanted = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 1))
+        x = cost._nonnegative(matrix, wanted[:, 0])
+        descent = matrix.T @ (matrix @ x - wanted[:, 0])
+        assert (x >= 0).all() and (descent > -1e-9).all() and (descent * x).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("measurements", "message"),
+    [
+        ([], "expected at least one, got none"),
+        (_made_up(TRUTH["chain"])[:4], "of chain: expected at least 5 .* got 4 that determine 4"),
+        (_made_up(TRUTH["serial"], sizes=(4,)), "tell launch, latency, byte, memory apart, got 4 that determine 3"),
+        ([Measurement("ring", 1, 2, 1, 1.0)], "schedule: expected one of chain, .*, got 'ring'"),
+        ([Measurement("chain", 1, 2, 1, float("nan"))], "of chain: expected positive microseconds, got nan"),
+        ([Measurement("chain", 1, 1, 1, 1.0)], "ranks: expected at least 2, got 1"),
+        ([Measurement("chain", 0, 2, 1, 1.0)], "nbytes: expected at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(measurements: list[Measurement], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(measurements)
+
+
+def test_lines_share_their_slope() -> None:
+    added = {("op", "fwd", 8): {2: 10.0, 4: 16.0, 8: 99.0}, ("op", "fwd", 16): {2: 20.0, 4: 30.0},
+             ("op", "fwd_bwd", 8): {2: 1.0, 4: 2.0}, ("op", "fwd", 32): {4: 7.0}}  # fmt: skip
+    lines = predict.added_lines(added, [2, 4])
+    assert lines == {("op", "fwd", 8): (5.0, 4.0), ("op", "fwd", 16): (17.0, 4.0), ("op", "fwd_bwd", 8): (0.5, 0.5)}
+
+
+def test_a_chain_of_torch_messages_costs_what_serial_does() -> None:
+    results = [record.load(path) for path in FILES]
+    for result in results:
+        result["transports"]["chain"] = "process_group"
+    assert {key[0] for key in predict.exchanges(results)} == {"chain:process_group", *SCHEDULES[1:]}
+
+
+def _doubled() -> dict[str, Any]:
+    """A file of 8 ranks in which everything takes twice as long as on 4."""
+    result = copy.deepcopy(record.load(FILES[1]))
+    result["environment"]["world_size"] = 8
+    for row in result["rows"] + result["states"]:
+        row["world_size"] = 8
+        row["ms"]["median"] *= 2
+        row["added_us"] = 2 * row["added_us"] if row.get("added_us") else None
+    return result
+
+
+def _cells(text: str, *start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith("| " + " | ".join(start))]
+    return line.strip("| ").split(" | ")
+
+
+def test_prediction_from_the_real_files() -> None:
+    results = [record.load(path) for path in FILES]
+    text = predict.report(results, 8)
+    chain = _cells(text, "chain", "2.1", "1")
+    assert chain[3].startswith("20.3 / ") and chain[4].startswith("30.0 / ") and chain[6] == "not measured"
+    forward = _cells(text, "simple_gla", "fwd", "65536")
+    assert forward[3].startswith("12.5 / ") and forward[-2:] == ["not measured", "45"]
+    both = _cells(text, "simple_gla", "fwd+bwd", "8192")
+    assert float(both[5]) == pytest.approx((24.03 + 41.3) / 2 + 5 * 10.5, abs=0.5) and both[-1] == "90"
+    again = predict.report([*results, _doubled()], 8)
+    measured = _cells(again, "chain", "2.1", "1")
+    assert measured[:6] == chain[:6] and measured[6] == "60.1"
+    assert _cells(again, "simple_gla", "fwd", "65536")[:6] == forward[:6]
+    assert _cells(again, "simple_gla", "fwd", "65536")[6] == "45.2"
+
+
+def test_the_model_fits_the_real_files() -> None:
+    fits = predict.fit_exchanges(predict.exchanges([record.load(path) for path in FILES]), [2, 4])
+    assert set(fits) == set(SCHEDULES)
+    for name, one in fits.items():
+        assert len(one.measurements) == 8 and one.worst < 0.025, name
+        assert 3500 < one.cost.memory_gb_s < 4500, name  # a copy reaches 4300
+    assert fits["chain"].cost.link_gb_s == pytest.approx(16384 / 160 * 1.98, rel=0.05)  # PACE cycles a tile at 1.98 GHz
+
+
+def test_the_document_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [*FILES, *sorted(RESULTS.glob("scale_h200x8_*.json"))]
+    assert main(["bench", "predict", *map(str, files)]) == 0
+    document = (RESULTS.parent / "README.md").read_text().splitlines()
+    tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(tables) >= 18 + 6 + 8 and not [line for line in tables if line not in document]
+
+
+def test_files_that_cannot_be_used_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        ([str(FILES[0])], "expected at least two world sizes besides 1 and 8 to fit, got [2]"),
+        ([*map(str, FILES), "--ranks", "4"], "besides 1 and 4 to fit, got [2]"),
+        ([*map(str, FILES), "--ranks", "1"], "--ranks: expected at least 2, got 1"),
+        ([str(RESULTS / "op_h200_20261121.json")], "expected files of `flexsp bench scale`, got"),
+    ):
+        assert main(["bench", "predict", *words]) == 1
+        assert message in capsys.readouterr().err
+    unlike = [record.load(path) for path in FILES]
+    unlike[0] |= {"states": [], "rows": [row for row in unlike[0]["rows"] if row["schedule"] == "local"]}
+    unlike[1] |= {"states": []}
+    with pytest.raises(ValueError, match=r"expected an exchange or an operator over two of \[2, 4\] ranks, got none"):
+        predict.report(unlike, 8)
+    other = _doubled()
+    other["environment"]["device"] = "another GPU"
+    with pytest.raises(ValueError, match="expected files of one device, got NVIDIA H200 and another GPU"):
+        predict.report([record.load(FILES[0]), other], 8)

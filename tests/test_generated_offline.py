@@ -29,7 +29,7 @@ if os.environ.get("ALL_TESTS") == "1":
         ("gated_deltanet", "ranks"),
     ]
 STACK: dict[tuple[str, str], dict[str, int]] = {  # bytes a thread; 0 if not here
-    ("gla", "whole"): {"grads": 16, "scores_grad_kernel": 224},
+    ("gla", "whole"): {"grads": 16},
     ("simple_gla", "whole"): {"grads": 64},
     ("simple_gla", "packed"): {"output": 80, "grads": 72},
     ("deltanet", "whole"): {"grads": 568},

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flexsp.compiler.intrinsic_kernels import COLUMNS
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import FLIPPED, WALKS
 
@@ -231,8 +232,10 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
         pairs = [C // (2 * s) for s in widths]
         flops = sum(4 * n * s**3 for n, s in zip(pairs, widths, strict=True))
         return Load(max(1024, C * C), 0, 7 * C * C // 4, flops, flops, 2 * sum(pairs), 4 + 3 * sum(pairs), 16 * 16 * C)
-    levels, both = C.bit_length() - 1, 2 if kind == "scores_grad" else 1
-    flops = both * levels * 2 * C * C * N
-    numbers = levels * (4 + 8 * both) * C * N
-    alive = 4 * both * C * N
-    return Load((1 + both) * C * N * item, 0, alive, flops, flops if C < 64 else 0, both * levels, 2 + levels, numbers)
+    levels, grad = C.bit_length() - 1, kind == "scores_grad"
+    columns = N if grad else min(N, COLUMNS)
+    flops = levels * 2 * C * C * N
+    numbers = levels * (10 if grad else 8) * C * N
+    products, loads = (x * N // columns for x in (levels, 3 + levels))
+    alive = (5 if grad else 3) * C * columns
+    return Load(2 * C * columns * item, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)

@@ -252,19 +252,21 @@ class Recipe:
         kept = [x not in self.strides for x in (q, k)]
         of_tokens: list[str | None] = [f"kept.{x}" if is_kept else x for x, is_kept in zip((q, k), kept, strict=True)]
         strides = [n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))]
+        columns = dict(plan.blocks)[size]
         constants = {
-            "N": self.sizes[size], "BN": dict(plan.blocks)[size], "C": C, "LEVELS": C.bit_length() - 1,
+            "N": self.sizes[size], "BN": columns, "C": C, "LEVELS": C.bit_length() - 1,
             "Q_KEPT": kept[0], "K_KEPT": kept[1], "PACKED": self.docs > 0, **_dots(self.dtype),
         }  # fmt: skip
         if what.kind == "scores":
             kernel = intrinsic_kernels.scores_kernel
+            constants["BN"] = min(columns, intrinsic_kernels.COLUMNS)
             pointers = [*of_tokens, f"kept.{b}", f"kept.{what.results[0]}", self.table]
         else:
             kernel = intrinsic_kernels.scores_grad_kernel
             one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
             both = [self._room(f"{one[:-1]}{i}", room(one), one) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
-        options = {"num_warps": 8, "num_stages": 1}
+        options = {"num_warps": 4 if what.kind == "scores" else 8, "num_stages": 1}
         return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
 
     def _of_states(self, name: str, room: Room) -> None:

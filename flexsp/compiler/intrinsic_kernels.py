@@ -8,14 +8,13 @@ import triton.language as tl
 from flexsp.kernels.primitives import chunk_info, mm
 from flexsp.scan.launch import begin
 
+COLUMNS = 64  # of the keys that `scores_kernel` holds at a time
 _BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _load(
-    x, sb, st, sh, KEPT: tl.constexpr, T, H, c, start, length, C: tl.constexpr, N: tl.constexpr, BN: tl.constexpr
-):
-    """Tile [C, BN] of a chunk's rows, of tokens [B, T, H, N] or of kept values [B * H, chunks * C, N]; else 0."""
+def _load(x, sb, st, sh, KEPT: tl.constexpr, T, H, c, start, length, cols, C: tl.constexpr, N: tl.constexpr):
+    """Columns of a chunk's rows, of tokens [B, T, H, N] or of kept values [B * H, chunks * C, N]; else 0."""
     row = tl.program_id(1).to(tl.int64)
     if KEPT:
         at = x + (row * tl.num_programs(0) + c) * C * N
@@ -23,7 +22,6 @@ def _load(
     else:
         at = x + (row // H) * sb + (row % H) * sh + start * st
         step = st
-    cols = tl.arange(0, BN)
     rows = tl.arange(0, C)
     mask = (rows < length)[:, None] & (cols < N)[None, :]
     return tl.load(at + rows[:, None] * step + cols[None, :], mask=mask, other=0.0)
@@ -84,17 +82,23 @@ def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: t
 
 
 @triton.jit
-def _decay(b, level, N: tl.constexpr, C: tl.constexpr, BN: tl.constexpr):
-    """e^{|b_i - b_r|} <= 1 with r the last row of the first half of i's block of 2 << level rows, and whether i is in
-    its second half."""
+def _rows(b, i, cols, N: tl.constexpr):
+    """Rows i of columns of b [C, N]."""
+    return tl.load(b + i[:, None] * N + cols[None, :], mask=(cols < N)[None, :], other=0.0)
+
+
+@triton.jit
+def _half(q, k, own, b, level, cols, C: tl.constexpr, N: tl.constexpr):
+    """(x, decay, whether i is in the second half of its block of 2 << level rows): decay is e^{|b_i - b_r|} <= 1 with r
+    the last row of the first half, and x is q decay in second halves, k decay in first ones. `own` is b_i.
+
+    So x_i x_j is what a pair of rows of the two halves of a block adds to the scores.
+    """
     i = tl.arange(0, C)
-    cols = tl.arange(0, BN)
-    r = ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    mask = (cols < N)[None, :]
-    own = tl.load(b + i[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    reference = tl.load(b + r[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    reference = _rows(b, ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1, cols, N)
     second = (((i >> level) & 1) == 1)[:, None]
-    return tl.exp(tl.where(second, own - reference, reference - own)), second
+    decay = tl.exp(tl.where(second, own - reference, reference - own))
+    return tl.where(second, q, k) * decay, decay, second
 
 
 @triton.jit(do_not_specialize=["T", "H"])
@@ -105,25 +109,27 @@ def scores_kernel(
 ):  # fmt: skip
     """a = sum_d q_id k_jd e^{b_id - b_jd} for j <= i, else 0 (MATH 1); b, kept in fp32, does not increase.
 
-    The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves, so no
-    exponent is positive; s = 1, 2, 4, ..., C / 2.
+    The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves
+    (`_half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2. Columns come in blocks of BN.
     """
     begin(PDL)
     c = tl.program_id(0)
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     b += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c) * C * N
     a += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c) * C * C
-    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, C, N, BN)
-    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, C, N, BN)
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    scores = tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
-    for level in range(LEVELS):
-        decay, second = _decay(b, level, N, C, BN)
-        left = tl.where(second, qc * decay, 0.0)
-        right = tl.where(second, 0.0, kc * decay)
-        product = mm(left, tl.trans(right), DOT, PREC)
-        scores += tl.where((i >> (level + 1)) == (j >> (level + 1)), product, 0.0)
+    scores = tl.zeros([C, C], tl.float32)
+    for at in range(0, N, BN):
+        cols = at + tl.arange(0, BN)
+        qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
+        kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
+        own = _rows(b, tl.arange(0, C), cols, N)
+        scores += tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
+        for level in range(LEVELS):
+            x, _decay, _second = _half(qc, kc, own, b, level, cols, C, N)
+            pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
+            scores += tl.where(pairs, mm(x, tl.trans(x), DOT, PREC), 0.0)
     tl.store(a + i * C + j, scores)
 
 
@@ -136,26 +142,28 @@ def scores_grad_kernel(
     """Gradients of `scores_kernel` to q and k, kept in fp32; what of da is above the diagonal does not count."""
     begin(PDL)
     c = tl.program_id(0)
+    cols = tl.arange(0, BN)
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c
     b += chunk * C * N
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, C, N, BN)
-    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, C, N, BN)
-    d = tl.load(da + chunk * C * C + i * C + j, mask=(i < length) & (j < length), other=0.0)
-    diagonal = tl.sum(tl.where(i == j, d.to(tl.float32), 0.0), axis=1)[:, None]
+    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
+    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
+    own = _rows(b, tl.arange(0, C), cols, N)
+    d = tl.load(da + chunk * C * C + i * C + j, mask=(i < length) & (j < length), other=0.0).to(tl.float32)
+    diagonal = tl.sum(tl.where(i == j, d, 0.0), axis=1)[:, None]
+    below = tl.where(i > j, d, 0.0)
+    both = below + tl.trans(below)
     to_q = diagonal * kc.to(tl.float32)
     to_k = diagonal * qc.to(tl.float32)
     for level in range(LEVELS):
-        decay, second = _decay(b, level, N, C, BN)
-        pairs = tl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), d, 0.0)
-        right = tl.where(second, 0.0, kc * decay)
-        to_q += tl.where(second, mm(pairs, right, DOT, PREC) * decay, 0.0)
-        left = tl.where(second, qc * decay, 0.0)
-        to_k += tl.where(second, 0.0, mm(tl.trans(pairs), left, DOT, PREC) * decay)
-    cols = tl.arange(0, BN)[None, :]
-    at = chunk * C * N + i * N + cols
-    mask = (cols < N) & (i >= 0)
+        x, decay, second = _half(qc, kc, own, b, level, cols, C, N)
+        pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+        new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC) * decay
+        to_q += tl.where(second, new, 0.0)
+        to_k += tl.where(second, 0.0, new)
+    at = chunk * C * N + i * N + cols[None, :]
+    mask = (cols < N)[None, :] & (i >= 0)
     tl.store(dq + at, to_q, mask=mask)
     tl.store(dk + at, to_k, mask=mask)

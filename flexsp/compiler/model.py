@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["H200", "Device", "Predicted", "predict", "tiles_of"]
 
-_INTRINSIC_WARPS = {"inverse": 1, "scores": 8, "scores_grad": 8}
+_INTRINSIC_WARPS = {"inverse": 1, "scores": 4, "scores_grad": 8}
 _REGISTERS = 64 * 1024
 _THREADS = 2048
 _ROOM = {True: 160, False: 240}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import FLIPPED, WALKS
 
@@ -30,7 +31,7 @@ _VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.expand.default,
 }  # fmt: skip
 _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.default, aten.sin.default,
-         aten.cos.default, aten.tanh.default}  # fmt: skip
+         aten.cos.default, aten.tanh.default, *SUMS}  # fmt: skip
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
 _STATE = ("S", "dS")
 

@@ -148,8 +148,10 @@ class Recipe:
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
         self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
-        self.K, self.V = self.sizes[layout.rows], self.sizes[layout.cols]
-        self.out = (*lead.shape[: 2 + self.batched], self.V)
+        self.state = tuple(self.sizes[s] for s in layout.state)
+        self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
+        self.columns = self.sizes[layout.cols]
+        self.out = (*lead.shape[: 2 + self.batched], self.columns)
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
         self.states = "@states" if self.scanned else None
         self.table = "@table" if self.docs else None
@@ -178,7 +180,7 @@ class Recipe:
             else:
                 found.update(zip(layout.params[name], x.shape[1:], strict=True))
         if initial is not None:
-            found.update(zip((layout.rows, layout.cols), initial.shape[2:], strict=True))
+            found.update(zip(layout.state, initial.shape[2:], strict=True))
         return {name: found[name] for name in layout.sizes}
 
     # Steps
@@ -202,7 +204,7 @@ class Recipe:
         pointers += [self._written(x) for x in kernel.writes] + list(others)
         numbers = [n for x in kernel.tokens for n in (do_strides if x == "do" else self.strides[x])]
         if kind in WALKS:
-            grid = (-(-(width or self.V) // how.cols), self.B * self.H, plan.n_seg)
+            grid = (-(-(width or self.columns) // how.cols), self.B * self.H, plan.n_seg)
             numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         else:
             grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
@@ -210,7 +212,7 @@ class Recipe:
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
             own = name != self.code.layout.cols
-            constants[name] = self.sizes[name] if own else width or self.V
+            constants[name] = self.sizes[name] if own else width or self.columns
             constants[f"B{name}"] = block if own else how.cols
         constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}
@@ -263,7 +265,7 @@ class Recipe:
         return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
 
     def _of_states(self, name: str, room: Room) -> None:
-        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, self.K, self.V)
+        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
 
     def _forward(self) -> list[Step]:
         code, plan = self.code, self.plan
@@ -307,7 +309,8 @@ class Recipe:
         decay, cut = (name if name in self.saved.places else None for name in ("@decay", "@cut"))
         if self.chained:
             return lambda frame: propagate(
-                frame[states], None if decay is None else frame[decay], None if cut is None else frame[cut],
+                frame[states].view(self.B, -1, self.H, self.K, self.V),
+                None if decay is None else frame[decay], None if cut is None else frame[cut],
                 get_sp(self.sp_id), reverse=reverse,
             )  # fmt: skip
         kind = "none" if decay is None else "vector"
@@ -470,7 +473,7 @@ class Recipe:
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences; those of documents that end on other ranks are zero."""
-        x = self.empty(self.docs or self.B, self.H, self.K, self.V)
+        x = self.empty(self.docs or self.B, self.H, *self.state)
         return x.zero_() if self.docs and self.chained else x
 
     def run_backward(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.operators import (
     BINARY,
     EXPONENTIALS,
@@ -321,7 +322,10 @@ class Emitter:
     def _unsqueeze(self, node: Any) -> Value:
         x, at = self.values[node.args[0]], node.args[1] % len(dims(node))
         if len(dims(node)) > 2:
-            raise NotEmittable("no kernel is made of tiles of three axes yet")
+            raise NotEmittable(
+                "no kernel is made of tiles of three axes yet; pairs of tokens with a gate a channel are "
+                "decayed_scores(q, k, b), or decayed_sums(x, g) where they are only summed up"
+            )
         return x.with_axis(at) if x.sizes else x
 
     def _squeeze(self, node: Any) -> Value:
@@ -392,6 +396,14 @@ class Emitter:
         text = f"tl.cumsum({x.f32}, axis={axis}{', reverse=True' if reverse else ''})"
         zero, steady = (x.zero, x.steady - {axis}) if reverse else (x.zero - {axis}, x.steady | {axis})
         return self.let(node_name(node), Value(text, x.sizes, zero, x.wild, steady=steady))
+
+    def _decayed_sums(self, node: Any) -> Value:
+        """Sums along the rows with a gate each, from above or (`later_sums`) from below."""
+        x, g = (self.masked(self.full(self.values[x], dims(node)), 0) for x in node.args)
+        self.contracted.add(x.sizes[0])
+        wild = x.wild or g.wild or not defined_at(aten.exp.default, g)
+        zero = frozenset() if wild else x.zero if SUMS[node.target] == "later_sums" else x.zero - {0}
+        return self.let(node_name(node), Value(f"{SUMS[node.target]}({x.f32}, {g.f32})", x.sizes, zero, wild))
 
     def _select(self, node: Any) -> Value:
         source, axis, index = node.args
@@ -540,6 +552,7 @@ _SPECIAL: dict[Any, Callable[[Emitter, Any], Any]] = {
     aten.sum.default: Emitter._sum,
     aten.cumsum.default: Emitter._cumsum,
     reverse_cumsum: Emitter._cumsum,
+    **dict.fromkeys(SUMS, Emitter._decayed_sums),
     aten.select.int: Emitter._select,
     aten.select_backward.default: Emitter._select_backward,
     aten.tril.default: Emitter._tril,

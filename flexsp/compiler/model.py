@@ -99,8 +99,7 @@ class _Call:
     @functools.cached_property
     def state(self) -> int:
         """Bytes of one fp32 state of every head."""
-        layout = self.code.layout
-        return 4 * self.heads * self.sizes[layout.rows] * self.sizes[layout.cols]
+        return 4 * self.heads * math.prod(self.sizes[s] for s in self.code.layout.state)
 
     @property
     def chunk_states(self) -> int:
@@ -224,7 +223,7 @@ def _walk(call: _Call, kind: str, square: bool = False) -> Predicted:
     elif kind == "output":
         written += (call.docs or 1) * state
     if kind == "summarize" and code.program.transition not in ("none", "dense"):
-        written += 4 * call.heads * n_seg * call.sizes[code.layout.rows]
+        written += 4 * call.heads * n_seg * call.sizes[code.layout.state[0]]
     if kind in ("states", "back"):
         written += call.chunk_states
     grid = (-(-columns // how.cols), call.heads, n_seg)
@@ -261,7 +260,7 @@ def _scan(call: _Call) -> Iterator[Predicted]:
     """The scan over segments. What ranks send each other is not counted, so dense transitions have none."""
     if call.code.dense:
         return
-    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.rows]
+    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.state[0]]
     decay = 0 if call.code.program.transition == "none" else 4 * call.heads * call.plan.n_seg * rows
     load = Load(0, 0, 4096, 0, 0, 0, 1, 1024)
     grid = (max(1, call.state // 4096),)

@@ -162,9 +162,10 @@ class _Cut:
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
-        large = blocks[self.rows] * width >= 128 * 128
+        rows = blocks.get(self.rows, 1)  # a vector has one
+        large = rows * width >= 128 * 128
         walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
-        tile = Launch(blocks[self.cols], 8 if blocks[self.rows] * blocks[self.cols] >= 64 * 128 else 4, 1)
+        tile = Launch(blocks[self.cols], 8 if rows * blocks[self.cols] >= 64 * 128 else 4, 1)
         part, small = Launch(blocks[self.cols], _PART_WARPS, 1), Launch(blocks[self.cols], 2, 1)
         return Plan(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,

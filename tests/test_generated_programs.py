@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler import primitives
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import (
@@ -65,9 +67,50 @@ def test_inverse_kernel(C: int, seed: int) -> None:
 GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 
+def in_any_order(combine: Any, runs: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Neighbours joined in random order, as a scan on the GPU does; the interpreter adds row to row."""
+    while len(runs) > 1:
+        i = random.randrange(len(runs) - 1)
+        runs[i : i + 2] = [combine.fn(*runs[i], *runs[i + 1])]
+    return runs[0]
+
+
+def test_sums_in_any_order() -> None:
+    """What scans make of decayed sums, and of their gradients, against the primitive and autograd."""
+    from flexsp.compiler import tile_ops
+
+    x, g = torch.randn(9, 4).double().requires_grad_(), -3 * torch.rand(9, 4).double()
+    g.requires_grad_()
+    h, dh = primitives.decayed_sums(x, g), torch.randn(9, 4).double()
+    dx, dg = torch.autograd.grad(h, [x, g], dh)
+    a, one, zero = g.exp(), torch.ones(4).double(), torch.zeros(4).double()
+    for i in range(9):
+        above, below = range(i + 1), range(8, i - 1, -1)
+        sums = in_any_order(tile_ops._sum_after, [(a[j], x[j]) for j in above])[1]
+        earlier = in_any_order(tile_ops._earlier_after, [(a[j], x[j], zero) for j in above])[2]
+        later = in_any_order(tile_ops._later_before, [(a[j], one, dh[j]) for j in below])[2]
+        assert torch.allclose(sums, h[i]) and torch.allclose(earlier, h[i] - x[i])
+        assert torch.allclose(later, dx[i]) and torch.allclose(later * earlier, dg[i])
+
+
+def test_derivative_of_sums() -> None:
+    """Of the operator that graphs hold, also where gates are closed."""
+    from flexsp.compiler import intrinsics
+
+    x, dh = torch.randn(2, 9, 4).double()
+    for gates in ((-1.0, -0.1), (0.0, -1.0, -200.0, -1e4)):
+        g = torch.tensor(gates).double()[torch.randint(len(gates), (9, 4))]
+        leaves = x.clone().requires_grad_(), g.requires_grad_()
+        found, want = (
+            (h, *torch.autograd.grad(h, leaves, dh, retain_graph=True))
+            for h in (intrinsics.decayed_sums(*leaves), primitives.decayed_sums(*leaves))
+        )
+        assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
+
+
 def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
     """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
-    from flexsp.compiler import intrinsic_kernels, primitives
+    from flexsp.compiler import intrinsic_kernels
     from flexsp.scan.launch import launch
 
     torch.manual_seed(seed)

@@ -187,6 +187,28 @@ def test_bytes_of_deltanet() -> None:
     assert [x.kernel for x in found[4:]] == ["states", "back", "adjoint0", "grads", "gather"]
 
 
+def test_bytes_of_hgrn() -> None:
+    """6 heads of 64 channels, 1000 tokens in 16 chunks of 64, a segment each; a state has one column."""
+    code = code_of("hgrn", 64)
+    plan = segmented(code, {"K": 64}, 6, 1000)
+    assert (plan.chunk, plan.n_chunks, plan.n_seg) == (64, 16, 16)
+    x, g, decay = 6 * 1000 * 64 * 2, 6 * 1000 * 64 * 4, 6 * 16 * 64 * 4
+    state, states = 6 * 64 * 4, 6 * 16 * 64 * 2
+    want = [
+        ("summarize", x + g, 17 * state + decay),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("output", 2 * x + g + 16 * state, x + state),
+        ("collect", 2 * x + g, 17 * state),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("states", x + g + 16 * state, states),
+        ("back", 2 * x + g + 16 * state, states),
+        ("grads", 3 * x + g + 2 * states, 2 * x + g),
+    ]
+    rows = [x for back in (False, True) for x in predict(code, plan, {"K": 64}, 6, 1000, BF16, backward=back)]
+    assert [(x.kernel, x.read, x.written) for x in rows] == want
+    assert "64 of the state a program" in "\n".join(describe(code, {"K": 64}, 6, 1000, BF16))
+
+
 # Against compiled kernels ---------------------------------------------------------------------------------------------
 
 COMPILED = {"simple_gla": (128, 128), "gla": (64, 64), "deltanet": (64, 128)}

@@ -238,11 +238,11 @@ def _out_of_place(graph: Graph) -> None:
 class _Keeper:
     """Decides what is computed once, before the walks, and read from memory: kept values, by name.
 
-    These are running sums over a chunk ("gates": a walk would scan again and again; those of a vector state are as large
-    as what it is made of, and summed anew), the arguments and results of
-    intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all
-    chunks one after the other, so what multiplies the state there is kept too: its steps are products and no more. And
-    operands of a walk's products that are made with gates of two axes ("gated"): they take less memory than the gates.
+    These are running sums over a chunk ("gates": a walk would scan again and again; but with a vector state, where they
+    are as large as all that is read, they are summed anew), the arguments and results of intrinsics, and where there
+    are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all chunks one after the other,
+    so what multiplies the state there is kept too: its steps are products and no more. And operands of a walk's
+    products that are made with gates of two axes ("gated"): they take less memory than the gates.
     """
 
     def __init__(self, graph: Graph, outputs: list[str], dense: bool) -> None:

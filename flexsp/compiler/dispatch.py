@@ -150,8 +150,7 @@ class Recipe:
         self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
         self.state = tuple(self.sizes[s] for s in layout.state)
         self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
-        self.columns = self.sizes[layout.cols]
-        self.out = (*lead.shape[: 2 + self.batched], self.columns)
+        self.out = (*lead.shape[: 2 + self.batched], self.sizes[layout.cols])
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
         self.states = "@states" if self.scanned else None
         self.table = "@table" if self.docs else None
@@ -204,7 +203,7 @@ class Recipe:
         pointers += [self._written(x) for x in kernel.writes] + list(others)
         numbers = [n for x in kernel.tokens for n in (do_strides if x == "do" else self.strides[x])]
         if kind in WALKS:
-            grid = (-(-(width or self.columns) // how.cols), self.B * self.H, plan.n_seg)
+            grid = (-(-(width or self.out[-1]) // how.cols), self.B * self.H, plan.n_seg)
             numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         else:
             grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
@@ -212,7 +211,7 @@ class Recipe:
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
             own = name != self.code.layout.cols
-            constants[name] = self.sizes[name] if own else width or self.columns
+            constants[name] = self.sizes[name] if own else width or self.out[-1]
             constants[f"B{name}"] = block if own else how.cols
         constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}

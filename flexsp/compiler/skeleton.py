@@ -440,7 +440,7 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
 
 def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout) -> list[str]:
     reverse = state == "dS"
-    edge = "last" if reverse else "first"
+    edge, state_of = "last" if reverse else "first", _elements(layout.state)
     lines = [
         "for n in range(c0, c1):",
         f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
@@ -449,12 +449,12 @@ def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout) -> 
         f"        if {edge}:",
         f"            {state} = {zeros}",
         "            if BOUNDARY:",
-        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {_elements(layout.state)}, {tile})",
+        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {state_of}, {tile})",
     ]
     if kind == "summarize":
         lines.append("        cuts = cuts | first.to(tl.int32)")
     if kind in _KEEPS:
-        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {_elements(layout.state)}, {state}, {tile})")
+        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {state_of}, {state}, {tile})")
     return lines
 
 

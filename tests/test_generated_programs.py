@@ -19,6 +19,7 @@ from tests.generated_programs import (
     OPERATORS,
     PADDED_STATES,
     SCORES_OF_SCORES,
+    SUMS,
     UNSUPPORTED,
     WILD_PADDING,
     DrawnProgram,
@@ -264,6 +265,11 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
 
 def test_gradients_of_scores_one_behind_the_other(seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_source(SCORES_OF_SCORES, "gk"), seed, folder, WHOLE)
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_decayed_sums(case: str, seed: int, folder: str) -> None:
+    check_program(SUMS[case], seed, folder)
 
 
 def by_a_constant(sp: Any, folder: str) -> list[float]:

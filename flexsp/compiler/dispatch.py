@@ -206,7 +206,7 @@ class Recipe:
             grid = (-(-(width or self.out[-1]) // how.cols), self.B * self.H, plan.n_seg)
             numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         else:
-            grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
+            grid = (plan.n_chunks * kernel.parts, self.B * self.H, -(-self.out[-1] // how.cols))
             numbers += [self.T, self.H, plan.n_chunks]
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:

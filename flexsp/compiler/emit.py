@@ -66,7 +66,7 @@ class Emitter:
 
     `memory` maps names of kept values to where their chunk begins, for what reads them a row at a time: `rows_read` are
     those that the code reads so, `indices` the sizes whose `at_SIZE` it uses for it. `contracted` are the sizes that
-    something was summed over: their axis must be in one tile.
+    something was summed over, or that were counted along: their axis must be in one tile.
     """
 
     def __init__(self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str]) -> None:
@@ -418,6 +418,7 @@ class Emitter:
         grad, _, axis, index = node.args
         want = dims(node)
         axis %= len(want)
+        self.contracted.add(want[axis])
         x = self.full(self.values[grad], dims(grad))
         at = index_text(index, want[axis])
         if not x.sizes:
@@ -429,6 +430,7 @@ class Emitter:
 
     def _tril(self, node: Any) -> Value:
         sizes = dims(node)
+        self.contracted.update(sizes)
         x = self.values[node.args[0]]
         diagonal = node.args[1] if len(node.args) > 1 else 0
         shape = f"{block(sizes[0])}, {block(sizes[1])}"
@@ -503,6 +505,7 @@ class Emitter:
 
     def _eye(self, node: Any) -> Value:
         sizes = dims(node)
+        self.contracted.update(sizes)
         return self.let(node_name(node), Value(f"eye({block(sizes[0])}, {block(sizes[1])})", sizes))
 
     def _expand(self, node: Any) -> Value:

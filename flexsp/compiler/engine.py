@@ -116,6 +116,12 @@ class Generated:
         walks = [kernel for kind, kernel in self.kernels.items() if kind in WALKS]
         return all(self.layout.cols not in kernel.contracted for kernel in walks)
 
+    @cached_property
+    def panels(self) -> bool:
+        """Whether chunkwise kernels do too, of a vector state."""
+        cols = self.layout.cols
+        return len(self.layout.state) == 1 and all(cols not in kernel.contracted for kernel in self.kernels.values())
+
     def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool) -> str | None:
         """Why a call with these sizes runs in PyTorch, or None."""
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:

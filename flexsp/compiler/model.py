@@ -236,7 +236,8 @@ def _chunkwise(call: _Call, kind: str, how: Launch) -> Predicted:
     names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder"}
     read += call.chunk_states * len(names & {"S", "dS"})
     written = sum(call.value(x, False) for x in kernel.writes)
-    grid = (plan.n_chunks * kernel.parts, call.heads)
+    panels = -(-call.sizes[call.code.layout.cols] // how.cols)
+    grid = (plan.n_chunks * kernel.parts, call.heads, *([panels] if panels > 1 else []))
     return _timed(call, kind, grid, 1, read, written, _loads(call, kind, how), how.warps)
 
 

@@ -30,6 +30,7 @@ _LONGEST = 128
 _LARGEST = 128
 _NARROWEST = 32
 _PART_WARPS = 4
+_SHARED = 4  # programs that a multiprocessor has of kernels with no product
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
 
 
@@ -74,7 +75,8 @@ def choose_plan(
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
     segments would have to be composed with a K x K product each. With others, bf16 walks have all columns: every
-    program would compute the chunk's scores again.
+    program would compute the chunk's scores again. Numbers of a vector state that nothing joins are spread, in all
+    kernels; several such programs share a multiprocessor, so as many more segments are looked at too.
 
     Args:
         code: the kernels; its `chunk` is the chunk size, None to choose it.
@@ -110,6 +112,7 @@ class _Cut:
     dtype: torch.dtype
     dense: bool
     split: bool
+    panels: bool
     ranks: bool
 
     @classmethod
@@ -118,7 +121,7 @@ class _Cut:
         ranks: bool,
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
-        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, ranks)
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, ranks)
 
     @property
     def half(self) -> bool:
@@ -140,12 +143,14 @@ class _Cut:
         if self.dense and self.split:
             while width > _NARROWEST and self.heads * (whole // width) < _PROGRAMS:
                 width //= 2
-        return width if self.half or not self.split else min(width, _NARROWEST)
+        return width if not self.split or (self.half and not self.panels) else min(width, _NARROWEST)
 
     def plans(self, chunk: int) -> Iterator[Plan]:
         """In segments and whole; for a dense transition, over ever narrower panels."""
         if not self.dense:
-            yield from dict.fromkeys((self.plan(chunk, self.width), self.plan(chunk, self.width, whole=True)))
+            spread = [self.plan(chunk, self.width, programs=_SHARED * _PROGRAMS)] if self.panels else []
+            plans = (self.plan(chunk, self.width), *spread, self.plan(chunk, self.width, whole=True))
+            yield from dict.fromkeys(plans)
             return
         width = self.width
         yield self.plan(chunk, width)
@@ -153,20 +158,21 @@ class _Cut:
             width //= 2
             yield self.plan(chunk, width)
 
-    def plan(self, chunk: int, width: int, whole: bool = False) -> Plan:
-        """The plan for a chunk size and columns a program; `whole`: in one segment."""
+    def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Plan:
+        """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
-        programs = self.heads * -(-blocks[self.cols] // width)
-        segments = max(1, min(n_chunks, max(-(-_PROGRAMS // programs), -(-n_chunks // _LONGEST))))
+        tiles = self.heads * -(-blocks[self.cols] // width)
+        segments = max(1, min(n_chunks, max(-(-(programs or _PROGRAMS) // tiles), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
         rows = blocks.get(self.rows, 1)  # a vector has one
         large = rows * width >= 128 * 128
         walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
-        tile = Launch(blocks[self.cols], 8 if rows * blocks[self.cols] >= 64 * 128 else 4, 1)
-        part, small = Launch(blocks[self.cols], _PART_WARPS, 1), Launch(blocks[self.cols], 2, 1)
+        cols = width if self.panels else blocks[self.cols]
+        tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
+        part, small = Launch(cols, _PART_WARPS, 1), Launch(cols, 2, 1)
         return Plan(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",

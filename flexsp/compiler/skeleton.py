@@ -67,7 +67,8 @@ class Kernel:
 
 @dataclass
 class _Body:
-    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on."""
+    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on: in walks,
+    and of a vector state everywhere."""
 
     layout: Layout
     panels: bool
@@ -87,7 +88,7 @@ def make_kernel(
     """
     chunkwise = kind not in WALKS
     state = None if chunkwise else _state(kind)
-    body = _Body(layout, panels=not chunkwise)
+    body = _Body(layout, panels=not chunkwise or len(layout.state) == 1)
     memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     made: list[tuple[Emitter, Mapping[str, Any]]] = []
     for outputs in parts:
@@ -142,7 +143,7 @@ def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Call
                 return Value(text, sizes, frozenset(range(len(sizes))))
             at = f"{'entering' if name == 'S' else 'leaving'} + (row * n_chunks + c) * {_elements(sizes)}"
             if len(sizes) == 1:
-                text = f"load_state({at}, 0, 0, True, {_tile(body.layout)[0]})"
+                text = f"load_state({at}, 0, v0, True, {_tile(body.layout)[0]})"
                 return emitter.let(name, Value(text, sizes, frozenset({0})))
             K, V = sizes
             text = f"load_rows({at}, {V}, {K}, 0, B{K}, {V}, B{V})"
@@ -281,6 +282,7 @@ def _chunkwise(kind: str, body: _Body, parts: Sequence[tuple[Emitter, Mapping[st
     which = ["c = tl.program_id(0)"]
     if len(parts) > 1:  # parts of a chunk run side by side and share what they load through the cache
         which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
+    which += [f"v0 = tl.program_id(2) * B{body.layout.cols}"] if body.panels else []
     lines = ["begin(PDL)", *which, *_setup(body, [name for name in writes if name in body.layout.kept])]
     lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
     source = _header(kind, pointers, ["T", "H", "n_chunks"], body, []) + _indent([*lines, *code], 1)
@@ -337,7 +339,7 @@ def _store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], b
     text = x.f32
     if len(sizes) == 1:
         return f"tl.store({at} + rows, {text})"
-    return f"store_rows({at}, {text}, {sizes[1]}, C, 0, C, {sizes[1]}, {block(sizes[1])})"
+    return f"store_rows({at}, {text}, {sizes[1]}, C, {_first(sizes[1], body)}, C, {sizes[1]}, {block(sizes[1])})"
 
 
 def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: _Body, row: str) -> str:

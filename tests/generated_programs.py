@@ -324,7 +324,7 @@ SUMS = {
         ("q", "k", "gk", "w"), 1, 40, 1, 16, vector=True,
     ),
     "channels joined": DrawnProgram(
-        "def chunk(k, w, g):\n    return decayed_sums(k * w, g)[-1]\n\n\n"
+        "def chunk(k, w, g):\n    return decayed_sums(k * w, g).sum(0) * 0.2\n\n\n"
         "def decay(g, prev_s, chunk_state):\n    return prev_s * g.sum(0).exp() + chunk_state\n\n\n"
         "def merge(q, k, w, g, chunk_state):\n"
         "    h = decayed_sums(k * w, g) + g.cumsum(0).exp()[:, None] * chunk_state\n"

@@ -206,7 +206,7 @@ def test_bytes_of_hgrn() -> None:
     ]
     rows = [x for back in (False, True) for x in predict(code, plan, {"K": 32}, 6, 1000, BF16, backward=back)]
     assert [(x.kernel, x.read, x.written) for x in rows] == want
-    assert "segments of 1, 32 of the state a program" in "\n".join(describe(code, {"K": 32}, 6, 1000, BF16))
+    assert ", 32 of the state a program, 4 warps" in "\n".join(describe(code, {"K": 32}, 6, 1000, BF16))
 
 
 def test_a_vector_state_is_spread_over_programs() -> None:

@@ -453,6 +453,11 @@ def test_ways_to_call(name: str, seed: int, folder: str) -> None:
     assert all(found.values()), found
 
 
+def hgrn_by_pairs(**options: Any) -> LinearAttention:
+    meta, by = variants.load("hgrn").make(variants.H, variants.K).program.meta, variants.HGRNByPairs
+    return LinearAttention(meta.tokens | {"prev_s": meta.state}, by.chunk, by.decay, by.merge, **options)
+
+
 def fallbacks(sp: Any, folder: str) -> dict[str, list[str]]:
     """Warnings of two calls each."""
 
@@ -470,14 +475,8 @@ def fallbacks(sp: Any, folder: str) -> dict[str, list[str]]:
         return [text for x in caught if "PyTorch" in (text := str(x.message))]
 
     make = variants.load("linear").make
-    hgrn = variants.load("hgrn").make(2, 5).program.meta
-    token, state = hgrn.tokens["x"], hgrn.state
-    pairs = variants.HGRNByPairs
-    by_pairs = LinearAttention(
-        {"q": token, "x": token, "g": token, "prev_s": state}, pairs.chunk, pairs.decay, pairs.merge, code_dir=folder
-    )
     return {
-        "three axes": told(by_pairs),
+        "three axes": told(hgrn_by_pairs(code_dir=folder)),
         "float64": told(make(2, 5, 4, code_dir=folder), torch.float64),
         "large": told(make(1, 129, 4, code_dir=folder)),
         "chunk": told(make(2, 5, 4, chunk_size=48, code_dir=folder)),

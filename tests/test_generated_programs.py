@@ -14,6 +14,7 @@ import torch
 from flexsp.compiler import primitives
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests import variants
 from tests.generated_programs import (
     NOT_LINEAR,
     OPERATORS,
@@ -30,6 +31,7 @@ from tests.test_generated import (
     ENV,
     SOME_SEGMENTS,
     Tensors,
+    hgrn_by_pairs,
     of_leaf,
     poisoned,
 )
@@ -270,6 +272,18 @@ def test_gradients_of_scores_one_behind_the_other(seed: int, folder: str) -> Non
 @pytest.mark.parametrize("case", SUMS)
 def test_decayed_sums(case: str, seed: int, folder: str) -> None:
     check_program(SUMS[case], seed, folder)
+
+
+def test_hgrn_by_pairs_is_hgrn(seed: int) -> None:
+    """The decay of every pair of tokens written out, in PyTorch."""
+    torch.manual_seed(seed)
+    tokens, _ = variants.draw("hgrn", 1, 37, seed)
+    leaves = {name: x.requires_grad_() for name, x in (tokens | {"prev_s": torch.randn(3, 2, 5).double()}).items()}
+    models = hgrn_by_pairs(chunk_size=16), variants.load("hgrn").make(variants.H, variants.K)
+    found, want = (model(**leaves, cu_seqlens=torch.tensor([0, 20, 20, 37])) for model in models)
+    cotangents = [torch.randn_like(x) for x in found]
+    found, want = ([*x, *torch.autograd.grad(x, list(leaves.values()), cotangents)] for x in (found, want))
+    assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
 
 
 def by_a_constant(sp: Any, folder: str) -> list[float]:

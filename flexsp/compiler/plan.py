@@ -169,7 +169,8 @@ class _Cut:
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
         rows = blocks.get(self.rows, 1)  # a vector has one
         large = rows * width >= 128 * 128
-        walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
+        pipelined = self.half and self.rows in blocks  # Triton pipelines the loads of products
+        walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
         cols = width if self.panels else blocks[self.cols]
         tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
         part, small = Launch(cols, _PART_WARPS, 1), Launch(cols, 2, 1)

@@ -345,6 +345,7 @@ def test_segments(segments: int, folder: str) -> None:
         folder,
         Run("gla", T=53, H=1, bounds=bounds, segments=segments),
         Run("simple_gla", T=53, H=1, segments=segments),
+        Run("hgrn", T=53, H=1, K=40, bounds=bounds, segments=segments),  # two programs for a state
     )
 
 

@@ -15,19 +15,20 @@ from flexsp.compiler import (
     SymbTensor,
     cache_result,
     decayed_scores,
+    decayed_sums,
     identity,
     matmul_out_fp32,
     unit_lower_inverse,
 )
 
 __all__ = [
-    "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram",
-    "draw_program",
+    "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SUMS", "UNSUPPORTED", "WILD_PADDING",
+    "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
 _NAMES: dict[str, Any] = {
-    "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "identity": identity,
-    "matmul_out_fp32": matmul_out_fp32, "unit_lower_inverse": unit_lower_inverse,
+    "torch": torch, "cache_result": cache_result, "decayed_scores": decayed_scores, "decayed_sums": decayed_sums,
+    "identity": identity, "matmul_out_fp32": matmul_out_fp32, "unit_lower_inverse": unit_lower_inverse,
 }  # fmt: skip
 _SHAPES = {
     "q": ["T", "H", "K"], "k": ["T", "H", "K"], "v": ["T", "H", "V"], "g": ["T", "H"], "gk": ["T", "H", "K"],
@@ -124,13 +125,15 @@ class DrawnProgram:
     K: int
     V: int
     chunk: int
+    vector: bool = False
 
     def model(self, **options: Any) -> LinearAttention:
         sizes = {name: ConstExpr(name, getattr(self, name)) for name in "HKV"}
         meta: dict[str, Any] = {
             name: SymbTensor([sizes.get(s, s) for s in _SHAPES[name]], torch.float32) for name in self.names
         }
-        meta |= {"prev_s": SymbTensor(["NS", sizes["H"], sizes["K"], sizes["V"]]), "scale": self.K**-0.5}
+        state = ["NS", sizes["H"], sizes["K"], sizes["V"]]
+        meta |= {"prev_s": SymbTensor(state[: 4 - self.vector]), "scale": self.K**-0.5}
         made = dict(_NAMES)
         exec(self.source, made)
         return LinearAttention(meta, made["chunk"], made["decay"], made["merge"], chunk_size=self.chunk, **options)
@@ -165,7 +168,8 @@ class DrawnProgram:
                 x = torch.nn.functional.logsigmoid(x + 1)
             found[name] = x.sigmoid() if name == "beta" else x
         n = B if bounds is None else len(bounds) - 1
-        return found | {"prev_s": torch.randn(n, self.H, self.K, self.V, generator=made)}
+        state = [n, self.H, self.K, self.V]
+        return found | {"prev_s": torch.randn(state[: 4 - self.vector], generator=made)}
 
 
 class _Draw:
@@ -309,6 +313,32 @@ PADDED_STATES = {
     ),
 }  # fmt: skip
 """Programs in which padding of what walks hold or of what is kept in memory is not zero, or not finite."""
+
+_SUMMED = "decayed_sums((k * k).log() * 0.2, gk * (w * w).rsqrt() * 0.3)"
+SUMS = {
+    "channels apart": DrawnProgram(
+        "def chunk(k, w, gk):\n    return decayed_sums(k * w, gk)[-1]\n\n\n"
+        "def decay(gk, prev_s, chunk_state):\n    return prev_s * gk.sum(0).exp() + chunk_state\n\n\n"
+        "def merge(q, k, w, gk, chunk_state):\n"
+        "    return q * (decayed_sums(k * w, gk) + gk.cumsum(0).exp() * chunk_state) + w\n",
+        ("q", "k", "gk", "w"), 1, 40, 1, 16, vector=True,
+    ),
+    "channels joined": DrawnProgram(
+        "def chunk(k, w, g):\n    return decayed_sums(k * w, g).sum(0) * 0.2\n\n\n"
+        "def decay(g, prev_s, chunk_state):\n    return prev_s * g.sum(0).exp() + chunk_state\n\n\n"
+        "def merge(q, k, w, g, chunk_state):\n"
+        "    h = decayed_sums(k * w, g) + g.cumsum(0).exp()[:, None] * chunk_state\n"
+        "    return q * (h - h.mean(-1, keepdim=True)) + (q @ k.T).tril() @ k * 0.2\n",
+        ("q", "k", "g", "w"), 2, 40, 1, 16, vector=True,
+    ),
+    "keys of a matrix": DrawnProgram(
+        f"def chunk(k, v, w, gk):\n    return {_SUMMED}.T @ v\n\n\n" + _PLAIN_DECAY
+        + "def merge(q, k, v, w, gk, scale, chunk_state):\n"
+        f"    return ((q @ {_SUMMED}.T).tril() @ v + q @ chunk_state) * scale\n",
+        ("q", "k", "v", "gk", "w"), 1, 20, 24, 16,
+    ),
+}  # fmt: skip
+"""Decayed sums in a vector state whose channels are apart or joined, and of what is not finite in its padding."""
 
 NOT_LINEAR = (
     "def chunk(k, v):\n    return k.T @ v\n\n\n" + _PLAIN_DECAY

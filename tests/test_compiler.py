@@ -18,6 +18,7 @@ from flexsp.compiler import (
     SymbTensor,
     cache_result,
     decayed_scores,
+    decayed_sums,
     identity,
     unit_lower_inverse,
 )  # fmt: skip
@@ -582,6 +583,13 @@ def test_primitives() -> None:
     one = b[:, :1].expand(6, 4)
     assert torch.allclose(decayed_scores(q, k, b[:, 0]), decayed_scores(q, k, one))
     assert decayed_scores(q, k, 1e4 * b).isfinite().all()
+    g = torch.diff(b, dim=0, prepend=torch.zeros(1, 4))
+    summed = torch.stack([sum((b[i] - b[j]).exp() * q[j] for j in range(i + 1)) for i in range(6)])
+    assert torch.allclose(decayed_sums(q, g), summed)
+    assert torch.allclose(decayed_sums(q, g[:, 0]), decayed_sums(q, g[:, :1].expand(6, 4)))
+    assert torch.equal(decayed_sums(q, torch.full_like(g, -1e4)), q)
+    with pytest.raises(ValueError, match=r"decayed_sums: expected x .* got \[6, 4\] and \[6, 3\]"):
+        decayed_sums(q, g[:, :3])
     lower = torch.randn(6, 6).double()
     exact = (identity(lower, 6) + lower.tril(-1)).inverse()
     assert torch.allclose(unit_lower_inverse(lower), exact)

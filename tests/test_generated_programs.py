@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler import primitives
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests import variants
 from tests.generated_programs import (
     NOT_LINEAR,
     OPERATORS,
     PADDED_STATES,
     SCORES_OF_SCORES,
+    SUMS,
     UNSUPPORTED,
     WILD_PADDING,
     DrawnProgram,
@@ -27,6 +31,7 @@ from tests.test_generated import (
     ENV,
     SOME_SEGMENTS,
     Tensors,
+    hgrn_by_pairs,
     of_leaf,
     poisoned,
 )
@@ -65,9 +70,50 @@ def test_inverse_kernel(C: int, seed: int) -> None:
 GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 
+def in_any_order(combine: Any, runs: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Neighbours joined in random order, as a scan on the GPU does; the interpreter adds row to row."""
+    while len(runs) > 1:
+        i = random.randrange(len(runs) - 1)
+        runs[i : i + 2] = [combine.fn(*runs[i], *runs[i + 1])]
+    return runs[0]
+
+
+def test_sums_in_any_order() -> None:
+    """What scans make of decayed sums, and of their gradients, against the primitive and autograd."""
+    from flexsp.compiler import tile_ops
+
+    x, g = torch.randn(9, 4).double().requires_grad_(), -3 * torch.rand(9, 4).double()
+    g.requires_grad_()
+    h, dh = primitives.decayed_sums(x, g), torch.randn(9, 4).double()
+    dx, dg = torch.autograd.grad(h, [x, g], dh)
+    a, one, zero = g.exp(), torch.ones(4).double(), torch.zeros(4).double()
+    for i in range(9):
+        above, below = range(i + 1), range(8, i - 1, -1)
+        sums = in_any_order(tile_ops._sum_after, [(a[j], x[j]) for j in above])[1]
+        earlier = in_any_order(tile_ops._earlier_after, [(a[j], x[j], zero) for j in above])[2]
+        later = in_any_order(tile_ops._later_before, [(a[j], one, dh[j]) for j in below])[2]
+        assert torch.allclose(sums, h[i]) and torch.allclose(earlier, h[i] - x[i])
+        assert torch.allclose(later, dx[i]) and torch.allclose(later * earlier, dg[i])
+
+
+def test_derivative_of_sums() -> None:
+    """Of the operator that graphs hold, also where gates are closed."""
+    from flexsp.compiler import intrinsics
+
+    x, dh = torch.randn(2, 9, 4).double()
+    for gates in ((-1.0, -0.1), (0.0, -1.0, -200.0, -1e4)):
+        g = torch.tensor(gates).double()[torch.randint(len(gates), (9, 4))]
+        leaves = x.clone().requires_grad_(), g.requires_grad_()
+        found, want = (
+            (h, *torch.autograd.grad(h, leaves, dh, retain_graph=True))
+            for h in (intrinsics.decayed_sums(*leaves), primitives.decayed_sums(*leaves))
+        )
+        assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
+
+
 def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
     """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
-    from flexsp.compiler import intrinsic_kernels, primitives
+    from flexsp.compiler import intrinsic_kernels
     from flexsp.scan.launch import launch
 
     torch.manual_seed(seed)
@@ -221,6 +267,23 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
 
 def test_gradients_of_scores_one_behind_the_other(seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_source(SCORES_OF_SCORES, "gk"), seed, folder, WHOLE)
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_decayed_sums(case: str, seed: int, folder: str) -> None:
+    check_program(SUMS[case], seed, folder)
+
+
+def test_hgrn_by_pairs_is_hgrn(seed: int) -> None:
+    """The decay of every pair of tokens written out, in PyTorch."""
+    torch.manual_seed(seed)
+    tokens, _ = variants.draw("hgrn", 1, 37, seed)
+    leaves = {name: x.requires_grad_() for name, x in (tokens | {"prev_s": torch.randn(3, 2, 5).double()}).items()}
+    models = hgrn_by_pairs(chunk_size=16), variants.load("hgrn").make(variants.H, variants.K)
+    found, want = (model(**leaves, cu_seqlens=torch.tensor([0, 20, 20, 37])) for model in models)
+    cotangents = [torch.randn_like(x) for x in found]
+    found, want = ([*x, *torch.autograd.grad(x, list(leaves.values()), cotangents)] for x in (found, want))
+    assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
 
 
 def by_a_constant(sp: Any, folder: str) -> list[float]:

@@ -187,6 +187,39 @@ def test_bytes_of_deltanet() -> None:
     assert [x.kernel for x in found[4:]] == ["states", "back", "adjoint0", "grads", "gather"]
 
 
+def test_bytes_of_hgrn() -> None:
+    """6 heads of 32 channels, 1000 tokens in 16 chunks of 64, a segment each; a state has one column."""
+    code = code_of("hgrn", 32)
+    plan = segmented(code, {"K": 32}, 6, 1000)
+    assert (plan.chunk, plan.n_chunks, plan.n_seg) == (64, 16, 16)
+    x, g, decay = 6 * 1000 * 32 * 2, 6 * 1000 * 32 * 4, 6 * 16 * 32 * 4
+    state, states = 6 * 32 * 4, 6 * 16 * 32 * 2
+    want = [
+        ("summarize", x + g, 17 * state + decay),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("output", 2 * x + g + 16 * state, x + state),
+        ("collect", 2 * x + g, 17 * state),
+        ("_propagate_kernel", 17 * state + decay, 17 * state),
+        ("states", x + g + 16 * state, states),
+        ("back", 2 * x + g + 16 * state, states),
+        ("grads", 3 * x + g + 2 * states, 2 * x + g),
+    ]
+    rows = [x for back in (False, True) for x in predict(code, plan, {"K": 32}, 6, 1000, BF16, backward=back)]
+    assert [(x.kernel, x.read, x.written) for x in rows] == want
+    assert ", 32 of the state a program, 4 warps" in "\n".join(describe(code, {"K": 32}, 6, 1000, BF16))
+
+
+def test_a_vector_state_is_spread_over_programs() -> None:
+    """In every kernel, without a second read of anything."""
+    code = code_of("hgrn", 128)
+    plan = choose_plan(code, {"K": 128}, 16, 65536, 0, BF16)
+    assert {x.cols for x in (plan.walk, plan.whole, plan.part)} == {32}
+    rows = [x for back in (False, True) for x in predict(code, plan, {"K": 128}, 16, 65536, BF16, backward=back)]
+    assert all(x.grid[-1 if x.kernel == "grads" else 0] == 4 for x in rows if x.kernel != "_propagate_kernel")
+    x = 16 * 65536 * 128 * 2
+    assert next(row for row in rows if row.kernel == "grads").read == pytest.approx(5 * x, rel=0.02)
+
+
 # Against compiled kernels ---------------------------------------------------------------------------------------------
 
 COMPILED = {"simple_gla": (128, 128), "gla": (64, 64), "deltanet": (64, 128)}

@@ -92,6 +92,11 @@ VARIANTS = {
 }
 
 
+def state_sizes(name: str) -> tuple[int, ...]:
+    """Of one head's state, at the sizes that are set; the last is the width of the outputs."""
+    return (K, V)[: len(VARIANTS[name].state)]
+
+
 def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
     """(tokens, params) in float64; "G" above is a gate a channel. Keys of delta rules have length 1."""
     variant, made = VARIANTS[name], torch.Generator().manual_seed(seed)
@@ -293,6 +298,25 @@ class Normalised:
     def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
         y = (q.square() @ k.square().T).tril() @ Normalised.augmented(v) + q.square() @ chunk_state
         return y[:, :-1] / y[:, -1:]
+
+
+class HGRNByPairs:
+    """HGRN with the decay of every pair of tokens and channel, [C, C, K]."""
+
+    @staticmethod
+    def chunk(x: Any, g: Any) -> Any:
+        return ((1 - g.exp()) * x * (g.sum(0) - g.cumsum(0)).exp()).sum(0)
+
+    @staticmethod
+    def decay(prev_s: Any, chunk_state: Any, g: Any) -> Any:
+        return prev_s * g.sum(0).exp() + chunk_state
+
+    @staticmethod
+    def merge(q: Any, x: Any, g: Any, chunk_state: Any) -> Any:
+        b = g.cumsum(0)
+        causal = torch.ones_like(b @ b.T).tril(0) > 0
+        between = torch.where(causal.unsqueeze(-1), b.unsqueeze(1) - b.unsqueeze(0), float("-inf")).exp()
+        return q * ((between * ((1 - g.exp()) * x).unsqueeze(0)).sum(1) + b.exp() * chunk_state)
 
 
 class Rotated:

@@ -2,23 +2,20 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_sums
 
 
 def chunk(x, g):
-    return ((1 - g.exp()) * x * (g.sum(0) - g.cumsum(0)).exp()).sum(0)
+    h = cache_result(decayed_sums(-g.expm1() * x, g), "h")  # from a state of zeros
+    return h[-1]
 
 
 def decay(prev_s, chunk_state, g):
     return prev_s * g.sum(0).exp() + chunk_state
 
 
-def merge(q, x, g, chunk_state):
-    b = g.cumsum(0)
-    causal = torch.ones_like(b @ b.T).tril(0) > 0
-    between = torch.where(causal.unsqueeze(-1), b.unsqueeze(1) - b.unsqueeze(0), float("-inf")).exp()
-    h = (between * ((1 - g.exp()) * x).unsqueeze(0)).sum(1) + b.exp() * chunk_state
-    return q * h
+def merge(q, g, h, chunk_state):
+    return q * (h + g.cumsum(0).exp() * chunk_state)
 
 
 def make(H: int, K: int, V: int = 0, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:

@@ -2,7 +2,14 @@
 
 from flexsp.compiler.linear_attention import LinearAttention
 from flexsp.compiler.meta import ConstExpr, SymbTensor
-from flexsp.compiler.primitives import cache_result, decayed_scores, identity, matmul_out_fp32, unit_lower_inverse
+from flexsp.compiler.primitives import (
+    cache_result,
+    decayed_scores,
+    decayed_sums,
+    identity,
+    matmul_out_fp32,
+    unit_lower_inverse,
+)
 from flexsp.compiler.trace import CompileError
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "SymbTensor",
     "cache_result",
     "decayed_scores",
+    "decayed_sums",
     "identity",
     "matmul_out_fp32",
     "unit_lower_inverse",

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from flexsp.compiler.intrinsic_kernels import COLUMNS
-from flexsp.compiler.rewrite import dims
+from flexsp.compiler.intrinsics import SUMS
+from flexsp.compiler.rewrite import dims, reverse_cumsum
 from flexsp.compiler.skeleton import FLIPPED, WALKS
 
 __all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
@@ -32,6 +33,7 @@ _VIEWS = {
 }  # fmt: skip
 _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.default, aten.sin.default,
          aten.cos.default, aten.tanh.default}  # fmt: skip
+_RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
 _STATE = ("S", "dS")
 
@@ -42,8 +44,8 @@ class Load:
 
     `shared` is the most bytes that Triton was seen to give it, `least` what it certainly does (0: not known); `tiles`
     the fp32 numbers alive at once in registers, over all threads; `flops` those of products of padded tiles, `slow`
-    those of them on tiles too small for warp-group instructions; `products` their number, `loads` that of tiles read
-    from memory; `numbers` those that elementwise work makes, exponentials four times.
+    those of them on tiles too small for warp-group instructions; `products` their number and that of scans, `loads`
+    that of tiles read from memory; `numbers` those that elementwise work makes, exponentials and scans four times.
     """
 
     shared: int
@@ -147,6 +149,9 @@ def part_load(
             flops += 2 * m * n * k
             slow += 2 * m * n * k if max(m, n if flipped else 0) < 64 else 0
             products += 1
+        elif node.target in SUMS or (walks and node.target in _RUNNING):
+            products += 1
+            numbers += 4 * tiles.numbers(node)
         elif node.op == "placeholder":
             loads += _is_tile(node) and not (walks and node.name in _STATE)
         elif _is_tile(node) and node.target not in _VIEWS:

@@ -117,6 +117,7 @@ def _with_intrinsics(traced: Traced) -> GraphModule:
     swap: dict[Any, Any] = {
         primitives.unit_lower_inverse: intrinsics.unit_lower_inverse,
         primitives.decayed_scores: intrinsics.decayed_scores,
+        primitives.decayed_sums: intrinsics.decayed_sums,
     }
     for node in module.graph.nodes:
         if node.op == "call_function":
@@ -237,10 +238,11 @@ def _out_of_place(graph: Graph) -> None:
 class _Keeper:
     """Decides what is computed once, before the walks, and read from memory: kept values, by name.
 
-    These are running sums over a chunk ("gates": a walk would scan again and again), the arguments and results of
-    intrinsics, and where there are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all
-    chunks one after the other, so what multiplies the state there is kept too: its steps are products and no more. And
-    operands of a walk's products that are made with gates of two axes ("gated"): they take less memory than the gates.
+    These are running sums over a chunk ("gates": a walk would scan again and again; but with a vector state, where they
+    are as large as all that is read, they are summed anew), the arguments and results of intrinsics, and where there
+    are any, what chunk_mode caches if it takes a matrix product. A dense walk goes over all chunks one after the other,
+    so what multiplies the state there is kept too: its steps are products and no more. And operands of a walk's
+    products that are made with gates of two axes ("gated"): they take less memory than the gates.
     """
 
     def __init__(self, graph: Graph, outputs: list[str], dense: bool) -> None:
@@ -254,7 +256,8 @@ class _Keeper:
 
     def run(self) -> None:
         forward = _ancestors([self.named["o"], self.named["S"]])
-        for node in self.graph.nodes:
+        matrix = len(dims(self.named["S"])) == 2
+        for node in self.graph.nodes if matrix else ():
             if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
                 self.found[f"gates_{node.name}"] = node
         for node in list(self.graph.nodes):

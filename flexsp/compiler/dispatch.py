@@ -148,8 +148,9 @@ class Recipe:
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
         self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
-        self.K, self.V = self.sizes[layout.rows], self.sizes[layout.cols]
-        self.out = (*lead.shape[: 2 + self.batched], self.V)
+        self.state = tuple(self.sizes[s] for s in layout.state)
+        self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
+        self.out = (*lead.shape[: 2 + self.batched], self.sizes[layout.cols])
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
         self.states = "@states" if self.scanned else None
         self.table = "@table" if self.docs else None
@@ -177,7 +178,7 @@ class Recipe:
             else:
                 found.update(zip(layout.params[name], x.shape[1:], strict=True))
         if initial is not None:
-            found.update(zip((layout.rows, layout.cols), initial.shape[2:], strict=True))
+            found.update(zip(layout.state, initial.shape[2:], strict=True))
         return {name: found[name] for name in layout.sizes}
 
     # Steps
@@ -202,10 +203,10 @@ class Recipe:
         pointers += [self._written(x) for x in kernel.writes] + list(others)
         numbers = [n for x in kernel.tokens for n in (do if x == "do" else self.strides[x])]
         if kind in WALKS:
-            grid = (-(-(columns or self.V) // how.cols), self.B * self.H, plan.n_seg)
+            grid = (-(-(columns or self.out[-1]) // how.cols), self.B * self.H, plan.n_seg)
             numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
         else:
-            grid = (plan.n_chunks * kernel.parts, self.B * self.H, 1)
+            grid = (plan.n_chunks * kernel.parts, self.B * self.H, -(-self.out[-1] // how.cols))
             numbers += [self.T, self.H, plan.n_chunks]
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
@@ -270,7 +271,7 @@ class Recipe:
         return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
 
     def _of_states(self, name: str, room: Room) -> None:
-        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, self.K, self.V)
+        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
 
     def _forward(self) -> list[Step]:
         code, plan = self.code, self.plan
@@ -292,7 +293,7 @@ class Recipe:
         """What segments leave, and the scan over segments and ranks."""
         plan, B, H, K = self.plan, self.B, self.H, self.K
         carried: list[str | None] = []
-        width = self.V
+        width = None
         if self.code.dense:
             carried.append(self.saved.add("@A", _F32, B, plan.n_seg, H, K, K))
             width = -(-self.V // plan.walk.cols) * plan.walk.cols + K  # panels of A^T stand beside those of the state
@@ -323,7 +324,8 @@ class Recipe:
         decay, cut, A = (name if name in self.saved.places else None for name in ("@decay", "@cut", "@A"))
         if self.chained:
             return lambda frame: propagate(
-                frame[states], None if decay is None else frame[decay], None if cut is None else frame[cut],
+                frame[states].view(self.B, -1, self.H, self.K, self.V),
+                None if decay is None else frame[decay], None if cut is None else frame[cut],
                 get_sp(self.sp_id), A=None if A is None else frame[A], reverse=reverse,
             )  # fmt: skip
         kind = "dense" if A is not None else "none" if decay is None else "vector"
@@ -429,7 +431,7 @@ class Recipe:
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences; those of documents that end on other ranks are zero."""
-        x = self.empty(self.docs or self.B, self.H, self.K, self.V)
+        x = self.empty(self.docs or self.B, self.H, *self.state)
         return x.zero_() if self.docs and self.chained else x
 
     def run_backward(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.operators import (
     BINARY,
     EXPONENTIALS,
@@ -65,7 +66,8 @@ class Emitter:
 
     `memory` maps names of kept values to where their chunk begins, for what reads them a row at a time: `rows_read` are
     those that the code reads so, `indices` the sizes whose `at_SIZE` it uses for it. `contracted` are the sizes that
-    something was summed over: their axis must be in one tile. `apart`: the code has the constant APART (`product`).
+    something was summed over, or that were counted along: their axis must be in one tile. `apart`: the code has the
+    constant APART (`product`).
     """
 
     def __init__(
@@ -325,7 +327,10 @@ class Emitter:
     def _unsqueeze(self, node: Any) -> Value:
         x, at = self.values[node.args[0]], node.args[1] % len(dims(node))
         if len(dims(node)) > 2:
-            raise NotEmittable("no kernel is made of tiles of three axes yet")
+            raise NotEmittable(
+                "no kernel is made of tiles of three axes yet; pairs of tokens with a gate a channel are "
+                "decayed_scores(q, k, b), or decayed_sums(x, g) where they are only summed up"
+            )
         return x.with_axis(at) if x.sizes else x
 
     def _squeeze(self, node: Any) -> Value:
@@ -397,6 +402,14 @@ class Emitter:
         zero, steady = (x.zero, x.steady - {axis}) if reverse else (x.zero - {axis}, x.steady | {axis})
         return self.let(node_name(node), Value(text, x.sizes, zero, x.wild, steady=steady))
 
+    def _decayed_sums(self, node: Any) -> Value:
+        """Sums along the rows with a gate each, from above or (`later_sums`) from below."""
+        x, g = (self.masked(self.full(self.values[x], dims(node)), 0) for x in node.args)
+        self.contracted.add(x.sizes[0])
+        wild = x.wild or g.wild or not defined_at(aten.exp.default, g)
+        zero = frozenset() if wild else x.zero if SUMS[node.target] == "later_sums" else x.zero - {0}
+        return self.let(node_name(node), Value(f"{SUMS[node.target]}({x.f32}, {g.f32})", x.sizes, zero, wild))
+
     def _select(self, node: Any) -> Value:
         source, axis, index = node.args
         have = dims(source)
@@ -410,6 +423,7 @@ class Emitter:
         grad, _, axis, index = node.args
         want = dims(node)
         axis %= len(want)
+        self.contracted.add(want[axis])
         x = self.full(self.values[grad], dims(grad))
         at = index_text(index, want[axis])
         if not x.sizes:
@@ -421,6 +435,7 @@ class Emitter:
 
     def _tril(self, node: Any) -> Value:
         sizes = dims(node)
+        self.contracted.update(sizes)
         x = self.values[node.args[0]]
         diagonal = node.args[1] if len(node.args) > 1 else 0
         shape = f"{block(sizes[0])}, {block(sizes[1])}"
@@ -495,6 +510,7 @@ class Emitter:
 
     def _eye(self, node: Any) -> Value:
         sizes = dims(node)
+        self.contracted.update(sizes)
         return self.let(node_name(node), Value(f"eye({block(sizes[0])}, {block(sizes[1])})", sizes))
 
     def _expand(self, node: Any) -> Value:
@@ -544,6 +560,7 @@ _SPECIAL: dict[Any, Callable[[Emitter, Any], Any]] = {
     aten.sum.default: Emitter._sum,
     aten.cumsum.default: Emitter._cumsum,
     reverse_cumsum: Emitter._cumsum,
+    **dict.fromkeys(SUMS, Emitter._decayed_sums),
     aten.select.int: Emitter._select,
     aten.select_backward.default: Emitter._select_backward,
     aten.tril.default: Emitter._tril,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def _decisions(
     code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Plan, float]]
 ) -> list[str]:
     walk, blocks = plan.walk, dict(plan.blocks)
-    rows = blocks[code.layout.rows]
+    layout = code.layout
+    walked = " x ".join(str(x) for x in (blocks.get(layout.rows), walk.cols) if x)
     lines = [f"schedule: {plan.schedule}, {_WHY[plan.schedule]}"]
     same = {x.schedule: us for x, us in found if (x.chunk, x.walk.cols) == (plan.chunk, walk.cols)}
     if len(same) > 1:
@@ -72,12 +74,11 @@ def _decisions(
     lines.append(f"chunk size: {plan.chunk} ({given}; predicted us {times}{note})")
     segments = f"{plan.n_seg} segments of {plan.per_seg}" if plan.n_seg > 1 else "one segment"
     lines.append(
-        f"walks: {plan.n_chunks} chunks in {segments}, {rows} x {walk.cols} of the state a "
+        f"walks: {plan.n_chunks} chunks in {segments}, {walked} of the state a "
         f"program, {walk.warps} warps, {walk.stages} stages"
     )
     lines.append(f"chunkwise: {plan.whole.warps} warps, grads {plan.part.warps} warps")
-    K, V = sizes[code.layout.rows], sizes[code.layout.cols]
-    extra = 3 * 4 * heads * plan.n_chunks * K * V
+    extra = 3 * 4 * heads * plan.n_chunks * math.prod(sizes[s] for s in layout.state)
     lines.append(
         f"decoupled (each chunk's contribution in memory, a scan over chunks) is not made: {extra / _MB:.0f} MB more, "
         f"{extra / H200.bandwidth:.0f} us"

@@ -99,8 +99,7 @@ class _Call:
     @functools.cached_property
     def state(self) -> int:
         """Bytes of one fp32 state of every head."""
-        layout = self.code.layout
-        return 4 * self.heads * self.sizes[layout.rows] * self.sizes[layout.cols]
+        return 4 * self.heads * math.prod(self.sizes[s] for s in self.code.layout.state)
 
     @property
     def chunk_states(self) -> int:
@@ -218,7 +217,7 @@ def _walk(call: _Call, kind: str) -> Predicted:
     kernel, n_seg = code.kernels[kind], plan.n_seg
     read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
     written = sum(call.value(x, False) for x in kernel.writes)
-    rows, columns, state = call.sizes[code.layout.rows], call.sizes[code.layout.cols], call.state
+    rows, columns, state = call.sizes[code.layout.state[0]], call.sizes[code.layout.cols], call.state
     panels = -(-columns // how.cols)
     ends, segmented = kind in ("summarize", "collect"), plan.schedule == "segmented"
     if segmented and not ends:
@@ -244,7 +243,8 @@ def _chunkwise(call: _Call, kind: str, how: Launch) -> Predicted:
     names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder"}
     read += call.chunk_states * len(names & {"S", "dS"})
     written = sum(call.value(x, False) for x in kernel.writes)
-    grid = (plan.n_chunks * kernel.parts, call.heads)
+    panels = -(-call.sizes[call.code.layout.cols] // how.cols)
+    grid = (plan.n_chunks * kernel.parts, call.heads, *([panels] if panels > 1 else []))
     return _timed(call, kind, grid, 1, read, written, _loads(call, kind, how), how.warps)
 
 
@@ -268,7 +268,7 @@ def _scan(call: _Call) -> Iterator[Predicted]:
     """The scan over segments. What ranks send each other is not counted, so dense transitions have none."""
     if call.code.dense:
         return
-    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.rows]
+    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.state[0]]
     decay = 0 if call.code.program.transition == "none" else 4 * call.heads * call.plan.n_seg * rows
     load = Load(0, 0, 4096, 0, 0, 0, 1, 1024)
     grid = (max(1, call.state // 4096),)

@@ -33,6 +33,7 @@ _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 1
 _THIRD = 168
 _HEAVY = 300  # registers beyond which eight warps, which spill less, are worth it; and more of them for each product,
 _EXCHANGE = 15  # since its operands are then exchanged between the warps
+_SHARED = 4  # programs that a multiprocessor has of kernels with no product
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
 
 
@@ -78,7 +79,8 @@ def choose_plan(
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
     segments would have to be composed with a K x K product each. With others, bf16 walks have all columns: every
-    program would compute the chunk's scores again.
+    program would compute the chunk's scores again. Numbers of a vector state that nothing joins are spread, in all
+    kernels; several such programs share a multiprocessor, so as many more segments are looked at too.
 
     Args:
         code: the kernels; its `chunk` is the chunk size, None to choose it.
@@ -114,6 +116,7 @@ class _Cut:
     dtype: torch.dtype
     dense: bool
     split: bool
+    panels: bool
     ranks: bool
 
     @classmethod
@@ -122,7 +125,7 @@ class _Cut:
         ranks: bool,
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
-        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, ranks)
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, ranks)
 
     @property
     def half(self) -> bool:
@@ -144,12 +147,14 @@ class _Cut:
         if self.dense and self.split:
             while width > _NARROWEST and self.heads * (whole // width) < _PROGRAMS:
                 width //= 2
-        return width if self.half or not self.split else min(width, _NARROWEST)
+        return width if not self.split or (self.half and not self.panels) else min(width, _NARROWEST)
 
     def plans(self, chunk: int) -> Iterator[Plan]:
         """In segments and whole; for a dense transition, over ever narrower panels."""
         if not self.dense:
-            yield from dict.fromkeys((self.plan(chunk, self.width), self.plan(chunk, self.width, whole=True)))
+            spread = [self.plan(chunk, self.width, programs=_SHARED * _PROGRAMS)] if self.panels else []
+            plans = (self.plan(chunk, self.width), *spread, self.plan(chunk, self.width, whole=True))
+            yield from dict.fromkeys(plans)
             return
         width = self.width
         yield self.plan(chunk, width)
@@ -157,19 +162,22 @@ class _Cut:
             width //= 2
             yield self.plan(chunk, width)
 
-    def plan(self, chunk: int, width: int, whole: bool = False) -> Plan:
-        """The plan for a chunk size and columns a program; `whole`: in one segment."""
+    def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Plan:
+        """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
-        programs = self.heads * -(-blocks[self.cols] // width)
-        segments = max(1, min(n_chunks, max(-(-_PROGRAMS // programs), -(-n_chunks // _LONGEST))))
+        tiles = self.heads * -(-blocks[self.cols] // width)
+        segments = max(1, min(n_chunks, max(-(-(programs or _PROGRAMS) // tiles), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
-        large = blocks[self.rows] * width >= 128 * 128
-        walk = Launch(width, 8 if large else 4, 3 if self.half else 1)
-        tile = Launch(blocks[self.cols], 8 if blocks[self.rows] * blocks[self.cols] >= 64 * 128 else 4, 1)
-        part, small = Launch(blocks[self.cols], 4, 1), Launch(blocks[self.cols], 2, 1)
+        rows = blocks.get(self.rows, 1)  # a vector has one
+        large = rows * width >= 128 * 128
+        pipelined = self.half and self.rows in blocks  # Triton pipelines the loads of products
+        walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
+        cols = width if self.panels else blocks[self.cols]
+        tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
+        part, small = Launch(cols, 4, 1), Launch(cols, 2, 1)
         return Plan(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",
@@ -220,7 +228,7 @@ def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Pl
 def _part(cut: _Cut, plan: Plan, code: Generated) -> Launch:
     """How `grads` is launched, by the registers that its tiles would take of four warps. The numbers were measured with
     the generated simple GLA, GLA, DeltaNet and Gated DeltaNet on an H200."""
-    if not cut.half:
+    if not cut.half or len(code.layout.state) == 1:
         return plan.part
     tiles = tiles_of(code, plan, dict(cut.sizes), cut.dtype, "grads", plan.part)
     if any(registers > _HEAVY + _EXCHANGE * products for registers, products in tiles):

@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "cache_result",
     "decayed_scores",
+    "decayed_sums",
     "identity",
     "matmul_out_fp32",
     "primitive",
@@ -71,6 +72,33 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.T
         return (q @ k.transpose(0, 1)) * exponent.masked_fill(~later, float("-inf")).exp()
     decay = exponent.masked_fill(~later.unsqueeze(-1), float("-inf")).exp()
     return (q.unsqueeze(1) * k.unsqueeze(0) * decay).sum(-1)
+
+
+@primitive
+def decayed_sums(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """h_i = e^{g_i} h_{i-1} + x_i, a channel by itself: sum_{j <= i} e^{b_i - b_j} x_j with b = g.cumsum(0).
+
+    Args:
+        x: [C, N].
+        g: log gates (natural logarithm, not positive, not summed up), [C, N] or [C].
+
+    Returns:
+        [C, N]. Gates are multiplied, their logarithms never subtracted, so strong ones neither overflow nor cancel.
+    """
+    if x.dim() != 2 or g.shape not in (x.shape, x.shape[:1]):
+        raise ValueError(
+            f"decayed_sums: expected x [C, N] and log gates [C, N] or [C], got {list(x.shape)} and {list(g.shape)}"
+        )
+    h, a, step = x, g.exp() if g.dim() == 2 else g.exp().unsqueeze(1), 1
+    while step < x.shape[0]:
+        h, a = h + a * delayed(h, step), a * delayed(a, step)
+        step *= 2
+    return h
+
+
+def delayed(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x moved down by so many rows, zeros above."""
+    return torch.cat([torch.zeros_like(x[:rows]), x[:-rows]])
 
 
 @primitive

@@ -33,7 +33,11 @@ _KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of e
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the sizes: `rows` and `cols` of the state, `sizes` all; tokens, params and kept values by name."""
+    """Names of the sizes: `rows` and `cols` of the state, `sizes` all; tokens, params and kept values by name.
+
+    A vector is one row, "1"; `state` are its own sizes. Its walks have some of its numbers a program, as they have some
+    columns of a matrix, and the scan over segments sees one column, since it takes a decay a row.
+    """
 
     rows: str
     cols: str
@@ -41,6 +45,10 @@ class Layout:
     tokens: dict[str, tuple[str, ...]]
     params: dict[str, tuple[str, ...]]
     kept: dict[str, tuple[str, ...]]
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return (self.cols,) if self.rows == "1" else (self.rows, self.cols)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Kernel:
 
 @dataclass
 class _Body:
-    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on."""
+    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on: in walks,
+    and of a vector state everywhere."""
 
     layout: Layout
     panels: bool
@@ -83,7 +92,7 @@ def make_kernel(
     """
     chunkwise = kind not in WALKS
     state = None if chunkwise else _state(kind)
-    body = _Body(layout, panels=not chunkwise)
+    body = _Body(layout, panels=not chunkwise or len(layout.state) == 1)
     memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     made = [_emitter(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
     if chunkwise:
@@ -91,7 +100,7 @@ def make_kernel(
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
-    if kind in FLIPPED and not dense:
+    if kind in FLIPPED and not dense and len(layout.state) == 2:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
     if kind != "summarize" or not dense:
@@ -119,6 +128,14 @@ def _elements(sizes: tuple[str, ...]) -> str:
     return " * ".join(sizes) or "1"
 
 
+def _tile(layout: Layout, flip: bool = False) -> tuple[str, str]:
+    """(sizes as `load_state` takes them, shape) of a tile of the state; a vector has no rows."""
+    K, V = layout.rows, layout.cols
+    if len(layout.state) == 1:
+        return f"None, {V}, None, B{V}", f"B{V}"
+    return f"{K}, {V}, B{K}, B{V}" + (", True" if flip else ""), f"B{V}, B{K}" if flip else f"B{K}, B{V}"
+
+
 # Loads ----------------------------------------------------------------------------------------------------------------
 
 
@@ -132,9 +149,12 @@ def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Call
                 raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
             if state is not None:
                 text = f"tl.trans({name})" if emitter.flipped else name
-                return Value(text, sizes, frozenset({0, 1}))
+                return Value(text, sizes, frozenset(range(len(sizes))))
+            at = f"{'entering' if name == 'S' else 'leaving'} + (row * n_chunks + c) * {_elements(sizes)}"
+            if len(sizes) == 1:
+                text = f"load_state({at}, 0, v0, True, {_tile(body.layout)[0]})"
+                return emitter.let(name, Value(text, sizes, frozenset({0})))
             K, V = sizes
-            at = f"{'entering' if name == 'S' else 'leaving'} + (row * n_chunks + c) * {K} * {V}"
             text = f"load_rows({at}, {V}, {K}, 0, B{K}, {V}, B{V})"
             return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
         if any(s.isdigit() for s in sizes) or len(sizes) > 2:
@@ -271,6 +291,7 @@ def _chunkwise(kind: str, body: _Body, parts: Sequence[tuple[Emitter, Mapping[st
     which = ["c = tl.program_id(0)"]
     if len(parts) > 1:  # parts of a chunk run side by side and share what they load through the cache
         which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
+    which += [f"v0 = tl.program_id(2) * B{body.layout.cols}"] if body.panels else []
     lines = ["begin(PDL)", *which, *_setup(body, [name for name in writes if name in body.layout.kept])]
     lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
     source = _header(kind, pointers, ["T", "H", "n_chunks"], body, ["APART"]) + _indent([*lines, *code], 1)
@@ -327,7 +348,7 @@ def _store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], b
     text = x.f32
     if len(sizes) == 1:
         return f"tl.store({at} + rows, {text})"
-    return f"store_rows({at}, {text}, {sizes[1]}, C, 0, C, {sizes[1]}, {block(sizes[1])})"
+    return f"store_rows({at}, {text}, {sizes[1]}, C, {_first(sizes[1], body)}, C, {sizes[1]}, {block(sizes[1])})"
 
 
 def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: _Body, row: str) -> str:
@@ -372,14 +393,15 @@ def _walk(
 ) -> Kernel:
     """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
     layout, state = body.layout, _state(kind)
-    K, V = layout.rows, layout.cols
+    factors, V = layout.state[0], layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
     body.tokens[:] = _do_last(body.tokens)
     _reads_in_memory(body, emitter)
-    tile = f"0, v0, True, {K}, {V}, B{K}, B{V}" + (", True" if flip else "")
-    zeros = f"tl.zeros([{f'B{V}, B{K}' if flip else f'B{K}, B{V}'}], tl.float32)"
-    new = emitter.masked(emitter.full(results["d_S" if reverse else "S"], (K, V)), 0)
-    new = emitter.masked(new, 1) if V in emitter.contracted else new
+    sizes, shape = _tile(layout, flip)
+    tile, zeros = f"0, v0, True, {sizes}", f"tl.zeros([{shape}], tl.float32)"
+    new = emitter.full(results["d_S" if reverse else "S"], layout.state)
+    for axis, size in enumerate(layout.state):
+        new = emitter.masked(new, axis) if size == layout.rows or size in emitter.contracted else new
     new = turned(new) if flip else new
     writes, after = [], []
     if "o" in results:
@@ -387,9 +409,9 @@ def _walk(
         after.append(_store_tokens(emitter, "o", results["o"], ("C", V), body))
     decays = "A" in results
     if decays:
-        _index(K, body)
+        _index(factors, body)
         after.append(f"total = tl.where(length > 0, total * {_per_row(emitter, results['A'], layout)}, total)")
-    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + f"{K} * {V}"
+    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + _elements(layout.state)
     ends = kind in ("summarize", "collect")
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *_setup(body, []),
@@ -398,7 +420,7 @@ def _walk(
     cuts = kind == "summarize" and not transition
     walk = [
         *_walk_start(kind, state, f"states + {at.format(int(reverse))}", tile, zeros, layout),
-        *([f"total = tl.full([B{K}], 1.0, tl.float32)"] if decays else []),
+        *([f"total = tl.full([B{factors}], 1.0, tl.float32)"] if decays else []),
         *(["cuts = 0"] if cuts else []),
         *_walk_loop(kind, state, tile, zeros, layout, cuts),
     ]
@@ -408,10 +430,11 @@ def _walk(
         last.append(f"store_state(states + {at.format(int(not reverse))}, {state}, {tile})")
     elif kind in ("output", "back"):
         last += ["if LEAVES:", "    if not PACKED:", f"        if seg == {'0' if reverse else 'n_seg - 1'}:"]
-        last.append(f"            store_state(left + row * {K} * {V}, {state}, {tile})")
+        last.append(f"            store_state(left + row * {_elements(layout.state)}, {state}, {tile})")
     if decays:
-        last.append(f"tl.store(decay + ((b * n_seg + seg) * H + h) * {K} + at_{K}, tl.log(total), "
-                    f"mask=(at_{K} < {K}) & (tl.program_id(0) == 0))")  # fmt: skip
+        once = f"(at_{factors} < {factors})" + (" & (tl.program_id(0) == 0)" if factors != V else "")
+        last.append(f"tl.store(decay + ((b * n_seg + seg) * H + h) * {factors} + at_{factors}, tl.log(total), "
+                    f"mask={once})")  # fmt: skip
     if cuts:
         last += ["if PACKED:", "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"]
     source = _walk_header(kind, body, writes, ["transition"] if transition else ["decay"] if decays else [], cuts)
@@ -424,7 +447,7 @@ def _walk(
 
 def _walk_start(kind: str, state: str, entry: str, tile: str, zeros: str, layout: Layout) -> list[str]:
     """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
-    given = f"load_state(boundary + row * {layout.rows} * {layout.cols}, {tile})"
+    given = f"load_state(boundary + row * {_elements(layout.state)}, {tile})"
     ends = kind in ("summarize", "collect")
     if ends:
         edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
@@ -448,9 +471,11 @@ def _walk_header(kind: str, body: _Body, writes: Sequence[str], carries: Sequenc
 
 
 def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
-    """A as a vector over the state's rows."""
+    """A as a vector over the state's rows, or over the numbers of a vector."""
     if not a.sizes:
         return a.f32
+    if len(layout.state) == 1:
+        return _laid_out(emitter, a, layout.state)
     if a.sizes == ("1", "1"):
         return f"tl.sum(tl.sum({a.f32}, axis=1), axis=0)"
     if a.sizes[1] == "1":
@@ -460,9 +485,8 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
 
 def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, cuts: bool = False) -> list[str]:
     """`transition` starts with no document anew: nothing passes through the start of one."""
-    K, V = layout.rows, layout.cols
     reverse = state == "dS"
-    edge = "last" if reverse else "first"
+    edge, state_of = "last" if reverse else "first", _elements(layout.state)
     lines = [
         "for n in range(c0, c1):",
         f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
@@ -475,20 +499,19 @@ def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, cut
         f"        if {edge}:",
         f"            {state} = {zeros}",
         "            if BOUNDARY:",
-        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {K} * {V}, {tile})",
+        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {state_of}, {tile})",
     ]
     if cuts:
         lines.append("        cuts = cuts | first.to(tl.int32)")
     if kind in _KEEPS:
-        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {K} * {V}, {state}, {tile})")
+        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {state_of}, {state}, {tile})")
     return lines
 
 
 def _advance(kind: str, state: str, new: str, tile: str, layout: Layout) -> list[str]:
     """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
-    K, V = layout.rows, layout.cols
     lines = ["if PACKED:", f"    {state} = tl.where(length > 0, {new}, {state})", "else:", f"    {state} = {new}"]
-    left = f"store_state(left + (doc * H + h).to(tl.int64) * {K} * {V}, {state}, {tile})"
+    left = f"store_state(left + (doc * H + h).to(tl.int64) * {_elements(layout.state)}, {state}, {tile})"
     if kind == "output":
         lines += ["if PACKED:", "    if LEAVES:", "        if last:", f"            {left}"]
     if kind == "back":

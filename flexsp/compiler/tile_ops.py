@@ -68,6 +68,42 @@ def only_col(x, at, S: tl.constexpr):
 
 
 @triton.jit
+def _sum_after(a, h, b, y):
+    """Two runs of rows, the first before the second: the product of their gates, and their decayed sum."""
+    return a * b, b * h + y
+
+
+@triton.jit
+def decayed_sums(x, g):
+    """h_i = e^{g_i} h_{i-1} + x_i along the rows of x and g [R, S], which are zero past the chunk's length."""
+    return tl.associative_scan((tl.exp(g), x), 0, _sum_after)[1]
+
+
+@triton.jit
+def _earlier_after(a, h, p, b, y, r):
+    """As `_sum_after`, and the sum without the last row's own x."""
+    return a * b, b * h + y, b * h + r
+
+
+@triton.jit
+def earlier_sums(x, g):
+    """e^{g_i} h_{i-1} of `decayed_sums`."""
+    return tl.associative_scan((tl.exp(g), x, tl.zeros_like(x)), 0, _earlier_after)[2]
+
+
+@triton.jit
+def _later_before(b, q, y, a, p, x):
+    """Two runs of rows, the first BEHIND the second: the gate of the upper row, the product of all others, the sum."""
+    return a, p * b * q, x + p * b * y
+
+
+@triton.jit
+def later_sums(x, g):
+    """y_i = x_i + e^{g_{i+1}} y_{i+1}: the adjoint of `decayed_sums`."""
+    return tl.associative_scan((tl.exp(g), tl.full(x.shape, 1.0, tl.float32), x), 0, _later_before, reverse=True)[2]
+
+
+@triton.jit
 def below(C: tl.constexpr, D: tl.constexpr, diagonal):
     """[C, D], true where column <= row + diagonal."""
     return tl.arange(0, D)[None, :] <= tl.arange(0, C)[:, None] + diagonal

@@ -23,6 +23,7 @@ from flexsp.compiler.einsum import expand_einsum
 from flexsp.compiler.primitives import (
     cache_result,
     decayed_scores,
+    decayed_sums,
     identity,
     matmul_out_fp32,
     primitive,
@@ -33,7 +34,9 @@ from flexsp.exceptions import FlexspError
 
 __all__ = ["CompileError", "Traced", "location", "named", "trace"]
 
-PRIMITIVES = (cache_result, decayed_scores, identity, matmul_out_fp32, to_floating, unit_lower_inverse)
+PRIMITIVES = (
+    cache_result, decayed_scores, decayed_sums, identity, matmul_out_fp32, to_floating, unit_lower_inverse,
+)  # fmt: skip
 _TO_FLOATING = {"float", "double", "half", "bfloat16"}
 _CASTS = {"to", "type", "type_as", "bool"} | _TO_FLOATING
 _COMPARISONS = {

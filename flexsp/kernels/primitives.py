@@ -96,20 +96,29 @@ def store_columns(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.cons
 
 @triton.jit
 def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr):
-    if FLIP:
-        rows = k0 + tl.arange(0, BK)[None, :]
-        cols = v0 + tl.arange(0, BV)[:, None]
+    if BK is None:
+        at = v0 + tl.arange(0, BV)
+        mask = at < V
     else:
-        rows = k0 + tl.arange(0, BK)[:, None]
-        cols = v0 + tl.arange(0, BV)[None, :]
-    return rows * V + cols, (rows < K) & (cols < V)
+        if FLIP:
+            rows = k0 + tl.arange(0, BK)[None, :]
+            cols = v0 + tl.arange(0, BV)[:, None]
+        else:
+            rows = k0 + tl.arange(0, BK)[:, None]
+            cols = v0 + tl.arange(0, BV)[None, :]
+        at = rows * V + cols
+        mask = (rows < K) & (cols < V)
+    return at, mask
 
 
 @triton.jit
 def load_state(
     base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr = False
 ):
-    """fp32 tile [BK, BV] ([BV, BK] if FLIP) of one K x V state; zero outside, and everywhere unless `when`."""
+    """fp32 tile [BK, BV] ([BV, BK] if FLIP) of one K x V state; zero outside, and everywhere unless `when`.
+
+    Where BK is None [BV] of a vector of V numbers.
+    """
     at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP)
     return tl.load(base + at, mask=mask & when, other=0.0).to(tl.float32)
 

@@ -15,7 +15,7 @@ from tests import variants
 
 CUDA = torch.device("cuda")
 BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-NAMES = [name for name in variants.VARIANTS if name != "hgrn"]
+NAMES = list(variants.VARIANTS)
 DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
 H = 3
 WIDE = ("g", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
@@ -43,7 +43,7 @@ def _draw(
         B, T = 1, sum(documents)
     tokens, params = variants.draw(name, B, T, random.randrange(2**31))
     n = B if documents is None else len(documents)
-    inputs = {**tokens, **params, "prev_s": torch.randn(n, H, K, V)}
+    inputs = {**tokens, **params, "prev_s": torch.randn(n, H, *variants.state_sizes(name))}
     bounds = None
     if documents is not None:
         bounds = torch.tensor([sum(documents[:i]) for i in range(n + 1)], device=CUDA)
@@ -90,7 +90,7 @@ def test_every_variant(
     ("name", "K", "V"),
     [
         (name, K, V)
-        for name in ("simple_gla", "gla", "deltanet", "gated_deltanet", "vector_gated_delta")
+        for name in ("simple_gla", "gla", "deltanet", "gated_deltanet", "vector_gated_delta", "hgrn")
         for K, V in ((20, 24), (20, 64), (64, 24), (100, 33), (64, 128))
     ],
 )  # fmt: skip
@@ -103,7 +103,7 @@ def test_head_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, na
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
-@pytest.mark.parametrize("name", ["gla", "deltanet"])
+@pytest.mark.parametrize("name", ["gla", "deltanet", "hgrn"])
 @pytest.mark.usefixtures("poisoned")
 def test_lengths_around_a_chunk(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, T: int) -> None:
     inputs, _ = _draw(monkeypatch, name, 128, 128, torch.bfloat16, None, T=T)
@@ -113,11 +113,11 @@ def test_lengths_around_a_chunk(monkeypatch: pytest.MonkeyPatch, folder: Path, s
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 128])
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet", "gated_deltanet", "hgrn"])
 @pytest.mark.usefixtures("poisoned")
 def test_chunk_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, chunk: int) -> None:
     """Other chunk sizes than the usual one."""
-    size = 64 if name in ("simple_gla", "gla") or chunk < 128 else 32
+    size = 64 if name in ("simple_gla", "gla", "hgrn") or chunk < 128 else 32
     inputs, bounds = _draw(monkeypatch, name, size, size, torch.bfloat16, DOCUMENTS)
     model = variants.load(name).make(H, size, size, torch.bfloat16, chunk_size=chunk, code_dir=str(folder))
     found = _solve(model, inputs, bounds, torch.bfloat16, seed)
@@ -132,7 +132,7 @@ def test_a_chunk_too_large_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path
 
 
 @pytest.mark.parametrize("B", [1, 48])
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet", "hgrn"])
 @pytest.mark.usefixtures("poisoned")
 def test_schedules(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, name: str, B: int) -> None:
     """Few heads over many chunks, and so many heads that one walk takes each whole."""

@@ -15,5 +15,11 @@ gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 for ranks in 1 2 4 8; do
     if [ "$ranks" -le "$gpus" ]; then "$python" -m flexsp bench scale --ranks "$ranks" --out "$out"; fi
 done
+"$python" -m flexsp bench host --out "$out"
+if command -v ncu >/dev/null || [ -x /usr/local/cuda/bin/ncu ]; then
+    for op in generated_simple_gla generated_gla generated_deltanet; do
+        "$python" -m flexsp bench traffic --op "$op" --out "$out"
+    done
+fi
 "$python" -m flexsp bench plot "$out"/scale_*.json --out "$out/weak_scaling.png"
-"$python" -m flexsp bench table "$out"/*.json
+"$python" -m flexsp bench table "$out"/{op,scale,host}_*.json

@@ -58,31 +58,7 @@ def merge_mode_scalar_gla(
     return (p @ v + q @ chunk_state * g_cumsum.exp() [..., None]) * scale  # fmt: skip
 
 
-def scalar_gla(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAttention:
-    CONST_H = ConstExpr("H", H)
-    CONST_K = ConstExpr("K", K)
-    CONST_V = ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
-        "k": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
-        "v": SymbTensor(["T", CONST_H, CONST_V], dtype=dtype),
-        "g": SymbTensor(["T", CONST_H], dtype=torch.float32),
-        "prev_s": SymbTensor(["NS", CONST_H, CONST_K, CONST_V], dtype=torch.float32),
-        "chunk_state": SymbTensor(["NC", CONST_H, CONST_K, CONST_V], dtype=dtype),
-        "scale": 1 / math.sqrt(K),
-    }
-    return LinearAttention(
-        input_meta=meta,
-        sp_group=pg if args.sp else None,
-        enable_aot=args.aot,
-        code_dir=args.dir,
-        chunk_mode=chunk_mode_scalar_gla,
-        decay_mode=decay_mode_scalar_gla,
-        merge_mode=merge_mode_scalar_gla,
-    )
-
-
-# Listing 3, whose metadata and call are not printed: as in Listing 1 --------------------------------------------------
+# Listing 3 ------------------------------------------------------------------------------------------------------------
 
 
 def chunk_mode_deltanet(k: Tensor, v: Tensor, b: Tensor) -> Tensor:
@@ -117,7 +93,21 @@ def merge_mode_deltanet(q: Tensor, k: Tensor, u: Tensor, w: Tensor, chunk_state:
     return ((q @ k.T).tril(0) @ new_v + q @ chunk_state) * scale
 
 
+# Both, with the metadata and the call of Listing 1: those of Listing 3 are not printed --------------------------------
+
+
+def scalar_gla(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAttention:
+    modes = chunk_mode_scalar_gla, decay_mode_scalar_gla, merge_mode_scalar_gla
+    return listing("g", torch.float32, modes, dtype, pg, args)
+
+
 def deltanet(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAttention:
+    return listing("b", dtype, (chunk_mode_deltanet, decay_mode_deltanet, merge_mode_deltanet), dtype, pg, args)
+
+
+def listing(
+    gate: str, of_gate: torch.dtype, modes: tuple[Any, Any, Any], dtype: torch.dtype, pg: Any, args: argparse.Namespace
+) -> LinearAttention:
     CONST_H = ConstExpr("H", H)
     CONST_K = ConstExpr("K", K)
     CONST_V = ConstExpr("V", V)
@@ -125,7 +115,7 @@ def deltanet(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAtt
         "q": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
         "k": SymbTensor(["T", CONST_H, CONST_K], dtype=dtype),
         "v": SymbTensor(["T", CONST_H, CONST_V], dtype=dtype),
-        "b": SymbTensor(["T", CONST_H], dtype=dtype),
+        gate: SymbTensor(["T", CONST_H], dtype=of_gate),
         "prev_s": SymbTensor(["NS", CONST_H, CONST_K, CONST_V], dtype=torch.float32),
         "chunk_state": SymbTensor(["NC", CONST_H, CONST_K, CONST_V], dtype=dtype),
         "scale": 1 / math.sqrt(K),
@@ -135,13 +125,11 @@ def deltanet(dtype: torch.dtype, pg: Any, args: argparse.Namespace) -> LinearAtt
         sp_group=pg if args.sp else None,
         enable_aot=args.aot,
         code_dir=args.dir,
-        chunk_mode=chunk_mode_deltanet,
-        decay_mode=decay_mode_deltanet,
-        merge_mode=merge_mode_deltanet,
+        chunk_mode=modes[0],
+        decay_mode=modes[1],
+        merge_mode=modes[2],
     )
 
-
-# Both -----------------------------------------------------------------------------------------------------------------
 
 LISTINGS = {"scalar GLA": scalar_gla, "DeltaNet": deltanet}
 ALONE = argparse.Namespace(sp=False, aot=False, dir=None)

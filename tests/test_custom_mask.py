@@ -57,6 +57,10 @@ def retention(i, j, gamma):  # type: ignore[no-untyped-def]
     return gamma ** (i - j)
 
 
+def sizes(i, j, w):  # type: ignore[no-untyped-def]
+    return torch.sqrt(w[j].square()) * (w[i] ** 2) ** -0.5
+
+
 def strict(i, j, dt, A):  # type: ignore[no-untyped-def]
     G = (dt * A).cumsum(0)
     if i <= j:
@@ -81,6 +85,7 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], tup
     ),
     "average": (average, lambda x, t: (0 * t, 1 / (t + 1), 1, None)),
     "retention": (retention, lambda x, t: (x["gamma"].log(), 1, 1, None)),
+    "sizes": (sizes, lambda x, t: (0 * t, 1 / x["w"].abs(), x["w"].abs(), None)),
     "strict": (strict, lambda x, t: (x["dt"] * x["A"], 1, x["dt"], 0 * x["dt"])),
 }  # fmt: skip
 OF_HEADS = {"gamma", "A", ("own_bonus", "u")}
@@ -321,6 +326,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "arguments": (lambda i: i, "expected the arguments i, j"),
     "stars": (lambda i, j, *g: 1.0, r"no \*args"),
     "raises": (lambda i, j, g: {}["x"], "cannot be traced at .*KeyError"),
+    "a complex root": (lambda i, j, g: g[j] * (0 * j - 2) ** 0.5, r"is not a real number for j < i: .*I\*"),
+    "alternating": (lambda i, j: (0 * i - 1) ** (i - j), "is not a real number for j < i"),
     "factors, not seen": (hidden, "its 2 x 2 minors vanish, so it does factor, but not as it is written"),
 }
 
@@ -355,6 +362,8 @@ def test_errors_of_calls_with_a_mask() -> None:
         FlexLinearAttention(custom_mask=retention)(q, q, v, gamma=torch.ones(1, 5, H))
     with pytest.raises(ValueError, match="custom_mask 'gated': expected a mask that decays with i, log gates <= 0"):
         FlexLinearAttention(custom_mask=gated)(q, q, v, g=torch.ones(1, 5, H))
+    with pytest.raises(ValueError, match="custom_mask 'retention': expected a mask that decays .* <= 0, got nan"):
+        FlexLinearAttention(custom_mask=retention)(q, q, v, gamma=torch.tensor([0.5, -0.5]))
     with pytest.raises(ValueError, match="custom_mask: expected another name than 'beta'"):
         FlexLinearAttention(transition=transition.delta_rule(), custom_mask=segments)
     with pytest.raises(ValueError, match="custom_mask: expected another name than 'scale'"):

@@ -349,16 +349,15 @@ class LinearAttention:
                 raise ValueError(
                     f"{name}: expected {len(sizes)} dimensions on {lead.device}, got {tuple(x.shape)} on {x.device}"
                 )
-            for size, n in zip(sizes, x.shape, strict=True):
-                key = size.name if isinstance(size, ConstExpr) else size
-                if isinstance(key, int):
-                    good = key == n
-                else:
-                    allowed = self._sizes.get(key)
-                    good = found.setdefault(key, n) == n and (allowed is None or n in allowed)
-                if not good:
-                    want = key if isinstance(key, int) else f"{key} = {found[key]} of {self._sizes.get(key, 'any')}"
-                    raise ValueError(f"{name}: expected size {want}, got {n} in {tuple(x.shape)}")
+            keys = [size.name if isinstance(size, ConstExpr) else size for size in sizes]
+            for key, n in zip(keys, x.shape, strict=True):
+                allowed = (key,) if isinstance(key, int) else (found[key],) if key in found else self._sizes.get(key)
+                if allowed is not None and n not in allowed:
+                    want = " or ".join(map(str, allowed))
+                    got = f"{n} in [{', '.join(map(str, keys))}] = {list(x.shape)}"
+                    raise ValueError(f"{name}: expected size {key} = {want}, got {got}")
+                if not isinstance(key, int):
+                    found[key] = n
         return found
 
     def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:

@@ -193,7 +193,8 @@ def differentiate(program: Program) -> Step:
         o = run(merge, program.merge, {**values, CHUNK_STATE: S})[0]
         found = {"o": o, "S": S_new}
         if elementwise:
-            (found["A"],) = torch.autograd.grad(S_new, S, torch.ones_like(S), retain_graph=True)
+            ones = torch.ones_like(S)
+            (found["A"],) = torch.autograd.grad(S_new, S, ones, retain_graph=True, materialize_grads=True)
         grads = torch.autograd.grad([o, S_new], [*leaves, *cached], [do, dS], allow_unused=True, materialize_grads=True)
         found |= {f"d_{name}": x for name, x in zip(names, grads, strict=False)}
         found |= {f"keep_{name}": x for name, x in zip(program.chunk.cached, cached, strict=True)}

@@ -157,7 +157,7 @@ class _Cut:
         """The plan for a chunk size and columns a program; `whole`: in one segment."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
-        programs = self.heads * -(-blocks[self.cols] // width)
+        programs = max(1, self.heads * -(-blocks[self.cols] // width))
         segments = max(1, min(n_chunks, max(-(-_PROGRAMS // programs), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))

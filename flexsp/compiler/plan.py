@@ -87,14 +87,15 @@ def choose_plan(
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _best(code, code.chunk, tuple(sizes.items()), heads, T, docs, dtype, ranks)
+    return _best(code, code.chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
 
 
 def candidates(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
 ) -> list[tuple[Plan, float]]:
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    return list(_candidates(_Cut.of(code, tuple(sizes.items()), heads, T, docs, dtype, ranks), code.chunk, code))
+    cut = _Cut.of(code, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
+    return list(_candidates(cut, code.chunk, code))
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class _Cut:
         """The plan for a chunk size and columns a program; `whole`: in one segment."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
-        programs = max(1, self.heads * -(-blocks[self.cols] // width))
+        programs = self.heads * -(-blocks[self.cols] // width)
         segments = max(1, min(n_chunks, max(-(-_PROGRAMS // programs), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.test_generated import (
     Tensors,
     differentiated,
     poisoned,
+    variable,
 )
 
 
@@ -132,18 +132,8 @@ def answers(
     drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
     cotangents = [tuple(torch.randn(shape, generator=made) for shape in shapes) for made in drawn]
     leaves = {name: x.to(dtype, copy=True) for name, x in inputs.items()}
-    with poisoned(SOME_SEGMENTS, program.H), backend("triton" if kernels else None):
+    with poisoned(SOME_SEGMENTS, program.H), variable("FLEXSP_BACKEND", "triton" if kernels else None):
         return differentiated(lambda given: model(**given, cu_seqlens=cu), leaves, cotangents)
-
-
-@contextmanager
-def backend(name: str | None) -> Iterator[None]:
-    before = os.environ.pop("FLEXSP_BACKEND", None)
-    try:
-        os.environ.update({} if name is None else {"FLEXSP_BACKEND": name})
-        yield
-    finally:
-        os.environ.update({} if before is None else {"FLEXSP_BACKEND": before})
 
 
 def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any) -> list[str]:

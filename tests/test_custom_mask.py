@@ -16,7 +16,8 @@ from flexsp.compiler import CompileError
 from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.testing.compare import DRAWS, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.test_generated import ENV, KERNELS, SOME_SEGMENTS, differentiated, poisoned, variable
+from tests.test_generated import ENV, KERNELS, SOME_SEGMENTS, differentiated, poisoned
+from tests.test_generated_programs import variable
 from tests.test_grammar import EXACT, H, K, Tensors, V, gradients
 
 Spans = list[tuple[int, int]]

@@ -170,18 +170,6 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
             cache.cache_clear()
 
 
-@contextmanager
-def variable(name: str, value: str | None) -> Iterator[None]:
-    """An environment variable of another value, or none, in a process that goes on to serve other tests."""
-    before = os.environ.pop(name, None)
-    try:
-        os.environ.update({} if value is None else {name: value})
-        yield
-    finally:
-        os.environ.pop(name, None)
-        os.environ.update({} if before is None else {name: before})
-
-
 @functools.lru_cache(maxsize=64)
 def model_of(name: str, H: int, K: int, V: int, chunk: int | None, folder: str) -> Any:
     return variants.load(name).make(H, K, V, chunk_size=chunk, code_dir=folder)

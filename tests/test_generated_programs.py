@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from tests.test_generated import (
     Tensors,
     differentiated,
     poisoned,
-    variable,
 )
 
 
@@ -134,6 +134,18 @@ def answers(
     leaves = {name: x.to(dtype, copy=True) for name, x in inputs.items()}
     with poisoned(SOME_SEGMENTS, program.H), variable("FLEXSP_BACKEND", "triton" if kernels else None):
         return differentiated(lambda given: model(**given, cu_seqlens=cu), leaves, cotangents)
+
+
+@contextmanager
+def variable(name: str, value: str | None) -> Iterator[None]:
+    """An environment variable of another value, or none, in a process that goes on to serve other tests."""
+    before = os.environ.pop(name, None)
+    try:
+        os.environ.update({} if value is None else {name: value})
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any) -> list[str]:

@@ -184,7 +184,7 @@ class LinearAttention:
         )  # fmt: skip
         what = "forward and backward" if backward else "forward"
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
-        self._tuned.append(f"autotune of {what} for {shapes}: {found}")
+        self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
         return make(code, given, prev_s, cu_seqlens, group, found.plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
@@ -296,6 +296,9 @@ class LinearAttention:
         names no number) and the dtype of its first tensor: schedule, chunks, tiles; bytes and microseconds that each
         launch is predicted to take on an H200.
         """
+        for name, n in (("T", T), ("B", B)):
+            if type(n) is not int or n < 0:
+                raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
         lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
         code = self._generated

@@ -17,6 +17,12 @@ for n in 2 4 8; do
     if [ "$n" -le "$gpus" ]; then ranks=$ranks,$n; fi
 done
 "$python" -m flexsp bench scale --case all --ranks "$ranks" --out "$out"
+"$python" -m flexsp bench host --out "$out"
+if command -v ncu >/dev/null || [ -x /usr/local/cuda/bin/ncu ]; then
+    for op in generated_simple_gla generated_gla generated_deltanet; do
+        "$python" -m flexsp bench traffic --op "$op" --out "$out"
+    done
+fi
 "$python" -m flexsp bench plot --case simple_gla "$out"/scale_*.json --out "$out/weak_scaling.png"
 if [ "$gpus" -ge 4 ]; then "$python" -m flexsp bench predict "$out"/scale_*.json; fi
-"$python" -m flexsp bench table "$out"/*.json
+"$python" -m flexsp bench table "$out"/{op,scale,host}_*.json

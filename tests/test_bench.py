@@ -281,6 +281,9 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "x.json").write_text(json.dumps({"rows": []}))
     assert main(["bench", "table", str(tmp_path / "x.json")]) == 1
     assert "expected a flexsp result file" in capsys.readouterr().err
+    (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
+    assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
+    assert "z.json: expected a result of kind op, scale, host, traffic, got 'experiments'" in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))
     with pytest.raises(ValueError, match="expected files of `flexsp bench scale`"):
         plot.run(SimpleNamespace(results=[tmp_path / "y.json"], out=str(tmp_path / "z.png")))  # type: ignore[arg-type]

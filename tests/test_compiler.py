@@ -475,6 +475,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"chunk_mode": lambda k, v: cache_result(cache_result(k.T @ v, "u"), "u")},
         "needs a name of its own",
     ),
+    "cached as text": ({"chunk_mode": lambda k, v: cache_result(k.T @ v, "u w")}, "a name of its own, got 'u w'"),
     "cached late": (
         {"decay_mode": lambda prev_s, chunk_state: cache_result(prev_s + chunk_state, "after")},
         "only chunk_mode may cache results",
@@ -532,6 +533,7 @@ def test_errors_name_cause_and_remedy(name: str) -> None:
         ({"chunk_state": SymbTensor(["NC", ConstExpr("H", H), 3])}, "chunk_state.*expected sizes"),
         ({"u": SymbTensor([ConstExpr("H", H), "D"])}, "input_meta\\['u'\\]: expected ConstExprs or .*got 'D'"),
         ({"sp": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta\\['sp'\\]: expected another name"),
+        ({"a b": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta: expected names that arguments can have, got 'a b"),
     ],
 )
 def test_errors_of_input_meta(changes: dict[str, Any], message: str) -> None:
@@ -549,8 +551,8 @@ def test_what_is_not_there_says_so() -> None:
     [
         ({"q": None}, r"missing \['q'\]"),
         ({"extra": torch.ones(1)}, r"unknown \['extra'\]"),
-        ({"k": torch.randn(1, 9, H, K)}, "k: expected size T = 8"),
-        ({"v": torch.randn(1, 8, H, V + 1)}, "v: expected size V"),
+        ({"k": torch.randn(1, 9, H, K)}, r"k: expected size T = 8, got 9 in \[B, T, H, K\] = \[1, 9, "),
+        ({"v": torch.randn(1, 8, H, V + 1)}, f"v: expected size V = {V}, got {V + 1} in"),
         ({"k": torch.ones(1, 8, H, K, dtype=torch.int64)}, "k: expected a floating tensor"),
         ({"prev_s": torch.randn(2, H, K, V)}, "prev_s: expected"),
         ({"prev_s": torch.randn(1, H, K, V).double()}, "prev_s: expected .* of torch.float32 on cpu, got .*float64"),

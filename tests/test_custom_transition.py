@@ -263,6 +263,14 @@ def altered(**changes: Any) -> type:
     return type("Altered", (Momentum,), changes)
 
 
+class Hidden(Momentum):
+    """Keeps a value under the name of its state, which would never be read."""
+
+    def chunk(self, k, v, g, beta):  # type: ignore[no-untyped-def]
+        cache_result(k * 2, "momentum")
+        return super().chunk(k, v, g, beta)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -274,6 +282,9 @@ def altered(**changes: Any) -> type:
         (altered(extra_state={"state": ("V",)}), "expected another name than 'state'"),
         (altered(inputs={"beta": 3}), r"inputs\['beta'\]: expected one of \(\), \(\"K\",\)"),
         (altered(inputs={"q": ()}), "inputs: expected another name than 'q'"),
+        (altered(inputs={"one two": ()}), "inputs: expected another name than 'one two'"),
+        (altered(inputs={"momentum": ()}), "extra_state: expected another name than 'momentum', which is an input"),
+        (altered(output=lambda self, q, **more: q), r"output: expected every argument by its name, got \*args or"),
         (altered(inputs={"decay": ()}), "custom_transition: expected another name than 'decay'"),
     ],
 )
@@ -292,6 +303,8 @@ def test_errors_of_calls_with_a_transition() -> None:
     few = altered(propagate=lambda self, state, chunk_state: state + chunk_state)
     with pytest.raises(CompileError, match="expected 2 results, state, momentum, got 1"):
         FlexLinearAttention(decay.gated(), custom_transition=few)(**x)
+    with pytest.raises(ValueError, match="cache_result: expected another name than 'momentum', which is part of the"):
+        FlexLinearAttention(decay.gated(), custom_transition=Hidden)(**x)
     with pytest.raises(ValueError, match="expected no transition beside it"):
         FlexLinearAttention(transition=transition.delta_rule(), custom_transition=Momentum)
     with pytest.raises(NotImplementedError, match="custom_mask with custom_transition"):

@@ -226,13 +226,14 @@ def test_a_kept_tile_begins_with_the_tokens() -> None:
         model.kernels.explain()
 
 
-def gated(T: int = 9, **more: torch.Tensor) -> Tensors:
-    x = {"q": torch.randn(1, T, 2, 8), "k": torch.randn(1, T, 2, 8), "v": torch.randn(1, T, 2, 4)}
-    return x | {"g": -torch.rand(1, T, 2)} | more
+def gated(T: int = 9, B: int = 1, **more: torch.Tensor) -> Tensors:
+    x = {"q": torch.randn(B, T, 2, 8), "k": torch.randn(B, T, 2, 8), "v": torch.randn(B, T, 2, 4)}
+    return x | {"g": -torch.rand(B, T, 2)} | more
 
 
 def gradients(o: torch.Tensor, final: torch.Tensor, of: Tensors) -> list[torch.Tensor]:
-    return [*torch.autograd.grad((o * o).sum() + (final * final).sum().to(o.dtype), [*of.values()])]
+    loss = (o * o).sum() + (final * final).sum().to(o.dtype)
+    return [*torch.autograd.grad(loss, [*of.values()], materialize_grads=True)]
 
 
 def differs(model: Any, x: Tensors) -> float:
@@ -306,6 +307,24 @@ def _constant_keys(q: Any, v: Any, g: Any, chunk_state: Any) -> Any:
     return decayed_scores(q, torch.ones_like(q), torch.zeros_like(q)) @ v + (q * g[:, None]) @ chunk_state
 
 
+def _by_distance(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    place = torch.ones_like(k[:, 0]).cumsum(0)
+    weight = 1 / (1 + place[:, None] - place[None, :])  # inf where j = i + 1
+    return (weight.tril(0) * (q @ k.T).tril(0)) @ v + q @ chunk_state
+
+
+def _within(q: Any, k: Any, v: Any) -> Any:
+    return (q @ k.T).tril(0) @ v
+
+
+def _replaced(prev_s: Any, chunk_state: Any) -> Any:
+    return chunk_state
+
+
+def _halved(prev_s: Any) -> Any:
+    return 0.5 * prev_s
+
+
 def _caching(name: str) -> tuple[Any, Any]:
     """chunk_mode and merge_mode with a product kept under a name."""
 
@@ -329,11 +348,25 @@ def odd(sp: Any, folder: str) -> list[float]:
     for name in ("A", "mul"):  # an upper-case name, and one that a graph gives to its own nodes
         chunk, merge = _caching(name)
         found.append(differs(LinearAttention(meta, chunk, _sum, merge, **options), gated()))
+    found.append(differs(LinearAttention(meta, _k_v, _sum, _by_distance, **options), gated()))
+    for decay in (_replaced, _halved):
+        model = LinearAttention(meta, _k_v, decay, _within, **options)
+        found += [differs(model, gated(19, prev_s=torch.randn(1, 2, 8, 4))), differs(model, gated(B=0))]
     return found
 
 
+@pytest.mark.parametrize(("rows", "cols"), [("n", "V"), ("K", "b"), ("K", "BK"), ("tl", "V"), ("row", "length")])
+def test_sizes_named_like_the_code_have_no_kernels(rows: str, cols: str) -> None:
+    H, K, V = ConstExpr("H", 2), ConstExpr(rows, 8), ConstExpr(cols, 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
+    with pytest.raises(NotAvailable, match="no size named like a variable of the code"):
+        _ = model.kernels
+
+
 def test_odd_programs(tmp_path: Path) -> None:
-    """A factor of rows times a vector, scores with a constant, values kept under names that mean something else."""
+    """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
+    weights that are infinite above the diagonal, states that are not read, no sequences."""
     (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
     assert max(errors) < 1e-5, errors
 

@@ -356,6 +356,13 @@ def test_describe() -> None:
     assert "3 packed documents" in packed and "over ranks" in packed and "summarize" in packed
 
 
+def test_errors_of_explain() -> None:
+    with pytest.raises(ValueError, match="T: expected a number of tokens, got -5"):
+        variants.load("linear").make(2, 16, 16).explain(T=-5)
+    with pytest.raises(ValueError, match="B: expected a number of sequences, got 1.5"):
+        variants.load("linear").make(2, 16, 16).explain(B=1.5)  # type: ignore[arg-type]
+
+
 # Searched for ---------------------------------------------------------------------------------------------------------
 
 

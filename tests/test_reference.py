@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexsp.kernels.diagonal.reference import diagonal_reference
 from flexsp.testing import oracles
 from flexsp.testing.cases import random_documents
-from flexsp.testing.compare import assert_close, check_op, relative_error
+from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, relative_error
 
 engine = partial(diagonal_reference, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
@@ -208,3 +208,24 @@ def test_relative_error() -> None:
         relative_error(one, torch.ones(4))
     with pytest.raises(ValueError, match="low"):
         assert_close("x", one, one)
+
+
+def test_products_are_rounded_forward_and_backward() -> None:
+    x, y, do = (torch.randn(3, n, m) for n, m in ((4, 5), (5, 6), (4, 6)))
+    with RoundedProducts(torch.bfloat16):
+        left, right = x.clone().requires_grad_(), y.clone().requires_grad_()
+        o = left @ right
+        grads = torch.autograd.grad(o, [left, right], do)
+    x, y, do = (z.bfloat16().float() for z in (x, y, do))
+    for found, want in zip((o, *grads), (x @ y, do @ y.mT, x.mT @ do), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_sums_that_vanish_are_credited_with_the_error_of_others() -> None:
+    want = [{"du": torch.tensor([value], dtype=torch.float64)} for value in (0.01, 40.0)]
+    low = [{"du": torch.tensor([value])} for value in (0.01, 40.0 + 4e-6)]  # 1e-7 of 40, 4e-4 of 0.01
+    check_functions({"du": torch.tensor([0.01 + 5e-6])}, want, low)
+    with pytest.raises(AssertionError, match="du: error"):
+        check_functions({"du": torch.tensor([0.01 + 1e-5])}, want, low)
+    with pytest.raises(AssertionError, match="instead of"):
+        check_functions({}, want, low)

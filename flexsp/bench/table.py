@@ -136,6 +136,8 @@ def markdown(paths: Sequence[Path]) -> str:
     parts = []
     for path in paths:
         result = load(path)
+        if result["kind"] not in _TABLES:
+            raise ValueError(f"{path}: expected a result of kind {', '.join(_TABLES)}, got {result['kind']!r}")
         tables = [_TABLES[result["kind"]](result)]
         if result.get("states"):
             tables.append(states_table(result))

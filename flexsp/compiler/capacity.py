@@ -132,7 +132,8 @@ def part_load(
     shared = _operands(nodes, tiles, walks, flipped)
     least = 0
     if walks:
-        state = 4 * max(tiles.numbers(x) for x in nodes if x.name in _STATE)
+        held = [x for x in nodes if x.name in _STATE] or [x for x in nodes if _is_tile(x)]  # all: it is not read
+        state = 4 * max(map(tiles.numbers, held), default=0)
         inside = min(_SCRATCH, state) if kind in ("states", "back") else 0
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide)
         shared = max(shared, 0 if kind == "states" or flipped else state)

@@ -194,7 +194,8 @@ def differentiate(program: Program) -> Step:
         o = run(merge, program.merge, {**values, CHUNK_STATE: S})[0]
         found = {"o": o, "S": S_new}
         if elementwise:
-            (found["A"],) = torch.autograd.grad(S_new, S, torch.ones_like(S), retain_graph=True)
+            ones = torch.ones_like(S)
+            (found["A"],) = torch.autograd.grad(S_new, S, ones, retain_graph=True, materialize_grads=True)
         grads = torch.autograd.grad([o, S_new], [*leaves, *cached], [do, dS], allow_unused=True, materialize_grads=True)
         found |= {f"d_{name}": x for name, x in zip(names, grads, strict=False)}
         found |= {f"keep_{name}": x for name, x in zip(program.chunk.cached, cached, strict=True)}
@@ -205,15 +206,7 @@ def differentiate(program: Program) -> Step:
     with torch.inference_mode(False), torch.enable_grad(), traceback.preserve_node_meta():
         table: Any = get_decompositions(_DECOMPOSED) | _OWN
         graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
-    for node, name in zip(list(graph.nodes), [*names, "do", "dS"], strict=False):
-        node.name = node.target = name
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        node.meta["line"] = node.stack_trace
-        if isinstance(value, torch.Tensor):
-            node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
-        elif isinstance(value, torch.SymInt):
-            node.meta["size"] = sizes.name(value)
+    _label(graph, [*names, "do", "dS"], sizes)
     _out_of_place(graph)
     simplify(graph)
     keeper = _Keeper(graph, outputs, program.transition == "dense")
@@ -222,6 +215,19 @@ def differentiate(program: Program) -> Step:
     return Step(
         graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), tuple(keeper.found), tuple(keeper.intrinsics)
     )
+
+
+def _label(graph: Graph, names: Sequence[str], sizes: _Sizes) -> None:
+    """Names the placeholders; gives every node its line and the names of its sizes."""
+    for node, name in zip(list(graph.nodes), names, strict=False):
+        node.name = node.target = name
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        node.meta["line"] = node.stack_trace
+        if isinstance(value, torch.Tensor):
+            node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
+        elif isinstance(value, torch.SymInt):
+            node.meta["size"] = sizes.name(value)
 
 
 def _out_of_place(graph: Graph) -> None:

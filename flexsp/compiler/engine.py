@@ -38,6 +38,11 @@ from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, sto
 from flexsp.scan.launch import begin
 """
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
+_IN_CODE = re.compile(  # variables of the code, which sizes must not be named like
+    r"(APART|BOUNDARY|DOT|ENTERS|H|LEAVES|PACKED|PDL|PREC|b|boundary|c|c0|c1|chunk_states|cut|cuts|decay|doc|edge|entering|"
+    r"first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
+    r"|(at|mm)_"
+)
 _OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")
 
 
@@ -74,12 +79,15 @@ class Generated:
         params = {name: found[name] for name in self.step.params}
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
         cached = {name for name in self.program.chunk.cached if _OURS.match(name)}
-        bad = sorted([*cached, *(s for s in sizes if s.isdigit() or s in _RESERVED)])
+        imported = re.findall(r"\w+", _IMPORTS)
+        ours = {*_RESERVED, *imported, *(f"B{s}" for s in sizes)}
+        bad = sorted([*cached, *(s for s in sizes if s.isdigit() or s in ours or _IN_CODE.match(s))])
         clash = sorted((_RESERVED | {rows, cols}) & {*self.step.tokens, *params, *kept})
         if bad or clash or rows == cols or found["do"] != ("C", cols):
             raise NotEmittable(
                 "kernels need a state [K, V] or [V] of ConstExprs and outputs [C, V], no sizes that are plain numbers "
-                f"and none of the names {sorted(_RESERVED)} or of kept values ({_OURS.pattern}); in the way: "
+                f"and none of the names {sorted(_RESERVED)} or of kept values ({_OURS.pattern}), no size named like a "
+                "variable of the code (such as n, b, row) or a B before another size's name; in the way: "
                 f"{bad + clash or [rows, cols, *found['do']]}"
             )
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept)

@@ -184,7 +184,7 @@ class LinearAttention:
         )  # fmt: skip
         what = "forward and backward" if backward else "forward"
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
-        self._tuned.append(f"autotune of {what} for {shapes}: {found}")
+        self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
         return make(code, given, prev_s, cu_seqlens, group, found.plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
@@ -296,6 +296,9 @@ class LinearAttention:
         names no number) and the dtype of its first tensor: schedule, chunks, tiles; bytes and microseconds that each
         launch is predicted to take on an H200.
         """
+        for name, n in (("T", T), ("B", B)):
+            if type(n) is not int or n < 0:
+                raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
         lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
         code = self._generated
@@ -349,16 +352,15 @@ class LinearAttention:
                 raise ValueError(
                     f"{name}: expected {len(sizes)} dimensions on {lead.device}, got {tuple(x.shape)} on {x.device}"
                 )
-            for size, n in zip(sizes, x.shape, strict=True):
-                key = size.name if isinstance(size, ConstExpr) else size
-                if isinstance(key, int):
-                    good = key == n
-                else:
-                    allowed = self._sizes.get(key)
-                    good = found.setdefault(key, n) == n and (allowed is None or n in allowed)
-                if not good:
-                    want = key if isinstance(key, int) else f"{key} = {found[key]} of {self._sizes.get(key, 'any')}"
-                    raise ValueError(f"{name}: expected size {want}, got {n} in {tuple(x.shape)}")
+            keys = [size.name if isinstance(size, ConstExpr) else size for size in sizes]
+            for key, n in zip(keys, x.shape, strict=True):
+                allowed = (key,) if isinstance(key, int) else (found[key],) if key in found else self._sizes.get(key)
+                if allowed is not None and n not in allowed:
+                    want = " or ".join(map(str, allowed))
+                    got = f"{n} in [{', '.join(map(str, keys))}] = {list(x.shape)}"
+                    raise ValueError(f"{name}: expected size {key} = {want}, got {got}")
+                if not isinstance(key, int):
+                    found[key] = n
         return found
 
     def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:

@@ -57,6 +57,8 @@ class InputMeta:
         params: dict[str, SymbTensor] = {}
         numbers: dict[str, float] = {}
         for name, what in given.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"input_meta: expected names that arguments can have, got {name!r}")
             if name in RESERVED:
                 raise ValueError(f"input_meta[{name!r}]: expected another name, calls have an argument of this one")
             if isinstance(what, (int, float)) and not isinstance(what, bool):

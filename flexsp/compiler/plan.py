@@ -93,14 +93,15 @@ def choose_plan(
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _best(code, code.chunk, tuple(sizes.items()), heads, T, docs, dtype, ranks)
+    return _best(code, code.chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
 
 
 def candidates(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
 ) -> list[tuple[Plan, float]]:
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    return list(_candidates(_Cut.of(code, tuple(sizes.items()), heads, T, docs, dtype, ranks), code.chunk, code))
+    cut = _Cut.of(code, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
+    return list(_candidates(cut, code.chunk, code))
 
 
 @dataclass(frozen=True)

@@ -364,14 +364,19 @@ def _total(graph: Graph, before: Any, terms: list[tuple[int, Any]]) -> Any:
 
 
 def _implied(graph: Graph, node: Any, x: Any, y: Any) -> Any:
-    """tril(x) y = x y and (z tril(x)) y = (z x) y where y is zero above the diagonal."""
+    """tril(x) y = x y and (z tril(x)) y = (z x) y where y is zero above the diagonal, and x finite."""
+
+    def implies(low: Any) -> bool:
+        triangle = isinstance(low, Node) and low.target is aten.tril.default
+        return triangle and _above(y) <= _diagonal(low) and _finite(low.args[0], _above(y))
+
     if not isinstance(x, Node):
         return None
-    if x.target is aten.tril.default and _above(y) <= _diagonal(x):
+    if implies(x):
         return _insert(graph, node, aten.mul.Tensor, (x.args[0], y))
     if x.target is aten.mul.Tensor:
         for low, z in (x.args, x.args[::-1]):
-            if isinstance(low, Node) and low.target is aten.tril.default and _above(y) <= _diagonal(low):
+            if implies(low):
                 inner = _insert(graph, node, aten.mul.Tensor, (low.args[0], z))
                 inner.meta = dict(x.meta)
                 return _insert(graph, node, aten.mul.Tensor, (inner, y))
@@ -417,8 +422,36 @@ def _above(x: Any) -> float:
         found = _masked(x.args[1])
         return min(found, _above(x.args[0])) if found != float("-inf") else _above(x.args[0])
     if x.target is aten.mul.Tensor:
-        return min(_above(x.args[0]), _above(x.args[1]))
+        pairs = ((_above(y), other) for y, other in (x.args, x.args[::-1]))
+        return min(above if _finite(other, above) else float("inf") for above, other in pairs)
     return _above(x.args[0]) if x.target is aten.neg.default else float("inf")
+
+
+_KEEPS_FINITE = {
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten.div.Scalar, aten.neg.default, aten.t.default, aten.unsqueeze.default, aten.expand.default, aten.full.default,
+    aten.abs.default, aten.sigmoid.default, aten.tanh.default, aten.sin.default, aten.cos.default, aten.relu.default,
+}  # fmt: skip
+
+
+def _finite(x: Any, diagonal: float) -> bool:
+    """Whether x is seen to be finite above a diagonal if it is so on and below it: zero times it is zero.
+
+    Products of matrices and factors of rows or columns are no more finite above than below.
+    """
+    seen: set[Any] = set()
+    waiting = [x]
+    while waiting:
+        at = waiting.pop()
+        if not isinstance(at, Node) or at in seen or at.op == "placeholder" or at.target is aten.mm.default:
+            continue
+        seen.add(at)
+        if (diagonal >= 0 and _count(dims(at)) < 2) or _above(at) <= diagonal:
+            continue
+        if at.target not in _KEEPS_FINITE:
+            return False
+        waiting += at.args
+    return True
 
 
 def row_scaled(x: Any) -> bool:

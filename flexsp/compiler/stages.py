@@ -1,4 +1,4 @@
-"""Stage 4b: which chunkwise kernels there are, what each writes and reads.
+"""Stage 3b: which chunkwise kernels there are, what each writes and reads.
 
 Before the walks: `prepare0`, `prepare1`, ... around the intrinsics. After them: `adjoint0`, ... around the gradients of
 intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and `gather`,

@@ -260,7 +260,7 @@ def _take_cached(graph: Graph, role: str, name: str) -> list[str]:
         value, label = given["x"], given["name"]
         if not isinstance(value, Node):
             raise CompileError(role, name, f"cache_result at {location(node)} takes a tensor, got {value!r}")
-        if not isinstance(label, str) or label in found:
+        if not isinstance(label, str) or not label.isidentifier() or label in found:
             raise CompileError(role, name, f"cache_result at {location(node)} needs a name of its own, got {label!r}")
         found[label] = value
         node.replace_all_uses_with(value)

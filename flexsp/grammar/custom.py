@@ -38,9 +38,15 @@ class CustomTransition:
         missing = [m for m in _METHODS if not callable(getattr(self.made, m, None))]
         if missing:
             self._fail(f"expected a class with the methods {', '.join(_METHODS)}, {missing[0]} is missing")
+        for m in _METHODS:
+            given_to = inspect.signature(getattr(self.made, m)).parameters.values()
+            if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given_to):
+                self._fail(f"{m}: expected every argument by its name, got *args or **kwargs")
         self.inputs = self._shapes("inputs", "()", '("K",)', '("V",)')
         self.extra = self._shapes("extra_state", '(n, "V")', '("V",)', '("K",)', '("K", m)')
         for name, shape in self.extra.items():
+            if name in self.inputs:
+                self._fail(f"extra_state: expected another name than {name!r}, which is an input")
             if shape != ("K",) and shape[-1:] != ("V",) and not (len(shape) == 2 and shape[0] == "K"):
                 kinds = 'rows (n, "V") or ("V",), or columns ("K",) or ("K", m)'
                 self._fail(f"extra_state[{name!r}]: expected {kinds}, got {shape}")
@@ -58,7 +64,7 @@ class CustomTransition:
             good = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) <= 2
             if not good or any(n not in ("K", "V") and (type(n) is not int or n < 1) for n in shape):
                 self._fail(f"{attribute}[{name!r}]: expected one of {', '.join(kinds)}, got {shape!r}")
-            if not isinstance(name, str) or name in _TAKEN or name.startswith("chunk_"):
+            if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN or name.startswith("chunk_"):
                 self._fail(f"{attribute}: expected another name than {name!r}")
             found[name] = tuple(shape)
         return found
@@ -117,7 +123,11 @@ class CustomTransition:
         meta |= {STATE: SymbTensor(["NS", h, *state]), "scale": scale}
         layout = _Layout(self.extra, K, V)
         phases = [_Phase(getattr(self.made, m), self.name, layout, column) for m in _METHODS]
-        return LinearAttention(meta, phases[0], phases[1], phases[2])
+        made = LinearAttention(meta, phases[0], phases[1], phases[2])
+        for name in made.program.chunk.cached:
+            if name in layout.names:
+                self._fail(f"cache_result: expected another name than {name!r}, which is part of the state")
+        return made
 
 
 def _numbers(shape: Shape, K: int, V: int) -> tuple[int, ...]:

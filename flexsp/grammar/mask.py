@@ -103,7 +103,10 @@ class Mask:
                 gate = gate + total - previous(total, cu_seqlens, sp)
         for x in (gate, per_head):
             if x is not None:
-                check.check_non_positive(f"{ROLE} {self.name!r}", x, "a mask that decays with i, log gates <= 0")
+                decays = f"{ROLE} {self.name!r}", "a mask that decays with i, log gates <= 0"
+                if check.readable(x) and bool(x.isnan().any()):
+                    check.fail(*decays, "nan")
+                check.check_non_positive(decays[0], x, decays[1])
         return Factors(gate, per_head, **found)
 
 

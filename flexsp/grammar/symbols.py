@@ -270,6 +270,8 @@ def _check_use(name: str, arrays: tuple[str, ...], symbols: Symbols, found: dict
     for case, expr in found.items():
         if expr.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
             raise CompileError(ROLE, name, f"is not finite for {_CASES[case]}: {show(expr)}")
+        if expr.has(sympy.I):
+            raise CompileError(ROLE, name, f"is not a real number for {_CASES[case]}: {show(expr)}")
 
 
 _CASES = {"past": "j < i", "own": "j == i", "future": "j > i"}
@@ -327,6 +329,9 @@ def evaluate(expr: Expr, leaf: Callable[[Expr], torch.Tensor]) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else leaf(T).new_tensor(found)
 
 
+_SYMPYS = {sympy.exp: torch.exp, sympy.log: torch.log, sympy.Abs: torch.abs}  # Abs(x) is what sqrt(x**2) becomes
+
+
 def _apply(x: Expr, value: Callable[[Expr], Any], leaf: Callable[[Expr], torch.Tensor]) -> Any:
     if x.is_Symbol:
         return leaf(x)
@@ -337,9 +342,8 @@ def _apply(x: Expr, value: Callable[[Expr], Any], leaf: Callable[[Expr], torch.T
         return total
     if x.is_Pow:
         return value(x.base) ** value(x.exp)
-    if isinstance(x, (sympy.exp, sympy.log)):
-        argument = value(x.args[0])
-        return argument.exp() if isinstance(x, sympy.exp) else argument.log()
+    if x.func in _SYMPYS:
+        return _SYMPYS[x.func](value(x.args[0]))
     kind, _, name = x.func.__name__.partition("_")
     if kind != "op":
         return leaf(x)

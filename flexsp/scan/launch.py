@@ -139,16 +139,17 @@ def launch(
     options: dict[str, Any],
     prepare: Callable[[Any], None] | None = None,
 ) -> None:
-    """Runs `kernel[grid](*args, **constants, **options)` on the first argument's device and its current stream.
+    """Runs `kernel[grid](*args, **constants, **options)` on the first tensor's device and its current stream.
 
     The kernel's constexpr parameters come after all others, the last is PDL, given here and handed to `begin`; option
     values are hashable or dictionaries. `prepare` is called with a freshly compiled kernel, its module loaded, before
     its first launch.
     """
-    if not args[0].is_cuda:
+    lead = args[0] if args[0] is not None else next(x for x in args if x is not None)
+    if not lead.is_cuda:
         kernel[grid](*args, **constants, PDL=False, **options)
         return
-    device = args[0].device.index
+    device = lead.device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, options, prepare)

@@ -12,16 +12,20 @@ makes in the same call and for a few more cotangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp.testing.oracles import Engine, token_loop
 
-__all__ = ["Report", "assert_close", "check_op", "low_precision", "relative_error"]
+__all__ = [
+    "DRAWS", "Report", "RoundedProducts", "assert_close", "check_functions", "check_op", "low_precision",
+    "relative_error",
+]  # fmt: skip
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
 FLOAT32_ROUNDING = torch.finfo(torch.float32).eps
@@ -125,7 +129,6 @@ def check_op(
     got = runs(lambda **kw: op(**kw, **op_kwargs), None, device, arrange, [seed])[0]
     seeds = [seed] if dtype == torch.float64 else [seed + i for i in range(DRAWS if gradients else 1)]
     want = runs(lambda **kw: oracle(**kw, engine=token_loop), torch.float64, "cpu", None, seeds)
-    assert got.keys() == want[0].keys(), f"{sorted(got)} instead of {sorted(want[0])}"
     low: dict[str, torch.Tensor] = {}
     worst = 0.0
     if dtype != torch.float64:
@@ -135,11 +138,54 @@ def check_op(
         # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
         errors = [relative_error(a[name], b[name]) for a, b in zip(lows, want, strict=True) for name in a]
         worst = max((error for error in errors if error < 0.1), default=0.0)
+    return _judged(got, want[0], low, dict.fromkeys(_few(want[0]), worst))
+
+
+def check_functions(
+    got: Mapping[str, torch.Tensor], want: Sequence[Mapping[str, torch.Tensor]],
+    low: Sequence[Mapping[str, torch.Tensor]],
+) -> list[Report]:  # fmt: skip
+    """Compare what kernels make of PyTorch functions with an oracle: outputs, final states, gradients by name.
+
+    Every tensor is credited with the largest error that the reference makes in it for any of the cotangents, since a
+    sum over all tokens may nearly vanish for some; one of few numbers with the largest error of all tensors, as in
+    :func:`check_op`, and with four roundings, since a few may be right by chance.
+
+    Args:
+        got: what the kernels give.
+        want: the oracle's, for the cotangents of ``got`` and then for a few more, :data:`DRAWS` in all.
+        low: what the functions give in PyTorch under :class:`RoundedProducts`, for the same cotangents.
+
+    Raises:
+        AssertionError: listing every tensor outside its bound.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    size = {name: x.norm().item() for name, x in want[0].items()}
+    least = {
+        name: max((a[name].double() - b[name]).norm().item() for a, b in zip(low, want, strict=True))
+        / (size[name] if size[name] > tiny else 1.0)
+        for name in size
+    }
+    worst = max((error for error in least.values() if error < 0.1), default=0.0)
+    worst = max(worst, 4 * FLOAT32_ROUNDING)
+    least |= {name: max(least[name], worst) for name in _few(want[0])}
+    return _judged(got, want[0], low[0], least)
+
+
+def _few(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, x in tensors.items() if x.numel() < FEW or x.dim() < 4]
+
+
+def _judged(
+    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], low: Mapping[str, torch.Tensor],
+    least: Mapping[str, float],
+) -> list[Report]:  # fmt: skip
+    """Every tensor by the rule; `least` are errors that the low-precision result is credited with, by name."""
+    assert got.keys() == want.keys(), f"{sorted(got)} instead of {sorted(want)}"
     reports, failures = [], []
-    for name, expected in want[0].items():
+    for name, expected in want.items():
         try:
-            least = worst if expected.numel() < FEW or expected.dim() < 4 else 0.0
-            reports.append(assert_close(name, got[name], expected, low.get(name), least))
+            reports.append(assert_close(name, got[name], expected, low.get(name), least.get(name, 0.0)))
         except AssertionError as error:
             failures.append(str(error))
     if failures:
@@ -201,6 +247,19 @@ def _run(
 
 
 # ------------------------------------------------------------------------------------- the low-precision reference
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Rounds the operands of matrix products to a dtype: the low-precision reference of functions in PyTorch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default):
+            args = [x.to(self.dtype).to(x.dtype) for x in args]
+        return func(*args, **(kwargs or {}))
 
 
 def low_precision(

@@ -17,6 +17,7 @@ from typing import Any
 
 __all__ = ["Compiled", "compile_launch", "record_launches"]
 
+
 @dataclass(frozen=True)
 class Compiled:
     """What ptxas says of one kernel."""

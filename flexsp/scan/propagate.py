@@ -26,7 +26,7 @@ from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.scan.affine import dense_over_process_group
-from flexsp.scan.dense import load_dense, through
+from flexsp.scan.dense import check_dense, load_dense, through
 from flexsp.scan.launch import begin, launch
 
 if TYPE_CHECKING:
@@ -254,8 +254,7 @@ def _propagate_kernel(
         cols = (tile % TILES if DENSE else 0) * BV + tl.arange(0, BV)
         offsets = rows[:, None] * V + cols[None, :]
         mask = (rows < K)[:, None] & (cols < V)[None, :]
-        first_slot = nseg if REVERSE else 0
-        slot = states + ((b.to(tl.int64) * (nseg + 1) + first_slot) * H + h) * (K * V)
+        slot = states + ((b.to(tl.int64) * (nseg + 1) + (nseg if REVERSE else 0)) * H + h) * (K * V)
         start = slot + offsets
         alive = nseg >= 0
         if HAS_IN:
@@ -503,11 +502,7 @@ def _validate(
         return "none" if log_a is None else shapes[tuple(log_a.shape)]
     if log_a is not None or cut is not None:
         raise ValueError("A: expected neither log_a nor cut beside it")
-    if A.shape != (B, slots - 1, H, K, K) or A.dtype != torch.float32 or not A.is_contiguous():
-        expected = (B, slots - 1, H, K, K)
-        raise ValueError(f"A: expected a contiguous float32 tensor {expected}, got {A.dtype} {tuple(A.shape)}")
-    if slots > 2 or K > 128:
-        raise ValueError(f"A: expected at most one segment and K <= 128, got {slots - 1} and K={K}")
+    check_dense(A, (B, slots - 1, H, K, K))
     return "dense"
 
 

@@ -1,6 +1,7 @@
 """Generated kernels of every variant over ranks, against one rank and float64. Run by torchrun, not by pytest:
 
     PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/gpu/ranks_generated.py [--transport auto] [--only A,B]
+        [--dtypes bfloat16]
 
 Every rank draws the same problem and solves its shard; the shards together may be twice as far from the functions in
 float64 as one rank is, plus a rounding. Prints one line a check on rank 0; exit status 1 if one failed.
@@ -61,7 +62,7 @@ def joined(sp: SequenceParallel, mine: Tensors, like: Tensors, tokens: set[str],
     """All ranks' parts in one: tokens in their places, parameters and states summed."""
     found = {}
     for key, x in like.items():
-        whole = torch.zeros_like(x, dtype=torch.float64)
+        whole = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         if key in mine:
             (whole[:, start:stop] if key in tokens else whole).copy_(mine[key])
         dist.all_reduce(whole)
@@ -95,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--only", default=",".join(variants.VARIANTS), help="variants, separated by commas")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
     options = parser.parse_args()
     sp = init_sequence_parallel(transport=options.transport, timeout_s=30.0)
     ok = True
@@ -103,7 +105,7 @@ def main() -> int:
     empty = [0, *uneven[1:]]
     T = sum(empty)
     for name in options.only.split(","):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (getattr(torch, x) for x in options.dtypes.split(",")):
             for lengths, bounds in ((uneven, None), (empty, None), (empty, [0, 5, 5, T // 2, T // 2 + 70, T])):
                 try:
                     answer = (True, check(sp, name, dtype, lengths, bounds))

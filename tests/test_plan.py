@@ -102,6 +102,25 @@ def test_the_quickest_plan_is_taken() -> None:
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize(
+    ("name", "warps", "registers"),
+    [("simple_gla", 4, 168), ("gla", 8, None), ("deltanet", 4, None), ("gated_deltanet", 8, None), ("hgrn", 4, None)],
+)
+def test_gradients_have_the_warps_that_were_measured_to_be_best(name: str, warps: int, registers: int | None) -> None:
+    sizes = {"K": 128} if name == "hgrn" else {"K": 128, "V": 128}
+    part = choose_plan(code_of(name), sizes, 32, 16384, 0, BF16).part
+    assert (part.warps, part.registers) == (warps, registers)
+
+
+def test_a_dense_summary_has_programs_for_the_transition() -> None:
+    plan = chosen("deltanet", 32, 16384, ranks=True)
+    rows = predict(code_of("deltanet"), plan, {"K": 128, "V": 64}, 32, 16384, BF16)
+    (summary,) = (x for x in rows if x.kernel == "summarize")
+    assert summary.grid == (64 // plan.walk.cols + 128 // plan.walk.cols, 32, 1)
+    states, A = 2 * 4 * 32 * 128 * 64, 4 * 32 * 128 * 128
+    assert summary.written == states + A
+
+
 def test_fp32_keeps_small_tiles() -> None:
     for K in (64, 128):
         plan = choose_plan(code_of("deltanet", K, K, torch.float32), {"K": K, "V": K}, 8, 5000, 0, torch.float32)

@@ -187,6 +187,17 @@ def test_bytes_of_simple_gla() -> None:
     assert flops["gather"] == 0
 
 
+def test_walks_of_gla_read_one_row_of_gates_a_chunk() -> None:
+    """The running gate at a chunk's end decays the state; what gates multiply is kept as operands."""
+    code = code_of("gla", 64, 128)
+    plan = segmented(code, {"K": 64, "V": 128}, 6, 1000)
+    rows = {x.kernel: x for x in rows_of("gla", plan, 6, 1000, 64, 128)}
+    k, v, last, state = 6 * 1000 * 64 * 2, 6 * 1000 * 128 * 2, 6 * 16 * 64 * 4, 6 * 64 * 128 * 4
+    assert rows["summarize"].read == k + v + last
+    assert rows["states"].read == k + v + last + plan.n_seg * state
+    assert rows["prepare0"].written > 6 * 1024 * 64 * 4  # the gates themselves
+
+
 def test_bytes_of_deltanet() -> None:
     """6 heads of K = V = 64, 1000 tokens in 16 chunks of 64, one segment: no summary, no scan."""
     code = code_of("deltanet", 64, 64)

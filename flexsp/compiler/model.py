@@ -139,6 +139,12 @@ class _Call:
             return 4 * self.heads * each * (1 if reads else self.plan.n_chunks)
         return self.token(source)
 
+    def read(self, kernel: Kernel) -> int:
+        """Bytes of a kernel's arguments, of some kept values one row a chunk."""
+        whole = [x for x in (*kernel.tokens, *kernel.kept, *kernel.params) if x not in kernel.by_row]
+        row = sum(self.sizes[self.code.layout.kept[x][1]] for x in kernel.by_row if len(self.code.layout.kept[x]) > 1)
+        return sum(self.value(x, True) for x in whole) + 4 * self.heads * self.plan.n_chunks * row
+
     @functools.cached_property
     def wide(self) -> frozenset[str]:
         """Names of fp32 values, whatever the inputs are."""
@@ -215,7 +221,7 @@ def _loads(call: _Call, kind: str, how: Launch) -> tuple[Load, ...]:
 def _walk(call: _Call, kind: str) -> Predicted:
     code, plan, how = call.code, call.plan, call.plan.walk
     kernel, n_seg = code.kernels[kind], plan.n_seg
-    read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
+    read = call.read(kernel)
     written = sum(call.value(x, False) for x in kernel.writes)
     rows, columns, state = call.sizes[code.layout.state[0]], call.sizes[code.layout.cols], call.state
     panels = -(-columns // how.cols)
@@ -239,7 +245,7 @@ def _walk(call: _Call, kind: str) -> Predicted:
 
 def _chunkwise(call: _Call, kind: str, how: Launch) -> Predicted:
     kernel, plan = call.code.kernels[kind], call.plan
-    read = sum(call.value(x, True) for x in (*kernel.tokens, *kernel.kept, *kernel.params))
+    read = call.read(kernel)
     names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder"}
     read += call.chunk_states * len(names & {"S", "dS"})
     written = sum(call.value(x, False) for x in kernel.writes)

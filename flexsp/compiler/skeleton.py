@@ -53,7 +53,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Source of one kernel, the order of its arguments by role, and what it writes.
+    """Source of one kernel, the order of its arguments by role, and what it writes. `by_row`: kept values of which it
+    reads single rows only.
 
     `nodes` are the graph's nodes of each part, in the order in which they are loaded or computed.
     """
@@ -65,6 +66,7 @@ class Kernel:
     kept: tuple[str, ...]
     writes: tuple[str, ...]
     contracted: frozenset[str]
+    by_row: frozenset[str]
     parts: int
     nodes: tuple[tuple[Any, ...], ...] = ()
 
@@ -80,6 +82,7 @@ class _Body:
     params: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     once: list[str] = field(default_factory=list)
+    by_row: set[str] = field(default_factory=set)
     indices: set[str] = field(default_factory=set)
 
 
@@ -183,6 +186,7 @@ def _first(size: str, body: _Body) -> str:
 def _load_kept(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter) -> Value:
     if name not in body.kept:
         body.kept.append(name)
+    body.by_row.discard(name)
     at = f"{name}_ptr + c * {_elements(sizes)}"
     gates = name.startswith("gates_")  # running sums, whose rows past the chunk's length are all the same
     steady = frozenset({0} if gates else ())
@@ -323,13 +327,16 @@ def _kernel(kind: str, source: str, body: _Body, writes: Sequence[str], contract
         tuple(body.kept),
         tuple(writes),
         frozenset(contracted),
+        frozenset(body.by_row),
         parts,
     )
 
 
 def _reads_in_memory(body: _Body, emitter: Emitter) -> None:
     """Kept values that code reads a row at a time are arguments too."""
-    body.kept += [name for name in emitter.memory if name in emitter.rows_read and name not in body.kept]
+    rows = [name for name in emitter.memory if name in emitter.rows_read and name not in body.kept]
+    body.kept += rows
+    body.by_row.update(rows)
     body.indices |= emitter.indices
 
 

@@ -174,7 +174,7 @@ def answers(
 ) -> list[Tensors]:  # fmt: skip
     """Of the kernels or of PyTorch, for the cotangents of each seed."""
     cu = None if bounds is None else torch.tensor(bounds)
-    shapes = [(*inputs["v"].shape[:3], program.V), inputs["prev_s"].shape]
+    shapes = [(*inputs["k"].shape[:3], inputs["prev_s"].shape[-1]), inputs["prev_s"].shape]
     drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
     cotangents = [tuple(torch.randn(shape, generator=made) for shape in shapes) for made in drawn]
     leaves = {name: x.to(dtype, copy=True) for name, x in inputs.items()}

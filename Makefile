@@ -67,7 +67,7 @@ test-gpu-ranks:
 	    if [ $$gpus -lt $$n ]; then echo "torchrun with $$n GPUs left out: $$gpus found"; continue; fi; \
 	    for script in $(wildcard tests/gpu/ranks_*.py); do \
 	        echo "== $$n GPUs: $$script"; \
-	        $(GPU_ENV) timeout -k 10 300 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
+	        $(GPU_ENV) timeout -k 10 900 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
 	            $$script || { echo "FAILED with $$n GPUs: $$script"; status=1; }; \
 	    done; \
 	done; exit $$status

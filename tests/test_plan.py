@@ -258,7 +258,8 @@ QUICK = ("output", "states", "prepare1", "adjoint0")  # to compile; ALL_TESTS=1 
 
 
 def launched(name: str, chunk: int, size: int) -> list[dict[str, Any]]:
-    """Body of the child process: the launches of 4096 tokens, 32 heads: bytes of tensors, shared memory."""
+    """Body of the child process: the launches of 4096 tokens, 32 heads: bytes of tensors (of values that a kernel reads
+    a row of, one row a chunk), shared memory."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     from flexsp.compiler import dispatch
@@ -281,11 +282,12 @@ def launched(name: str, chunk: int, size: int) -> list[dict[str, Any]]:
         o.backward(torch.empty_like(o))
     found = []
     for kernel, args, kwargs in launches:
-        source = code.kernels[kernel.__name__].source if kernel.__name__ in code.kernels else ""
-        unread = {x for x in ("entering", "leaving") if f"{x} +" not in source}
+        generated = code.kernels.get(kernel.__name__)
+        unread = {x for x in ("entering", "leaving") if f"{x} +" not in (generated.source if generated else "")}
+        rows = {f"{x}_ptr": chunk for x in (generated.by_row if generated else ())}
         named = [(key, x) for key, x in zip(kernel.arg_names, args, strict=False) if isinstance(x, torch.Tensor)]
         told: dict[str, Any] = {"kernel": kernel.__name__, "walks": kernel.__name__ in WALKS}
-        told["bytes"] = sum(x.numel() * x.element_size() for key, x in named if key not in unread)
+        told["bytes"] = sum(x.numel() * x.element_size() // rows.get(key, 1) for key, x in named if key not in unread)
         try:
             if kernel.__name__ in QUICK or os.environ.get("ALL_TESTS") == "1":
                 told["shared"] = offline.compile_launch(kernel, args, kwargs).shared  # compiled before

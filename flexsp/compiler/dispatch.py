@@ -242,12 +242,13 @@ class Recipe:
     def _intrinsic(self, what: Intrinsic, room: Callable[[str], Room]) -> list[Step]:
         plan, C = self.plan, self.plan.chunk
         grid = (plan.n_chunks, self.B * self.H, 1)
+        warps = {"num_warps": intrinsic_kernels.WARPS[what.kind]}
         if not plan.n_chunks * self.B * self.H:
             return []
         if what.kind == "inverse":
             pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
             constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-            return [_Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, {"num_warps": 1})]
+            return [_Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
         *da, q, k, b = what.args
         size = self.code.layout.kept[b][1]
         kept = [x not in self.strides for x in (q, k)]
@@ -267,8 +268,7 @@ class Recipe:
             one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
             both = [self._room(f"{one[:-1]}{i}", room(one), one) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
-        options = {"num_warps": 4 if what.kind == "scores" else 8, "num_stages": 1}
-        return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, options)]
+        return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
 
     def _of_states(self, name: str, room: Room) -> None:
         room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.capacity import SHARED_LIMIT, Load, intrinsic_load, part_load
+from flexsp.compiler.intrinsic_kernels import WARPS
 from flexsp.compiler.skeleton import WALKS, Kernel
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["H200", "Device", "Predicted", "predict", "tiles_of"]
 
-_INTRINSIC_WARPS = {"inverse": 1, "scores": 4, "scores_grad": 8}
 _REGISTERS = 64 * 1024
 _THREADS = 2048
 _ROOM = {True: 160, False: 240}
@@ -267,7 +267,7 @@ def _intrinsic(call: _Call, what: Intrinsic) -> Predicted:
         N = dict(plan.blocks)[layout.kept[what.args[-1]][1]]
     load = intrinsic_load(what.kind, C, N, call.item)
     grid = (plan.n_chunks, call.heads)
-    return _timed(call, f"{what.kind}_kernel", grid, 1, read, written, [load], _INTRINSIC_WARPS[what.kind])
+    return _timed(call, f"{what.kind}_kernel", grid, 1, read, written, [load], WARPS[what.kind])
 
 
 def _scan(call: _Call) -> Iterator[Predicted]:

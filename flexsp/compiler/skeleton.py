@@ -388,7 +388,7 @@ def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[s
     lines = [
         f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
         f"dS = (tl.arange(0, B{K})[:, None] == v0 + tl.arange(0, B{V})[None, :]).to(tl.float32)",
-        *_walk_loop("transition", "dS", tile, "", layout),
+        *_walk_loop("transition", "dS", tile, None, layout),
         *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new.f32, tile, layout)]),
         f"store_state(transition + row * {K} * {K}, tl.trans(dS), v0, 0, True, {K}, {K}, B{V}, B{K})",
     ]
@@ -490,8 +490,8 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
     return f"col_of({_laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
 
 
-def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, cuts: bool = False) -> list[str]:
-    """`transition` starts with no document anew: nothing passes through the start of one."""
+def _walk_loop(kind: str, state: str, tile: str, zeros: str | None, layout: Layout, cuts: bool = False) -> list[str]:
+    """`zeros` is what a document starts from; None where nothing passes through the start of one."""
     reverse = state == "dS"
     edge, state_of = "last" if reverse else "first", _elements(layout.state)
     lines = [
@@ -499,7 +499,7 @@ def _walk_loop(kind: str, state: str, tile: str, zeros: str, layout: Layout, cut
         f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
         "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
     ]
-    if kind == "transition":
+    if zeros is None:
         return lines
     lines += [
         "    if PACKED:",

@@ -7,7 +7,8 @@ accumulation, in the quadratic (attention) form, which shares nothing with the c
 
 The reference is near the oracle by luck where a tensor has few numbers, or few independent ones: gradients of gates are
 running sums, those of parameters sums over all tokens. Such tensors are judged by the largest error that the reference
-makes in the same call and for a few more cotangents.
+makes in the same call and for a few more cotangents, and measured against their size for all of these, since the terms
+of one sum may cancel by chance.
 """
 
 from __future__ import annotations
@@ -59,33 +60,37 @@ class Report:
         return f"{self.name}: error {self.error:.2e}, bound {self.bound:.2e} = {parts}"
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want|| / ||want|| (absolute where want is zero in float32); inf where a value is not finite."""
+def relative_error(got: torch.Tensor, want: torch.Tensor, size: float = 0.0) -> float:
+    """||got - want|| / ||want|| (absolute where want is zero in float32); inf where a value is not finite.
+
+    ``size`` is what ||want|| is taken for where it is smaller.
+    """
     if got.shape != want.shape:
         raise AssertionError(f"shape {list(got.shape)} instead of {list(want.shape)}")
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     if not (bool(torch.isfinite(got).all()) and bool(torch.isfinite(want).all())):
         return float("inf")
-    norm = want.norm().item()
+    norm = max(want.norm().item(), size)
     return (got - want).norm().item() / (norm if norm > torch.finfo(torch.float32).tiny else 1.0)
 
 
 def assert_close(
-    name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None = None, low_error: float = 0.0
-) -> Report:
+    name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None = None, low_error: float = 0.0,
+    size: float = 0.0,
+) -> Report:  # fmt: skip
     """Raise AssertionError unless ``got`` obeys the rule.
 
     ``low`` is the low-precision result (None for float64 results only); ``low_error`` the least error that it is
-    credited with.
+    credited with; ``size`` as in :func:`relative_error`.
     """
-    error = relative_error(got, oracle)
+    error = relative_error(got, oracle, size)
     if low is None:
         if got.dtype != torch.float64:
             raise ValueError(f"low: expected the low-precision result for {got.dtype}, got None")
         report = Report(name, error, 0.0, FLOAT64_BOUND)
     else:
-        rounding = max(relative_error(oracle.to(got.dtype), oracle), FLOAT32_ROUNDING)
-        report = Report(name, error, max(low_error, relative_error(low, oracle)), rounding)
+        rounding = max(relative_error(oracle.to(got.dtype), oracle, size), FLOAT32_ROUNDING)
+        report = Report(name, error, max(low_error, relative_error(low, oracle, size)), rounding)
     if not report.ok:
         raise AssertionError(str(report))
     return report
@@ -136,9 +141,10 @@ def check_op(
         lows = runs(lambda **kw: oracle(**kw, engine=engine), None, "cpu", None, seeds)
         low = lows[0]
         # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
-        errors = [relative_error(a[name], b[name]) for a, b in zip(lows, want, strict=True) for name in a]
+        sizes = _sizes(want)
+        errors = [relative_error(a[x], b[x], sizes.get(x, 0.0)) for a, b in zip(lows, want, strict=True) for x in a]
         worst = max((error for error in errors if error < 0.1), default=0.0)
-    return _judged(got, want[0], low, dict.fromkeys(_few(want[0]), worst))
+    return _judged(got, want, low, dict.fromkeys(_few(want[0]), worst))
 
 
 def check_functions(
@@ -160,7 +166,7 @@ def check_functions(
         AssertionError: listing every tensor outside its bound.
     """
     tiny = torch.finfo(torch.float32).tiny
-    size = {name: x.norm().item() for name, x in want[0].items()}
+    size = {name: x.norm().item() for name, x in want[0].items()} | _sizes(want)
     least = {
         name: max((a[name].double() - b[name]).norm().item() for a, b in zip(low, want, strict=True))
         / (size[name] if size[name] > tiny else 1.0)
@@ -169,23 +175,30 @@ def check_functions(
     worst = max((error for error in least.values() if error < 0.1), default=0.0)
     worst = max(worst, 4 * FLOAT32_ROUNDING)
     least |= {name: max(least[name], worst) for name in _few(want[0])}
-    return _judged(got, want[0], low[0], least)
+    return _judged(got, want, low[0], least)
 
 
 def _few(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, x in tensors.items() if x.numel() < FEW or x.dim() < 4]
 
 
+def _sizes(want: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Of tensors of few numbers, the root mean square of their norms for all cotangents."""
+    return {name: sum(x[name].norm().item() ** 2 / len(want) for x in want) ** 0.5 for name in _few(want[0])}
+
+
 def _judged(
-    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], low: Mapping[str, torch.Tensor],
+    got: Mapping[str, torch.Tensor], want: Sequence[Mapping[str, torch.Tensor]], low: Mapping[str, torch.Tensor],
     least: Mapping[str, float],
 ) -> list[Report]:  # fmt: skip
-    """Every tensor by the rule; `least` are errors that the low-precision result is credited with, by name."""
-    assert got.keys() == want.keys(), f"{sorted(got)} instead of {sorted(want)}"
-    reports, failures = [], []
-    for name, expected in want.items():
+    """Every tensor by the rule; `want` as the oracle gives them, those for the cotangents of `got` first; `least` are
+    errors that the low-precision result is credited with, by name."""
+    assert got.keys() == want[0].keys(), f"{sorted(got)} instead of {sorted(want[0])}"
+    reports, failures, sizes = [], [], _sizes(want)
+    for name, oracle in want[0].items():
+        given = low.get(name), least.get(name, 0.0), sizes.get(name, 0.0)
         try:
-            reports.append(assert_close(name, got[name], expected, low.get(name), least.get(name, 0.0)))
+            reports.append(assert_close(name, got[name], oracle, *given))
         except AssertionError as error:
             failures.append(str(error))
     if failures:

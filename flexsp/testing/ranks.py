@@ -201,6 +201,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: st
         os.environ["LOCAL_RANK"] = str(rank)
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from flexsp.testing.interpreter import quicken
+
+        quicken()
     made: dict[Any, Any] = {}
     while True:
         try:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_scores, unit_lower_inverse
+from flexsp.compiler import (
+    ConstExpr,
+    LinearAttention,
+    SymbTensor,
+    cache_result,
+    decayed_scores,
+    engine,
+    unit_lower_inverse,
+)
 from flexsp.exceptions import NotAvailable
 from flexsp.scan import launch as module
 from flexsp.scan.launch import Shot
@@ -369,6 +377,16 @@ def test_odd_programs(tmp_path: Path) -> None:
     weights that are infinite above the diagonal, states that are not read, no sequences."""
     (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
     assert max(errors) < 1e-5, errors
+
+
+def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
+    """By objects of the same functions, for all values of their sizes; not where a number or a folder differs."""
+    make = variants.load("simple_gla").make
+    kernels = make(2, 16, 17).kernels
+    assert make(4, 16, 32).kernels is kernels
+    assert make(2, 16, 17, code_dir=str(tmp_path)).kernels is not kernels
+    others = [make(2, 8, 17), make(2, 16, 17, dtype=torch.bfloat16), variants.load("retnet").make(2, 16, 17)]
+    assert len({engine._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
 
 
 def test_more_heads_than_a_grid_has() -> None:

@@ -7,10 +7,12 @@ import importlib.util
 import os
 import re
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +20,7 @@ import triton
 from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Step, differentiate
 from flexsp.compiler.intrinsics import SUMS
+from flexsp.compiler.meta import ConstExpr
 from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import WALKS, Kernel, Layout, make_kernel
@@ -25,7 +28,7 @@ from flexsp.compiler.stages import make_stages, split_gradients
 from flexsp.compiler.values import NotEmittable
 from flexsp.scan.launch import newer_assembler
 
-__all__ = ["Generated"]
+__all__ = ["Generated", "generated"]
 
 _IMPORTS = """
 import triton
@@ -44,6 +47,36 @@ _IN_CODE = re.compile(  # variables of the code, which sizes must not be named l
     r"|(at|mm)_"
 )
 _OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")
+
+
+_made: weakref.WeakValueDictionary[Any, Generated] = weakref.WeakValueDictionary()
+
+
+def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:
+    """The kernels of a program, made once for all that are alike: the layers of a model share them."""
+    key = (_likeness(program), code_dir, os.environ.get("FLEXSP_CODE_DIR"), chunk_size)
+    found = _made.get(key)
+    if found is None:
+        found = _made[key] = Generated(program, code_dir, chunk_size)
+    return found
+
+
+def _likeness(program: Program) -> Any:
+    """What the kernels depend on; not the values that sizes may take."""
+    graphs = []
+    for traced in (program.chunk, program.decay, program.merge):
+        nodes = [(x.name, x.op, x.target, repr((x.args, x.kwargs))) for x in traced.graph.nodes]
+        graphs.append((traced.name, traced.arguments, traced.cached, tuple(nodes)))
+    meta = program.meta
+    inputs = [(name, _sizes(x.shape), x.dtype) for name, x in (*meta.tokens.items(), *meta.params.items())]
+    return (
+        tuple(graphs), tuple(inputs), tuple(meta.numbers.items()), _sizes(meta.state.shape), program.transition,
+        _sizes(program.value_sizes),
+    )  # fmt: skip
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(x.name if isinstance(x, ConstExpr) else str(x) for x in shape)
 
 
 class Generated:

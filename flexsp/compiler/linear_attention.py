@@ -259,12 +259,12 @@ class LinearAttention:
     def _generated(self) -> Generated | str:
         """The kernels made of the functions, or why there are none."""
         try:
-            from flexsp.compiler.engine import Generated
+            from flexsp.compiler.engine import generated
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
             with _no_autocast("cpu"), _no_autocast("cuda"):
-                return Generated(self.program, self._code_dir, self._C)
+                return generated(self.program, self._code_dir, self._C)
         except NotEmittable as error:
             return str(error)
 

@@ -41,7 +41,7 @@ STACK: dict[tuple[str, str], dict[str, int]] = {  # bytes a thread; 0 if not her
 WALKS = ("summarize", "output", "states", "collect", "back")
 
 
-def compile_variant(name: str, how: str) -> list[dict[str, Any]]:
+def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list[dict[str, Any]]:
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
@@ -52,7 +52,7 @@ def compile_variant(name: str, how: str) -> list[dict[str, Any]]:
     from tests import variants
 
     dispatch.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
-    sizes = {"H": 32, "K": 128, "V": 128}
+    sizes = {"H": 32, "K": int(K), "V": int(V)}
     program = variants.load(name).make(*sizes.values(), torch.bfloat16).program
     code = engine.Generated(program)
 

@@ -24,7 +24,7 @@ import torch
 from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.explain import describe
 from flexsp.compiler.model import Predicted, predict
-from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan
+from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan, padded
 from flexsp.compiler.skeleton import WALKS
 from flexsp.compiler.values import NotEmittable
 from tests import variants
@@ -363,8 +363,24 @@ def test_chunk_too_large() -> None:
         chosen("simple_gla", 32, 4096, chunk=256)
     code = code_of("simple_gla", 64, 64, chunk=256)
     assert choose_plan(code, {"K": 64, "V": 64}, 32, 4096, 0, BF16).chunk == 256
-    with pytest.raises(NotEmittable, match="V = 129: kernels are generated for sizes up to 128"):
-        choose_plan(code_of("gla"), {"K": 128, "V": 129}, 1, 1, 0, BF16)
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "V"), [("gla", 128, 257), ("gla", 257, 64), ("gla", 129, 129), ("deltanet", 129, 32)]
+)
+def test_sizes_too_large(name: str, K: int, V: int) -> None:
+    want = f"K = {K} and V = {V}: kernels are generated for states up to 128 x 256 or 256 x 128"
+    with pytest.raises(NotEmittable, match="K = 129: .* up to 128" if name == "deltanet" else want):
+        choose_plan(code_of(name), {"K": K, "V": V}, 1, 1, 0, BF16)
+
+
+@pytest.mark.parametrize(("name", "K", "V"), [("gla", 128, 256), ("gla", 256, 100), ("deltanet", 100, 256)])
+def test_large_states_are_walked_in_tiles(name: str, K: int, V: int) -> None:
+    plan = choose_plan(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
+    assert padded(K) * plan.walk.cols <= 128 * 128 and plan.walk.cols < 256 and plan.chunk >= 32
+    assert all(x.shared <= SHARED_LIMIT for x in rows_of(name, plan, 32, 65536, K, V))
+    vector = choose_plan(code_of("hgrn"), {"K": 3000}, 1, 4096, 0, BF16)
+    assert vector.walk.cols == vector.part.cols == 32
 
 
 @pytest.mark.parametrize("chunk", CHUNKS[:-1])

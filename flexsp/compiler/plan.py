@@ -8,6 +8,7 @@ follow from predicted times (`flexsp.compiler.model`) of the plans whose tiles f
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ CHUNKS = (16, 32, 64, 128, 256)
 _PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
+_WIDEST = 256  # of the state's rows or columns, where the others are at most _LARGEST
+_TILE = 128 * 128  # numbers of the state that a walk holds at most
 _NARROWEST = 32
 _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
 _THIRD = 168
@@ -78,9 +81,10 @@ def choose_plan(
     """The plan of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
-    segments would have to be composed with a K x K product each. With others, bf16 walks have all columns: every
-    program would compute the chunk's scores again. Numbers of a vector state that nothing joins are spread, in all
-    kernels; several such programs share a multiprocessor, so as many more segments are looked at too.
+    segments would have to be composed with a K x K product each. With others, bf16 walks have all columns, or as many
+    as make 128 x 128 numbers: every program computes the chunk's scores again. Numbers of a vector state that nothing
+    joins are spread, in all kernels; several such programs share a multiprocessor, so as many more segments are looked
+    at too.
 
     Args:
         code: the kernels; its `chunk` is the chunk size, None to choose it.
@@ -143,8 +147,11 @@ class _Cut:
 
     @property
     def width(self) -> int:
-        """Columns of the state that a program of a walk has: all, but with a dense transition or in fp32."""
+        """Columns of the state that a program of a walk has: all that fit, but with a dense transition or in fp32."""
         width = whole = padded(dict(self.sizes)[self.cols])
+        rows = padded(dict(self.sizes).get(self.rows, 1))
+        while self.split and rows * width > _TILE:
+            width //= 2
         if self.dense and self.split:
             while width > _NARROWEST and self.heads * (whole // width) < _PROGRAMS:
                 width //= 2
@@ -173,7 +180,7 @@ class _Cut:
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
         rows = blocks.get(self.rows, 1)  # a vector has one
-        large = rows * width >= 128 * 128
+        large = rows * width >= _TILE
         pipelined = self.half and self.rows in blocks  # Triton pipelines the loads of products
         walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
         cols = width if self.panels else blocks[self.cols]
@@ -205,9 +212,17 @@ def _best(
 
 
 def _refuse_large(cut: _Cut) -> None:
-    for name, n in cut.sizes:
-        if padded(n) > _LARGEST:
-            raise NotEmittable(f"{name} = {n}: kernels are generated for sizes up to {_LARGEST}")
+    sizes = {name: padded(n) for name, n in cut.sizes if not (cut.panels and name == cut.cols)}
+    state = [sizes.pop(name) for name in (cut.rows, cut.cols) if name in sizes]
+    if cut.dense and state[0] > _LARGEST:
+        sizes[cut.rows] = state[0]
+    name, block = max(sizes.items(), key=lambda x: x[1], default=("", 0))
+    if block > _LARGEST:
+        raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {_LARGEST}")
+    if max(state, default=0) > _WIDEST or math.prod(state) > _LARGEST * _WIDEST:
+        found = " and ".join(f"{name} = {dict(cut.sizes)[name]}" for name in (cut.rows, cut.cols))
+        most = f"{_LARGEST} x {_WIDEST} or {_WIDEST} x {_LARGEST}"
+        raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -91,7 +91,8 @@ def test_every_variant(
     [
         (name, K, V)
         for name in ("simple_gla", "gla", "deltanet", "gated_deltanet", "vector_gated_delta", "hgrn")
-        for K, V in ((20, 24), (20, 64), (64, 24), (100, 33), (64, 128))
+        for K, V in ((20, 24), (20, 64), (64, 24), (100, 33), (64, 128), (128, 256), (256, 128))
+        if K <= 128 or "delta" not in name
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("poisoned")

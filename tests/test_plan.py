@@ -379,8 +379,13 @@ def test_large_states_are_walked_in_tiles(name: str, K: int, V: int) -> None:
     plan = choose_plan(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
     assert padded(K) * plan.walk.cols <= 128 * 128 and plan.walk.cols < 256 and plan.chunk >= 32
     assert all(x.shared <= SHARED_LIMIT for x in rows_of(name, plan, 32, 65536, K, V))
-    vector = choose_plan(code_of("hgrn"), {"K": 3000}, 1, 4096, 0, BF16)
-    assert vector.walk.cols == vector.part.cols == 32
+
+
+def test_long_vector_states() -> None:
+    plan = choose_plan(code_of("hgrn"), {"K": 256}, 1, 4096, 0, BF16)
+    assert plan.walk.cols == plan.part.cols == 32
+    with pytest.raises(NotEmittable, match="^K = 257: kernels are generated for states"):
+        choose_plan(code_of("hgrn"), {"K": 257}, 1, 4096, 0, BF16)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS[:-1])

@@ -212,7 +212,7 @@ def _best(
 
 
 def _refuse_large(cut: _Cut) -> None:
-    sizes = {name: padded(n) for name, n in cut.sizes if not (cut.panels and name == cut.cols)}
+    sizes = {name: padded(n) for name, n in cut.sizes}
     state = [sizes.pop(name) for name in (cut.rows, cut.cols) if name in sizes]
     if cut.dense and state[0] > _LARGEST:
         sizes[cut.rows] = state[0]
@@ -220,7 +220,7 @@ def _refuse_large(cut: _Cut) -> None:
     if block > _LARGEST:
         raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {_LARGEST}")
     if max(state, default=0) > _WIDEST or math.prod(state) > _LARGEST * _WIDEST:
-        found = " and ".join(f"{name} = {dict(cut.sizes)[name]}" for name in (cut.rows, cut.cols))
+        found = " and ".join(f"{name} = {n}" for name, n in cut.sizes if name in (cut.rows, cut.cols))
         most = f"{_LARGEST} x {_WIDEST} or {_WIDEST} x {_LARGEST}"
         raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
 

@@ -21,6 +21,7 @@ from flexsp.compiler.intrinsic_kernels import COLUMNS
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.rewrite import dims, reverse_cumsum
 from flexsp.compiler.skeleton import FLIPPED, WALKS
+from flexsp.compiler.values import is_state
 
 __all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
 
@@ -35,7 +36,6 @@ _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.def
          aten.cos.default, aten.tanh.default}  # fmt: skip
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
-_STATE = ("S", "dS")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def part_load(
     shared = _operands(nodes, tiles, walks, flipped)
     least = 0
     if walks:
-        held = [x for x in nodes if x.name in _STATE] or [x for x in nodes if _is_tile(x)]  # all: it is not read
+        held = [x for x in nodes if is_state(x.name)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
         state = 4 * max(map(tiles.numbers, held), default=0)
         inside = min(_SCRATCH, state) if kind in ("states", "back") else 0
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide)
@@ -154,7 +154,7 @@ def part_load(
             products += 1
             numbers += 4 * tiles.numbers(node)
         elif node.op == "placeholder":
-            loads += _is_tile(node) and not (walks and node.name in _STATE)
+            loads += _is_tile(node) and not (walks and is_state(node.name))
         elif _is_tile(node) and node.target not in _VIEWS:
             numbers += tiles.numbers(node) * (4 if node.target in _SLOW else 1)
     return Load(shared, least, _alive(nodes, tiles, walks, wide), flops, slow, products, loads, numbers)
@@ -174,7 +174,7 @@ def _buffers(nodes: Sequence[Any], tiles: _Tiles, stages: int, wide: frozenset[s
     }
     total = 0
     for x in nodes:
-        if x.op == "placeholder" and len(dims(x)) == 2 and x.name not in _STATE:
+        if x.op == "placeholder" and len(dims(x)) == 2 and not is_state(x.name):
             count = 1 if stages == 1 and x in direct else 0 if stages == 1 else stages if x in direct else stages - 1
             total += count * tiles.numbers(x) * (4 if x.name in wide else tiles.item)
     return total
@@ -197,10 +197,10 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, o
         node = nodes[i]
         for side, x in enumerate(node.args):
             source, turned = _source(x)
-            loaded = source.op == "placeholder" and source.name not in _STATE
-            if (walks and loaded) or (flipped and source.name in _STATE):
+            loaded = source.op == "placeholder" and not is_state(source.name)
+            if (walks and loaded) or (flipped and is_state(source.name)):
                 continue
-            computed = source.op != "placeholder" or (walks and source.name in _STATE)
+            computed = source.op != "placeholder" or (walks and is_state(source.name))
             if computed and side == 0 and not turned:
                 continue  # from registers
             first.setdefault(source, i)
@@ -222,7 +222,7 @@ def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool, wide: frozenset[str
     for node in nodes:
         if not _is_tile(node) or node.target in _VIEWS or node.meta["val"].dtype == torch.bool:
             continue
-        state = walks and node.name in _STATE
+        state = walks and is_state(node.name)
         if walks and node.op == "placeholder" and not state:
             continue
         size = float(tiles.numbers(node))

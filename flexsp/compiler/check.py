@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ import torch
 from torch.func import jvp
 from torch.fx import Node
 
-from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler import primitives
+from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.primitives import identity, to_floating
 from flexsp.compiler.trace import CompileError, Traced, location, named
 
@@ -40,6 +41,7 @@ class Program:
     merge: Traced
     transition: Transition
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
+    parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
 
 
 def call(traced: Traced, values: Mapping[str, torch.Tensor | float]) -> tuple[torch.Tensor, Tensors]:
@@ -242,14 +244,17 @@ class _Probe:
         if flow.level == "curved":
             return "not affine"
         aligned = flow.level == "aligned" and not flow.turned
-        elementwise = dense = True
+        inside = _parts(self.decay, base.state)
+        elementwise = dense = by_row = True
         for run in (base, *self._further()):
-            affine, is_elementwise, is_dense = _acts(self.decay, run, self._number(self.shapes[STATE], 0), aligned)
+            X = self._number(self.shapes[STATE], 0) * inside
+            affine, is_elementwise, is_dense = _acts(self.decay, run, X, aligned, inside)
             if not affine:
                 return "not affine"
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
+            by_row = by_row and _by_row(self.decay, run, inside)
         if aligned and elementwise:
-            return _BREADTHS[flow.breadth]
+            return _BREADTHS[flow.breadth] if flow.breadth != _PARTS else "vector" if by_row else "elementwise"
         if dense:
             return "dense"
         if elementwise:
@@ -361,18 +366,39 @@ def _close(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> bool:
     return bool(((x - y).abs() <= _TOLERANCE * scale).all())
 
 
-def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool) -> tuple[bool, bool, bool]:
-    """Whether decay is affine in the state here, whether elementwise, and whether a matrix from the left.
+def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
+    """Ones where a state that is made of parts has one, zeros beside them; ones everywhere else."""
+    inside = torch.ones_like(state)
+    for node in decay.graph.nodes:
+        if node.target is primitives.joined:
+            inside = torch.zeros_like(state)
+            for place in node.kwargs["places"]:
+                inside[place] = 1
+    return inside
 
-    The last is not looked at where it is elementwise and `aligned`.
-    """
-    state, zero = run.state, torch.zeros_like(run.state)
 
+def _linear(decay: Traced, run: _Run) -> Callable[[torch.Tensor], torch.Tensor]:
     def step(S: torch.Tensor) -> torch.Tensor:
         return call(decay, run.values | {STATE: S})[0]
 
-    def linear(X: torch.Tensor) -> torch.Tensor:
-        return jvp(step, (zero,), (X,))[1]
+    return lambda X: jvp(step, (torch.zeros_like(run.state),), (X,))[1]
+
+
+def _by_row(decay: Traced, run: _Run, inside: torch.Tensor) -> bool:
+    """Whether a row of the state has one factor, where decay is elementwise."""
+    factors = _linear(decay, run)(inside)
+    return factors.dim() < 2 or _close(factors, factors[:, :1] * inside, factors)
+
+
+def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torch.Tensor) -> tuple[bool, bool, bool]:
+    """Whether decay is affine in the state here, whether elementwise, and whether a matrix from the left.
+
+    The last is not looked at where it is elementwise and `aligned`; only what is `inside` counts.
+    """
+    state, zero, linear = run.state * inside, torch.zeros_like(run.state), _linear(decay, run)
+
+    def step(S: torch.Tensor) -> torch.Tensor:
+        return call(decay, run.values | {STATE: S})[0]
 
     for S in (X, state, 3 * X - 2 * state):
         if not _close(step(S) - step(zero), linear(S), step(S)):
@@ -382,13 +408,14 @@ def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool) -> tuple[boo
         return True, elementwise, False
     eye = torch.eye(state.shape[0], dtype=state.dtype)
     A = torch.stack([linear(row.unsqueeze(1).expand_as(state))[:, 0] for row in eye], dim=1)
-    return True, elementwise, _close(linear(X), A @ X, X)
+    return True, elementwise, _close(linear(X), (A @ X) * inside, X)
 
 
 # How the state flows through decay ------------------------------------------------------------------------------------
 
 
 _BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
+_PARTS = 4  # a breadth for each part, each a number or one a row
 _NO_VALUES = {"size", "dim", "ones_like", "zeros_like", "getattr", identity.__name__}
 _ALIGNED = {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view", to_floating.__name__}
 _TURNS = {"permute", "t", "transpose"}
@@ -398,11 +425,13 @@ _PRODUCTS = {"bmm", "matmul", "matmul_out_fp32", "mm", "outer"}
 
 @dataclass(frozen=True)
 class _Flow:
-    """How a value depends on the state: elementwise by factors of some breadth, linearly otherwise, or neither."""
+    """How a value depends on the state, or on a part of it: elementwise by factors of some breadth, linearly otherwise,
+    or neither."""
 
     level: Literal["aligned", "moved", "curved"] = "aligned"
     breadth: int = 0
     turned: bool = False
+    part: int | None = None
 
 
 _CURVED = _Flow("curved")
@@ -412,8 +441,19 @@ def _join(flows: list[_Flow]) -> _Flow:
     levels = {flow.level for flow in flows}
     if "curved" in levels:
         return _CURVED
-    moved = "moved" in levels or len({flow.turned for flow in flows}) > 1
-    return _Flow("moved" if moved else "aligned", max(flow.breadth for flow in flows), flows[0].turned)
+    moved = "moved" in levels or len({(flow.turned, flow.part) for flow in flows}) > 1
+    return replace(flows[0], level="moved" if moved else "aligned", breadth=max(flow.breadth for flow in flows))
+
+
+def _of_parts(flows: list[_Flow | None]) -> _Flow:
+    """That of a state whose parts are made so."""
+    known = [(i, flow) for i, flow in enumerate(flows) if flow is not None]
+    if any(flow.level == "curved" for _, flow in known):
+        return _CURVED
+    if any(flow.level == "moved" or flow.turned or flow.part != i for i, flow in known):
+        return _Flow("moved")
+    breadth = max((flow.breadth for _, flow in known), default=1) if len(known) == len(flows) else 1
+    return _Flow(breadth=_PARTS if breadth in (1, 2) else breadth)
 
 
 class _Flows:
@@ -445,6 +485,10 @@ class _Flows:
         others = [x for x in (*node.args[1:], *node.kwargs.values()) if self._of(x) is not None]
         if what == "getattr" and node.args[1] in ("T", "mT"):
             return self._turned(node, joined)
+        if node.target is primitives.part_of and first is not None:
+            return _Flow(first.level, first.breadth, first.turned, int(str(node.args[1])))
+        if node.target is primitives.joined:
+            return _of_parts([self._of(x) for x in node.args])
         if what in _NO_VALUES or (what == "expand_as" and first is None):
             return None
         if what in ("add", "sub", "rsub"):

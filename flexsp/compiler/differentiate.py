@@ -24,8 +24,9 @@ from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
 from flexsp.compiler.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.trace import Traced, location
+from flexsp.compiler.values import is_state
 
-__all__ = ["Intrinsic", "Step", "cut", "differentiate"]
+__all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
@@ -72,7 +73,7 @@ class Intrinsic:
 
 @dataclass(frozen=True)
 class Step:
-    """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS".
+    """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS". "S__x" is a state's part x.
 
     Outputs: "o", "S" (the state that leaves), "A" (what multiplies the entering state, where that is elementwise),
     "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and every intrinsic.
@@ -127,6 +128,37 @@ def _with_intrinsics(traced: Traced) -> GraphModule:
     return module
 
 
+def state_names(program: Program) -> list[str]:
+    """Placeholders of the state's parts."""
+    return ["S", *(f"S__{part.name}" for part in program.parts)]
+
+
+def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}__{i}" if i else name: x for i, x in enumerate(parts)}
+
+
+def _apart(module: GraphModule, parts: int) -> GraphModule:
+    """The function of a state's parts, instead of the matrix that they are kept as."""
+    if parts == 1:
+        return module
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target in (STATE, CHUNK_STATE):
+            with graph.inserting_before(node):
+                new = [graph.placeholder(name) for name in _numbered(node.target, range(parts))]
+            for user in list(node.users):
+                user.replace_all_uses_with(new[user.args[1]])
+                graph.erase_node(user)
+            graph.erase_node(node)
+        elif node.target is primitives.joined:
+            end = next(iter(node.users))
+            end.args = ((*node.args, *end.args[0][1:]),)
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+    return module
+
+
 class _Lines(Interpreter):
     """Runs one of the functions under make_fx, so that its nodes and those of its derivative have the user's line."""
 
@@ -170,33 +202,39 @@ def differentiate(program: Program) -> Step:
     """The step of `program` with its adjoint."""
     meta, sizes = program.meta, _Sizes()
     state = [sizes.of(s) for s in meta.state_sizes]
+    of_parts = [[sizes.of(ConstExpr(s, 1)) for s in part.sizes] for part in program.parts]
+    states = state_names(program)
     shapes = {name: [_CHUNK, *(sizes.of(s) for s in what.shape[2:])] for name, what in meta.tokens.items()}
     shapes |= {name: [sizes.of(s) for s in what.shape[1:]] for name, what in meta.params.items()}
-    names = [*shapes, "S"]
-    inputs = [sizes.tensor(shape) for shape in (*shapes.values(), state)]
+    names = [*shapes, *states]
+    inputs = [sizes.tensor(shape) for shape in (*shapes.values(), state, *of_parts)]
     width = [sizes.of(s) for s in (program.value_sizes if not isinstance(program.value_sizes[0], int) else state[-1:])]
-    cotangents = [sizes.tensor([_CHUNK, width[-1]]), sizes.tensor(state)]
-    chunk, decay, merge = (_with_intrinsics(x) for x in (program.chunk, program.decay, program.merge))
+    cotangents = [sizes.tensor([_CHUNK, width[-1]]), *(sizes.tensor(shape) for shape in (state, *of_parts))]
+    phases = [_with_intrinsics(x) for x in (program.chunk, program.decay, program.merge)]
+    chunk, decay, merge = (_apart(module, len(states)) for module in phases)
     outputs: list[str] = []
     elementwise = program.transition in ("none", "scalar", "vector")
 
-    def run(module: GraphModule, traced: Traced, values: Mapping[str, Any]) -> Any:
-        return _Lines(module).run(*(values[name] for name in traced.arguments))
+    def run(module: GraphModule, values: Mapping[str, Any], n: int) -> tuple[Any, Any]:
+        results = _Lines(module).run(*(values[x.target] for x in module.graph.nodes if x.op == "placeholder"))
+        return results[:n], results[n:]
 
-    def joint(given: list[torch.Tensor], do: torch.Tensor, dS: torch.Tensor) -> list[torch.Tensor]:
+    def joint(given: list[torch.Tensor], do: torch.Tensor, *dS: torch.Tensor) -> list[torch.Tensor]:
         values: dict[str, Any] = dict(zip(names, [x.detach().requires_grad_() for x in given], strict=True))
         leaves = list(values.values())
-        S = values.pop("S")
+        S = [values.pop(name) for name in states]
         values.update(meta.numbers)
-        F, *cached = run(chunk, program.chunk, values)
+        F, cached = run(chunk, values, len(S))
         values.update(zip(program.chunk.cached, cached, strict=True))
-        S_new = run(decay, program.decay, {**values, STATE: S, CHUNK_STATE: F})[0]
-        o = run(merge, program.merge, {**values, CHUNK_STATE: S})[0]
-        found = {"o": o, "S": S_new}
-        if elementwise:
-            ones = torch.ones_like(S)
-            (found["A"],) = torch.autograd.grad(S_new, S, ones, retain_graph=True, materialize_grads=True)
-        grads = torch.autograd.grad([o, S_new], [*leaves, *cached], [do, dS], allow_unused=True, materialize_grads=True)
+        S_new, _ = run(decay, values | _numbered(STATE, S) | _numbered(CHUNK_STATE, F), len(S))
+        (o,), _ = run(merge, values | _numbered(CHUNK_STATE, S), 1)
+        found = {"o": o, **dict(zip(states, S_new, strict=True))}
+        for name, old, new in zip(states, S, S_new, strict=True) if elementwise else ():
+            ones = torch.ones_like(old)
+            (grad,) = torch.autograd.grad(new, old, ones, retain_graph=True, materialize_grads=True)
+            found[f"A{name[1:]}"] = grad
+        ends, cotangents = [o, *S_new], [do, *dS]
+        grads = torch.autograd.grad(ends, [*leaves, *cached], cotangents, allow_unused=True, materialize_grads=True)
         found |= {f"d_{name}": x for name, x in zip(names, grads, strict=False)}
         found |= {f"keep_{name}": x for name, x in zip(program.chunk.cached, cached, strict=True)}
         found |= {f"keep_grad_{name}": x for name, x in zip(program.chunk.cached, grads[len(names) :], strict=True)}
@@ -206,7 +244,7 @@ def differentiate(program: Program) -> Step:
     with torch.inference_mode(False), torch.enable_grad(), traceback.preserve_node_meta():
         table: Any = get_decompositions(_DECOMPOSED) | _OWN
         graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
-    _label(graph, [*names, "do", "dS"], sizes)
+    _label(graph, [*names, "do", *(f"d{name}" for name in states)], sizes)
     _out_of_place(graph)
     simplify(graph)
     keeper = _Keeper(graph, outputs, program.transition == "dense")
@@ -261,7 +299,7 @@ class _Keeper:
         self.grad_levels: dict[Any, int] = {}
 
     def run(self) -> None:
-        forward = _ancestors([self.named["o"], self.named["S"]])
+        forward = _ancestors([node for name, node in self.named.items() if name == "o" or is_state(name)])
         matrix = len(dims(self.named["S"])) == 2
         for node in self.graph.nodes if matrix else ():
             if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
@@ -290,7 +328,7 @@ class _Keeper:
         """Keeps the operands of products with the state that are computed from the chunk alone."""
         moving: set[Any] = set()
         for node in self.graph.nodes:
-            if node.name in ("S", "do", "dS") or any(x in moving for x in node.all_input_nodes):
+            if node.name == "do" or is_state(node.name) or any(x in moving for x in node.all_input_nodes):
                 moving.add(node)
         for node in self.graph.nodes:
             if node in forward and node in moving and node.target is aten.mm.default:
@@ -358,7 +396,7 @@ def _ancestors(nodes: Iterable[Any]) -> set[Any]:
 def _heavy(node: Any) -> bool:
     """Whether a matrix product or an intrinsic is needed for this value, or the state."""
     return any(
-        at.target is aten.mm.default or at.target in _KINDS or at.name in ("S", "dS") for at in _ancestors([node])
+        at.target is aten.mm.default or at.target in _KINDS or is_state(at.name) for at in _ancestors([node])
     )
 
 

@@ -148,7 +148,7 @@ class Recipe:
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
         self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
-        self.state = tuple(self.sizes[s] for s in layout.state)
+        self.state = layout.numbers(self.sizes)
         self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
         self.out = (*lead.shape[: 2 + self.batched], self.sizes[layout.cols])
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
@@ -177,7 +177,7 @@ class Recipe:
                 found.update(zip(layout.tokens[name][1:], x.shape[2 + self.batched :], strict=True))
             else:
                 found.update(zip(layout.params[name], x.shape[1:], strict=True))
-        if initial is not None:
+        if initial is not None and not layout.parts:
             found.update(zip(layout.state, initial.shape[2:], strict=True))
         return {name: found[name] for name in layout.sizes}
 
@@ -296,7 +296,7 @@ class Recipe:
         width = None
         if self.code.dense:
             carried.append(self.saved.add("@A", _F32, B, plan.n_seg, H, K, K))
-            width = -(-self.V // plan.walk.cols) * plan.walk.cols + K  # panels of A^T stand beside those of the state
+            width = -(-self.out[-1] // plan.walk.cols) * plan.walk.cols + K  # panels of A^T beside those of the state
         else:
             if self.code.program.transition != "none":
                 carried.append(self.saved.add("@decay", _F32, B, plan.n_seg, H, K))
@@ -430,9 +430,9 @@ class Recipe:
         return o, final, saved
 
     def _edge(self) -> torch.Tensor:
-        """States of documents or sequences; those of documents that end on other ranks are zero."""
+        """States of documents or sequences; zero where documents end on other ranks, and beside the parts of one."""
         x = self.empty(self.docs or self.B, self.H, *self.state)
-        return x.zero_() if self.docs and self.chained else x
+        return x.zero_() if (self.docs and self.chained) or self.code.layout.parts else x
 
     def run_backward(
         self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, saved: torch.Tensor,

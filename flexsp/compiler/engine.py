@@ -18,14 +18,16 @@ import torch
 import triton
 
 from flexsp.compiler.check import Program
-from flexsp.compiler.differentiate import Step, differentiate
+from flexsp.compiler.differentiate import Step, differentiate, state_names
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.meta import ConstExpr
+from flexsp.compiler.places import places
 from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import WALKS, Kernel, Layout, make_kernel
 from flexsp.compiler.stages import make_stages, split_gradients
 from flexsp.compiler.values import NotEmittable
+from flexsp.scan.dense import DENSE_ROWS
 from flexsp.scan.launch import newer_assembler
 
 __all__ = ["Generated", "generated"]
@@ -71,7 +73,7 @@ def _likeness(program: Program) -> Any:
     inputs = [(name, _sizes(x.shape), x.dtype) for name, x in (*meta.tokens.items(), *meta.params.items())]
     return (
         tuple(graphs), tuple(inputs), tuple(meta.numbers.items()), _sizes(meta.state.shape), program.transition,
-        _sizes(program.value_sizes),
+        _sizes(program.value_sizes), program.parts,
     )  # fmt: skip
 
 
@@ -110,6 +112,8 @@ class Generated:
             raise NotEmittable(f"{', '.join(strange)}: kernels keep tiles whose first axis is the tokens; transpose it")
         tokens = {name: found[name] for name in self.step.tokens} | {"do": found["do"]}
         params = {name: found[name] for name in self.step.params}
+        parts = self.program.parts
+        places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
         cached = {name for name in self.program.chunk.cached if _OURS.match(name)}
         imported = re.findall(r"\w+", _IMPORTS)
@@ -123,7 +127,7 @@ class Generated:
                 "variable of the code (such as n, b, row) or a B before another size's name; in the way: "
                 f"{bad + clash or [rows, cols, *found['do']]}"
             )
-        return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept)
+        return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
 
     def _make(self) -> dict[str, Kernel]:
         step, dense = self.step, self.dense
@@ -134,9 +138,11 @@ class Generated:
         for stage in self.stages:
             if stage.writes:
                 wanted[stage.kind] = ([[f"keep_{name}" for name in stage.writes]], stage.given)
-        wanted["summarize"] = ([["S", *(["A"] if decays else [])]], kept)
-        wanted["collect"] = ([["d_S"]], kept)
-        wanted |= {"output": ([["o", "S"]], kept), "states": ([["S"]], kept), "back": ([["d_S"]], kept)}
+        states = state_names(self.program)
+        before = [f"d_{name}" for name in states]
+        wanted["summarize"] = ([[*states, *([f"A{name[1:]}" for name in states] if decays else [])]], kept)
+        wanted["collect"] = ([before], kept)
+        wanted |= {"output": ([["o", *states]], kept), "states": ([states], kept), "back": ([before], kept)}
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
@@ -163,8 +169,13 @@ class Generated:
         cols = self.layout.cols
         return len(self.layout.state) == 1 and all(cols not in kernel.contracted for kernel in self.kernels.values())
 
-    def refuses(self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool) -> str | None:
-        """Why a call with these sizes runs in PyTorch, or None."""
+    def refuses(
+        self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool, ranks: bool = False
+    ) -> str | None:  # fmt: skip
+        """Why a call with these sizes, over ranks or not, runs in PyTorch, or None."""
+        rows = self.layout.numbers(sizes)[0] if self.layout.parts else 0
+        if ranks and self.dense and rows > DENSE_ROWS:
+            return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         try:

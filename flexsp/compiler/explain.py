@@ -78,7 +78,7 @@ def _decisions(
         f"program, {walk.warps} warps, {walk.stages} stages"
     )
     lines.append(f"chunkwise: {plan.whole.warps} warps, grads {plan.part.warps} warps")
-    extra = 3 * 4 * heads * plan.n_chunks * math.prod(sizes[s] for s in layout.state)
+    extra = 3 * 4 * heads * plan.n_chunks * math.prod(layout.numbers(sizes))
     lines.append(
         f"decoupled (each chunk's contribution in memory, a scan over chunks) is not made: {extra / _MB:.0f} MB more, "
         f"{extra / H200.bandwidth:.0f} us"

@@ -233,7 +233,7 @@ class LinearAttention:
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         _check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
-        code = self._kernels(first, wide, names)
+        code = self._kernels(first, wide, names, group)
         recipe = None
         if code is not None:
             from flexsp.compiler import dispatch
@@ -264,16 +264,23 @@ class LinearAttention:
             return f"Triton is not there ({error})"
         try:
             with _no_autocast("cpu"), _no_autocast("cuda"):
-                return generated(self.program, self._code_dir, self._C)
+                return generated(self._for_kernels(), self._code_dir, self._C)
         except NotEmittable as error:
             return str(error)
 
-    def _kernels(self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int]) -> Generated | None:
+    def _for_kernels(self) -> Program:
+        """The program that kernels are made of; NotEmittable where there are none for it."""
+        return self.program
+
+    def _kernels(
+        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], group: SequenceParallel | None
+    ) -> Generated | None:  # fmt: skip
         """The kernels for this call, None where the functions run in PyTorch."""
         if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
             return None
         code = self._generated
-        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, first.is_cuda)
+        ranks = group is not None and group.world_size > 1
+        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, first.is_cuda, ranks)
         if reason is None:
             assert not isinstance(code, str)
             return code

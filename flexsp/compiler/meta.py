@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ConstExpr", "InputMeta", "SymbTensor"]
+__all__ = ["ConstExpr", "InputMeta", "Part", "SymbTensor"]
 
 STATE, CHUNK_STATE = "prev_s", "chunk_state"
 RESERVED = ("cu_seqlens", "sp")
@@ -39,6 +39,19 @@ class SymbTensor:
 
     shape: Sequence[Size]
     dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a state that is kept as one matrix: `sizes` by name, [K, V] or a row [V] or a column [K].
+
+    `row` and `col` say where it begins, as sums of sizes and numbers ("K + 1").
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    row: str = "0"
+    col: str = "0"
 
 
 @dataclass(frozen=True)

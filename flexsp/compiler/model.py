@@ -21,6 +21,7 @@ import torch
 from flexsp.compiler.capacity import SHARED_LIMIT, Load, intrinsic_load, part_load
 from flexsp.compiler.intrinsic_kernels import WARPS
 from flexsp.compiler.skeleton import WALKS, Kernel
+from flexsp.compiler.values import is_state
 
 if TYPE_CHECKING:
     from flexsp.compiler.differentiate import Intrinsic
@@ -99,7 +100,7 @@ class _Call:
     @functools.cached_property
     def state(self) -> int:
         """Bytes of one fp32 state of every head."""
-        return 4 * self.heads * math.prod(self.sizes[s] for s in self.code.layout.state)
+        return 4 * self.heads * math.prod(self.code.layout.numbers(self.sizes))
 
     @property
     def chunk_states(self) -> int:
@@ -223,7 +224,7 @@ def _walk(call: _Call, kind: str) -> Predicted:
     kernel, n_seg = code.kernels[kind], plan.n_seg
     read = call.read(kernel)
     written = sum(call.value(x, False) for x in kernel.writes)
-    rows, columns, state = call.sizes[code.layout.state[0]], call.sizes[code.layout.cols], call.state
+    rows, columns, state = code.layout.numbers(call.sizes)[0], call.sizes[code.layout.cols], call.state
     panels = -(-columns // how.cols)
     ends, segmented = kind in ("summarize", "collect"), plan.schedule == "segmented"
     if segmented and not ends:
@@ -247,7 +248,7 @@ def _chunkwise(call: _Call, kind: str, how: Launch) -> Predicted:
     kernel, plan = call.code.kernels[kind], call.plan
     read = call.read(kernel)
     names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder"}
-    read += call.chunk_states * len(names & {"S", "dS"})
+    read += call.chunk_states * len({name.split("__")[0] for name in names if is_state(name)})
     written = sum(call.value(x, False) for x in kernel.writes)
     panels = -(-call.sizes[call.code.layout.cols] // how.cols)
     grid = (plan.n_chunks * kernel.parts, call.heads, *([panels] if panels > 1 else []))
@@ -274,7 +275,7 @@ def _scan(call: _Call) -> Iterator[Predicted]:
     """The scan over segments. What ranks send each other is not counted, so dense transitions have none."""
     if call.code.dense:
         return
-    slots, rows = call.plan.n_seg + 1, call.sizes[call.code.layout.state[0]]
+    slots, rows = call.plan.n_seg + 1, call.code.layout.numbers(call.sizes)[0]
     decay = 0 if call.code.program.transition == "none" else 4 * call.heads * call.plan.n_seg * rows
     load = Load(0, 0, 4096, 0, 0, 0, 1, 1024)
     grid = (max(1, call.state // 4096),)

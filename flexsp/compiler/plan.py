@@ -110,7 +110,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Cut:
-    """What a plan depends on, besides the kernels."""
+    """What a plan depends on, besides the kernels; `tiles` are the parts of the state of two axes."""
 
     rows: str
     cols: str
@@ -122,6 +122,7 @@ class _Cut:
     dense: bool
     split: bool
     panels: bool
+    tiles: int
     ranks: bool
 
     @classmethod
@@ -130,7 +131,8 @@ class _Cut:
         ranks: bool,
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
-        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, ranks)
+        tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, tiles, ranks)
 
     @property
     def half(self) -> bool:
@@ -149,7 +151,7 @@ class _Cut:
     def width(self) -> int:
         """Columns of the state that a program of a walk has: all that fit, but with a dense transition or in fp32."""
         width = whole = padded(dict(self.sizes)[self.cols])
-        rows = padded(dict(self.sizes).get(self.rows, 1))
+        rows = self.tiles * padded(dict(self.sizes).get(self.rows, 1))
         while self.split and rows * width > _TILE:
             width //= 2
         if self.dense and self.split:
@@ -180,7 +182,7 @@ class _Cut:
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
         rows = blocks.get(self.rows, 1)  # a vector has one
-        large = rows * width >= _TILE
+        large = self.tiles * rows * width >= _TILE
         pipelined = self.half and self.rows in blocks  # Triton pipelines the loads of products
         walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
         cols = width if self.panels else blocks[self.cols]

@@ -18,6 +18,8 @@ __all__ = [
     "identity",
     "matmul_out_fp32",
     "primitive",
+    "joined",
+    "part_of",
     "to_floating",
     "unit_lower_inverse",
 ]
@@ -114,3 +116,25 @@ def to_floating(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tens
     if x.is_floating_point():
         return x
     return x.to(torch.float32 if like is None else like.dtype)
+
+
+@primitive
+def part_of(x: torch.Tensor, part: int, place: tuple[Any, Any]) -> torch.Tensor:
+    """Part number ``part`` of a state that is one matrix; ``place`` are its rows and columns, a slice or a number."""
+    return x[place]
+
+
+@primitive
+def joined(*parts: torch.Tensor, places: tuple[tuple[Any, Any], ...]) -> torch.Tensor:
+    """The matrix whose parts lie at ``places``, the first at its corner; zeros elsewhere."""
+    V, rows, columns = parts[0].shape[1], [], []
+    for x, (row, column) in zip(parts[1:], places[1:], strict=True):
+        if (column if isinstance(column, int) else column.start) >= V:
+            columns.append(x.unsqueeze(1) if isinstance(column, int) else x)
+        else:
+            rows.append(x.unsqueeze(0) if isinstance(row, int) else x)
+    top = torch.cat([parts[0], *columns], 1)
+    if not rows:
+        return top
+    bottom = torch.cat(rows, 0)
+    return torch.cat([top, torch.nn.functional.pad(bottom, (0, top.shape[1] - V))], 0)

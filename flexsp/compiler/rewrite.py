@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from flexsp.compiler.values import is_state
+
 __all__ = ["DIMS", "cheapen", "dims", "reverse_cumsum", "row_scaled", "simplify"]
 
 aten = torch.ops.aten
@@ -105,6 +107,8 @@ def _simpler(graph: Graph, node: Any) -> Any:
         return first.args[0] if first.target is aten.t.default else None
     if node.target is aten.sum.dim_IntList and len(node.args[1]) == 1:
         return _sum_over(graph, node, first)
+    if node.target is aten.mm.default and "1" in (*dims(first), *dims(node.args[1])):
+        return _thin_product(graph, node)
     if node.target is aten.squeeze.dim and first.target is aten.unsqueeze.default and len(dims(first)) == 2:
         return first.args[0] if node.args[1] % 2 == first.args[1] % 2 else None
     if node.target in _ELEMENTWISE and len(dims(node)) == 2 and "1" in dims(node):
@@ -215,6 +219,20 @@ def _insert(graph: Graph, before: Any, target: Callable[..., Any], args: tuple[A
         new = graph.call_function(target, args)
     new.meta = dict(before.meta)
     return new
+
+
+def _thin_product(graph: Graph, node: Any) -> Any:
+    """A product with a row or a column as elementwise products, summed up."""
+    a, b = node.args
+    (m, along), n = dims(a), dims(b)[1]
+    if along == "1":
+        return _insert(graph, node, aten.mul.Tensor, (a, b))
+    wide, thin, axis = (a, b, 1) if n == "1" else (b, a, 0)
+    turned = _insert(graph, node, aten.t.default, (thin,))
+    turned.meta = thin.meta | {DIMS: dims(thin)[::-1]}
+    product = _insert(graph, node, aten.mul.Tensor, (wide, turned))
+    product.meta = node.meta | {DIMS: dims(wide)}
+    return _insert(graph, node, aten.sum.dim_IntList, (product, [axis], True))
 
 
 def _key(value: Any) -> Any:
@@ -475,7 +493,7 @@ def _out_of_product(graph: Graph, node: Any) -> Any:
         if not isinstance(inner, Node) or inner.target is not aten.mul.Tensor:
             continue
         loaded, factor = inner.args
-        if not isinstance(loaded, Node) or loaded.op != "placeholder" or loaded.name in ("S", "dS"):
+        if not isinstance(loaded, Node) or loaded.op != "placeholder" or is_state(loaded.name):
             continue
         if dims(loaded) != dims(inner):
             continue

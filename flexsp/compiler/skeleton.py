@@ -20,8 +20,10 @@ from torch.fx import Graph
 from flexsp.compiler.differentiate import Step, cut
 from flexsp.compiler.emit import Emitter
 from flexsp.compiler.homogeneous import without
+from flexsp.compiler.meta import Part
+from flexsp.compiler.places import Place, matrix, places
 from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import NotEmittable, Value, block, is_turned, turned
+from flexsp.compiler.values import NotEmittable, Value, block, is_state, is_turned, turned
 
 __all__ = ["Kernel", "Layout", "make_kernel"]
 
@@ -36,7 +38,8 @@ class Layout:
     """Names of the sizes: `rows` and `cols` of the state, `sizes` all; tokens, params and kept values by name.
 
     A vector is one row, "1"; `state` are its own sizes. Its walks have some of its numbers a program, as they have some
-    columns of a matrix, and the scan over segments sees one column, since it takes a decay a row.
+    columns of a matrix, and the scan over segments sees one column, since it takes a decay a row. `parts` are those of
+    the state besides the first.
     """
 
     rows: str
@@ -45,10 +48,23 @@ class Layout:
     tokens: dict[str, tuple[str, ...]]
     params: dict[str, tuple[str, ...]]
     kept: dict[str, tuple[str, ...]]
+    parts: tuple[Part, ...] = ()
 
     @property
     def state(self) -> tuple[str, ...]:
         return (self.cols,) if self.rows == "1" else (self.rows, self.cols)
+
+    @property
+    def matrix(self) -> tuple[str, ...]:
+        """Sizes of all of the state as it is kept in memory, sums where it has parts."""
+        return matrix(self.state, self.parts)
+
+    def places(self, flip: bool = False) -> list[Place]:
+        return places(self.state, self.parts, flip)
+
+    def numbers(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Those of `matrix`."""
+        return tuple(sum(int(n) if n.isdigit() else sizes[n] for n in x.split(" + ")) for x in self.matrix)
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ def make_kernel(
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
-    if kind in FLIPPED and not dense and len(layout.state) == 2:
+    if kind in FLIPPED and not dense and len(layout.state) == 2 and not layout.parts:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
     if kind != "summarize" or not dense:
@@ -127,16 +143,8 @@ def _state(kind: str) -> str:
 
 
 def _elements(sizes: tuple[str, ...]) -> str:
-    """Numbers of one chunk of a kept value."""
-    return " * ".join(sizes) or "1"
-
-
-def _tile(layout: Layout, flip: bool = False) -> tuple[str, str]:
-    """(sizes as `load_state` takes them, shape) of a tile of the state; a vector has no rows."""
-    K, V = layout.rows, layout.cols
-    if len(layout.state) == 1:
-        return f"None, {V}, None, B{V}", f"B{V}"
-    return f"{K}, {V}, B{K}, B{V}" + (", True" if flip else ""), f"B{V}, B{K}" if flip else f"B{K}, B{V}"
+    """Numbers of one chunk of a kept value, or of a state."""
+    return " * ".join(f"({s})" if " " in s else s for s in sizes) or "1"
 
 
 # Loads ----------------------------------------------------------------------------------------------------------------
@@ -147,19 +155,8 @@ def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Call
     name, sizes = node.name, dims(node)
 
     def load() -> Value:
-        if name in ("S", "dS"):
-            if state not in (None, name):
-                raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
-            if state is not None:
-                text = f"tl.trans({name})" if emitter.flipped else name
-                return Value(text, sizes, frozenset(range(len(sizes))))
-            at = f"{'entering' if name == 'S' else 'leaving'} + (row * n_chunks + c) * {_elements(sizes)}"
-            if len(sizes) == 1:
-                text = f"load_state({at}, 0, v0, True, {_tile(body.layout)[0]})"
-                return emitter.let(name, Value(text, sizes, frozenset({0})))
-            K, V = sizes
-            text = f"load_rows({at}, {V}, {K}, 0, B{K}, {V}, B{V})"
-            return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
+        if is_state(name):
+            return _load_state(name, sizes, body, emitter, state)
         if any(s.isdigit() for s in sizes) or len(sizes) > 2:
             raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
         if name in body.layout.kept:
@@ -176,6 +173,24 @@ def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Call
         return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0, 1}), raw=True))
 
     return load
+
+
+def _load_state(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter, state: str | None) -> Value:
+    """The state or its gradient, or a part: what the walk holds, or that of a chunk."""
+    stem = name.split("__")[0]
+    if state not in (None, stem):
+        raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
+    if state is not None:
+        text = f"tl.trans({name})" if emitter.flipped else name
+        return Value(text, sizes, frozenset(range(len(sizes))))
+    layout = body.layout
+    place = next(x for x in layout.places() if name == stem + x.suffix)
+    at = f"{'entering' if stem == 'S' else 'leaving'} + (row * n_chunks + c) * {_elements(layout.matrix)}"
+    if len(sizes) == 1:
+        return emitter.let(name, Value(place.load(at, _first(layout.cols, body)), sizes, frozenset({0})))
+    K, V = sizes
+    text = f"load_rows({at}{place.offset}, {place.stride}, {K}, 0, B{K}, {V}, B{V})"
+    return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
 
 
 def _first(size: str, body: _Body) -> str:
@@ -370,29 +385,48 @@ def _store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...
 def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[str, str]) -> tuple[Emitter, list[str]]:
     """Programs of `summarize` that take columns of the unit matrix from right to left: A^T, stored as A (MATH 8)."""
     layout = body.layout
-    K, V = layout.rows, layout.cols
-    graph, _ = cut(step, ["d_S"], given, join=True)
-    without(graph, "do")
-    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.name != "dS" and V in dims(x)]
+    K, V, rows = layout.rows, layout.cols, _elements(layout.matrix[:1])
+    held = [x for x in layout.places() if x.of_columns]
+    graph, _ = cut(step, [f"d_S{x.suffix}" for x in held], given, join=True)
+    for name in ("do", *(f"dS{x.suffix}" for x in layout.places() if x not in held)):
+        without(graph, name)
+    wide = [x.name for x in graph.nodes if x.op == "placeholder" and not is_state(x.name) and V in dims(x)]
     if wide:
         raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
     end: Any = next(node for node in graph.nodes if node.op == "output")
-    emitter, found = _emitter(graph, {"d_S": end.args[0][0]}, body, memory, "dS")
+    emitter, found = _emitter(
+        graph, {f"d_S{x.suffix}": node for x, node in zip(held, end.args[0], strict=True)}, body, memory, "dS"
+    )
     results: dict[str, Value] = {}
     emitter.run(found, results.__setitem__, order=False)
     _reads_in_memory(body, emitter)
     if V in emitter.contracted:
         raise NotEmittable("no kernels are made of a dense transition that sums over columns")
-    tile = f"0, v0, True, {K}, {V}, B{K}, B{V}"
-    new = emitter.masked(emitter.full(results["d_S"], (K, V)), 0)
+    new = {x: emitter.full(results[f"d_S{x.suffix}"], x.sizes) for x in held}
+    texts = {x: (emitter.masked(y, 0) if len(x.sizes) == 2 else y).f32 for x, y in new.items()}
+    cols = f"v0 + tl.arange(0, B{V})"
+    firsts = ["0", *(part.row for part in layout.parts if part.sizes != (K,))]
+    start, last = [], []
+    for place, first in zip(held, firsts, strict=True):
+        at = f"transition + row * {rows} * {rows}"
+        name, apart = f"dS{place.suffix}", ""
+        if first != "0":
+            at, apart = f"{at} + {first}", f", False, {rows}"
+        if len(place.sizes) == 2:
+            unit = f"tl.arange(0, B{K})[:, None]" + ("" if first == "0" else f" + {first}")
+            start.append(f"{name} = ({unit} == {cols}[None, :]).to(tl.float32)".replace(cols, f"{cols}"))
+            last.append(f"store_state({at}, tl.trans({name}), v0, 0, True, {rows}, {K}, B{V}, B{K}{apart})")
+        else:
+            start.append(f"{name} = ({cols} == {first}).to(tl.float32)")
+            last.append(f"store_state({at}, {name}, 0, v0, True, None, {rows}, None, B{V}, False, {rows})")
     lines = [
         f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
-        f"dS = (tl.arange(0, B{K})[:, None] == v0 + tl.arange(0, B{V})[None, :]).to(tl.float32)",
-        *_walk_loop("transition", "dS", tile, None, layout),
-        *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new.f32, tile, layout)]),
-        f"store_state(transition + row * {K} * {K}, tl.trans(dS), v0, 0, True, {K}, {K}, B{V}, B{K})",
+        *start,
+        *_walk_loop("transition", "dS", layout, None),
+        *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", texts, layout)]),
+        *last,
     ]
-    return emitter, [lines[0], *(re.sub(rf"\b{V}\b", K, line) for line in lines[1:])]
+    return emitter, [lines[0], *(re.sub(rf"\b{V}\b", rows, line) for line in lines[1:])]
 
 
 def _walk(
@@ -400,25 +434,20 @@ def _walk(
 ) -> Kernel:
     """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
     layout, state = body.layout, _state(kind)
-    factors, V = layout.state[0], layout.cols
+    V = layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
     body.tokens[:] = _do_last(body.tokens)
     _reads_in_memory(body, emitter)
-    sizes, shape = _tile(layout, flip)
-    tile, zeros = f"0, v0, True, {sizes}", f"tl.zeros([{shape}], tl.float32)"
-    new = emitter.full(results["d_S" if reverse else "S"], layout.state)
-    for axis, size in enumerate(layout.state):
-        new = emitter.masked(new, axis) if size == layout.rows or size in emitter.contracted else new
-    new = turned(new) if flip else new
+    held = layout.places(flip)
+    new = {x: _new_state(emitter, results[f"{'d_S' if reverse else 'S'}{x.suffix}"], x, layout, flip) for x in held}
     writes, after = [], []
     if "o" in results:
         writes.append("o")
         after.append(_store_tokens(emitter, "o", results["o"], ("C", V), body))
     decays = "A" in results
-    if decays:
-        _index(factors, body)
-        after.append(f"total = tl.where(length > 0, total * {_per_row(emitter, results['A'], layout)}, total)")
-    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + _elements(layout.state)
+    ones, factors, stored = _decays(emitter, body, results) if decays else ([], [], [])
+    after += factors
+    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + _elements(layout.matrix)
     ends = kind in ("summarize", "collect")
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *_setup(body, []),
@@ -426,22 +455,22 @@ def _walk(
     ]  # fmt: skip
     cuts = kind == "summarize" and not transition
     walk = [
-        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", tile, zeros, layout),
-        *([f"total = tl.full([B{factors}], 1.0, tl.float32)"] if decays else []),
+        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout),
+        *ones,
         *(["cuts = 0"] if cuts else []),
-        *_walk_loop(kind, state, tile, zeros, layout, cuts),
+        *_walk_loop(kind, state, layout, held, cuts),
     ]
-    walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, new.f32, tile, layout))]
+    texts = {x: y.f32 for x, y in new.items()}
+    walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, texts, layout))]
     last = []
     if ends:
-        last.append(f"store_state(states + {at.format(int(not reverse))}, {state}, {tile})")
+        last += [x.store(f"states + {at.format(int(not reverse))}", f"{state}{x.suffix}") for x in held]
     elif kind in ("output", "back"):
         last += ["if LEAVES:", "    if not PACKED:", f"        if seg == {'0' if reverse else 'n_seg - 1'}:"]
-        last.append(f"            store_state(left + row * {_elements(layout.state)}, {state}, {tile})")
-    if decays:
-        once = f"(at_{factors} < {factors})" + (" & (tl.program_id(0) == 0)" if factors != V else "")
-        last.append(f"tl.store(decay + ((b * n_seg + seg) * H + h) * {factors} + at_{factors}, tl.log(total), "
-                    f"mask={once})")  # fmt: skip
+        last += [
+            f"            {x.store(f'left + row * {_elements(layout.matrix)}', state + x.suffix)}" for x in held
+        ]
+    last += stored
     if cuts:
         last += ["if PACKED:", "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"]
     source = _walk_header(kind, body, writes, ["transition"] if transition else ["decay"] if decays else [], cuts)
@@ -452,18 +481,57 @@ def _walk(
     return _kernel(kind, source + _indent([*lines, *walk], 1), body, writes, emitter.contracted)
 
 
-def _walk_start(kind: str, state: str, entry: str, tile: str, zeros: str, layout: Layout) -> list[str]:
+def _new_state(emitter: Emitter, x: Value, place: Place, layout: Layout, flip: bool) -> Value:
+    x = emitter.full(x, place.sizes)
+    for axis, size in enumerate(place.sizes):
+        x = emitter.masked(x, axis) if size == layout.rows or size in emitter.contracted else x
+    return turned(x) if flip else x
+
+
+def _decays(emitter: Emitter, body: _Body, results: Mapping[str, Value]) -> tuple[list[str], list[str], list[str]]:
+    """Lines before the loop, in it and after it that multiply a segment's decays up and store their logarithms, one a
+    row of the matrix. A column of it decays as the state does."""
+    layout = body.layout
+    factors = layout.state[0]
+    at = f"decay + ((b * n_seg + seg) * H + h) * {_elements(layout.matrix[:1] if layout.parts else (factors,))}"
+    ones, inside, stored = [], [], []
+    firsts = {f"__{part.name}": part.row for part in layout.parts}
+    for place in layout.places():
+        total, a = f"total{place.suffix}", results[f"A{place.suffix}"]
+        if not place.of_columns:
+            continue
+        first = firsts.get(place.suffix)
+        where = at if first is None else f"{at} + {first}"
+        if len(place.sizes) == 2 or len(layout.state) == 1:
+            _index(factors, body)
+            ones.append(f"{total} = tl.full([B{factors}], 1.0, tl.float32)")
+            factor = _per_row(emitter, a, layout)
+            once = f"(at_{factors} < {factors})" + (" & (tl.program_id(0) == 0)" if factors != layout.cols else "")
+            stored.append(f"tl.store({where} + at_{factors}, tl.log({total}), mask={once})")
+        else:
+            ones.append(f"{total} = 1.0")
+            factor = a.f32 if not a.sizes else f"tl.max({_laid_out(emitter, a, place.sizes)}, axis=0)"
+            stored.append(f"tl.store({where}, tl.log({total}), mask=tl.program_id(0) == 0)")
+        inside.append(f"{total} = tl.where(length > 0, {total} * {factor}, {total})")
+    return ones, inside, stored
+
+
+def _walk_start(kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout) -> list[str]:
     """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
-    given = f"load_state(boundary + row * {_elements(layout.state)}, {tile})"
-    ends = kind in ("summarize", "collect")
-    if ends:
-        edge = [f"edge = {zeros}", "if BOUNDARY:", "    if not PACKED:", f"        edge = {given}"]
-        edge.append(f"store_state({entry}, edge, {tile})")
+    given = f"boundary + row * {_elements(layout.matrix)}"
+    names = {x: f"{state}{x.suffix}" for x in held}
+    if kind in ("summarize", "collect"):
+        edge = [f"edge{x.suffix} = {x.zeros}" for x in held]
+        edge += ["if BOUNDARY:", "    if not PACKED:"]
+        edge += [f"        edge{x.suffix} = {x.load(given)}" for x in held]
+        edge += [x.store(entry, f"edge{x.suffix}") for x in held]
         at_edge = f"if seg == {'n_seg - 1' if state == 'dS' else '0'}:"
-        return [f"{state} = {zeros}", at_edge, *(f"    {line}" for line in edge)]
+        return [*(f"{name} = {x.zeros}" for x, name in names.items()), at_edge, *(f"    {line}" for line in edge)]
     return [
-        "if ENTERS:", f"    {state} = load_state({entry}, {tile})", "else:", f"    {state} = {zeros}",
-        "    if BOUNDARY:", "        if not PACKED:", f"            {state} = {given}",
+        "if ENTERS:", *(f"    {name} = {x.load(entry)}" for x, name in names.items()),
+        "else:", *(f"    {name} = {x.zeros}" for x, name in names.items()),
+        "    if BOUNDARY:", "        if not PACKED:",
+        *(f"            {name} = {x.load(given)}" for x, name in names.items()),
     ]  # fmt: skip
 
 
@@ -490,39 +558,43 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
     return f"col_of({_laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
 
 
-def _walk_loop(kind: str, state: str, tile: str, zeros: str | None, layout: Layout, cuts: bool = False) -> list[str]:
-    """`zeros` is what a document starts from; None where nothing passes through the start of one."""
+def _walk_loop(
+    kind: str, state: str, layout: Layout, held: Sequence[Place] | None, cuts: bool = False
+) -> list[str]:  # fmt: skip
+    """A document starts from zeros or what is given; with `held` None nothing passes through the start of one."""
     reverse = state == "dS"
-    edge, state_of = "last" if reverse else "first", _elements(layout.state)
+    edge, elements = "last" if reverse else "first", _elements(layout.matrix)
     lines = [
         "for n in range(c0, c1):",
         f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
         "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
     ]
-    if zeros is None:
+    if held is None:
         return lines
-    lines += [
-        "    if PACKED:",
-        f"        if {edge}:",
-        f"            {state} = {zeros}",
-        "            if BOUNDARY:",
-        f"                {state} = load_state(boundary + (doc * H + h).to(tl.int64) * {state_of}, {tile})",
-    ]
+    given = f"boundary + (doc * H + h).to(tl.int64) * {elements}"
+    lines += ["    if PACKED:", f"        if {edge}:", *(f"            {state}{x.suffix} = {x.zeros}" for x in held)]
+    lines += ["            if BOUNDARY:", *(f"                {state}{x.suffix} = {x.load(given)}" for x in held)]
     if cuts:
         lines.append("        cuts = cuts | first.to(tl.int32)")
     if kind in _KEEPS:
-        lines.append(f"    store_state(chunk_states + (row * n_chunks + c) * {state_of}, {state}, {tile})")
+        at = f"chunk_states + (row * n_chunks + c) * {elements}"
+        lines += [f"    {x.store(at, state + x.suffix)}" for x in held]
     return lines
 
 
-def _advance(kind: str, state: str, new: str, tile: str, layout: Layout) -> list[str]:
+def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) -> list[str]:
     """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
-    lines = ["if PACKED:", f"    {state} = tl.where(length > 0, {new}, {state})", "else:", f"    {state} = {new}"]
-    left = f"store_state(left + (doc * H + h).to(tl.int64) * {_elements(layout.state)}, {state}, {tile})"
-    if kind == "output":
-        lines += ["if PACKED:", "    if LEAVES:", "        if last:", f"            {left}"]
-    if kind == "back":
-        lines += ["if PACKED:", "    if LEAVES:", "        if first:", f"            {left}"]
+    names = {x: f"{state}{x.suffix}" for x in new}
+    lines = []
+    if len(new) > 1:  # one may be made of another's old value
+        lines = [f"new{x.suffix} = {text}" for x, text in new.items()]
+        new = {x: f"new{x.suffix}" for x in new}
+    lines += ["if PACKED:", *(f"    {names[x]} = tl.where(length > 0, {text}, {names[x]})" for x, text in new.items())]
+    lines += ["else:", *(f"    {names[x]} = {text}" for x, text in new.items())]
+    left = f"left + (doc * H + h).to(tl.int64) * {_elements(layout.matrix)}"
+    if kind in ("output", "back"):
+        lines += ["if PACKED:", "    if LEAVES:", f"        if {'last' if kind == 'output' else 'first'}:"]
+        lines += [f"            {x.store(left, names[x])}" for x in new]
     if state == "dS":
-        lines += ["if PACKED:", "    dS = tl.where(first, 0.0, dS)"]
+        lines += ["if PACKED:", *(f"    {names[x]} = tl.where(first, 0.0, {names[x]})" for x in new)]
     return lines

@@ -15,6 +15,7 @@ from torch.fx import Graph
 
 from flexsp.compiler.differentiate import Intrinsic, Step
 from flexsp.compiler.rewrite import dims
+from flexsp.compiler.values import is_state
 
 GATES = ("gates_", "gated_")  # running sums and operands made with them, which the first stage leaves
 
@@ -118,7 +119,7 @@ def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
 
 def _cost(nodes: set[Any]) -> int:
     """Rough work of computing these too: products and large loads first."""
-    return sum(100 if "mm" in node.name or node.name in ("S", "dS") else len(dims(node)) for node in nodes)
+    return sum(100 if "mm" in node.name or is_state(node.name) else len(dims(node)) for node in nodes)
 
 
 def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:

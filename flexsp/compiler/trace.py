@@ -25,7 +25,9 @@ from flexsp.compiler.primitives import (
     decayed_scores,
     decayed_sums,
     identity,
+    joined,
     matmul_out_fp32,
+    part_of,
     primitive,
     to_floating,
     unit_lower_inverse,
@@ -35,7 +37,8 @@ from flexsp.exceptions import FlexspError
 __all__ = ["CompileError", "Traced", "location", "named", "trace"]
 
 PRIMITIVES = (
-    cache_result, decayed_scores, decayed_sums, identity, matmul_out_fp32, to_floating, unit_lower_inverse,
+    cache_result, decayed_scores, decayed_sums, identity, joined, matmul_out_fp32, part_of, to_floating,
+    unit_lower_inverse,
 )  # fmt: skip
 _TO_FLOATING = {"float", "double", "half", "bfloat16"}
 _CASTS = {"to", "type", "type_as", "bool"} | _TO_FLOATING

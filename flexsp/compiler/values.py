@@ -10,13 +10,18 @@ from typing import Any
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "NotEmittable", "Value", "block", "broadcast", "index_text", "inner", "is_turned", "limit", "number", "steady_at",
-    "turned", "type_of", "zero_at",
+    "NotEmittable", "Value", "block", "broadcast", "index_text", "inner", "is_state", "is_turned", "limit", "number",
+    "steady_at", "turned", "type_of", "zero_at",
 ]  # fmt: skip
 
 
 class NotEmittable(NotAvailable):
     """A graph holds an operation that no kernel is made of; it runs in PyTorch."""
+
+
+def is_state(name: str) -> bool:
+    """Whether a placeholder is the state, its gradient, or a part of either."""
+    return name.split("__")[0] in ("S", "dS")
 
 
 @dataclass(frozen=True)

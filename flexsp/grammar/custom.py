@@ -9,6 +9,7 @@ any other variant:
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from flexsp.compiler.meta import CHUNK_STATE, STATE
+from flexsp.compiler.check import Program
+from flexsp.compiler.meta import CHUNK_STATE, STATE, InputMeta, Part
+from flexsp.compiler.primitives import joined, part_of
 
 __all__ = ["CustomTransition"]
 
@@ -108,22 +111,26 @@ class CustomTransition:
         return self.extra[name][-1] == "V"
 
     def _make(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
-        rows, columns = self.rows_and_columns(K, V)
         h = ConstExpr("H", H)
-        sizes: Any = {"K": K, "V": V} if self.extra else {"K": ConstExpr("K", K), "V": ConstExpr("V", V)}
-        state = [rows, columns] if self.extra else [sizes["K"], sizes["V"]]
+        named: dict[Any, Any] = {"K": ConstExpr("K", K), "V": ConstExpr("V", V)}
         shapes: dict[str, Shape] = {"q": ("K",), "k": ("K",), "v": ("V",), **self.inputs}
         if gate is not None:
             shapes["g"] = () if gate == "g" else ("K",)
         if column:
             shapes["column"] = ()
-        meta: dict[str, Any] = {
-            name: SymbTensor(["T", h, *(sizes.get(n, n) for n in shape)]) for name, shape in shapes.items()
-        }
-        meta |= {STATE: SymbTensor(["NS", h, *state]), "scale": scale}
+
+        def meta(sizes: Mapping[Any, Any], state: Sequence[Any]) -> dict[str, Any]:
+            tokens = {x: SymbTensor(["T", h, *(sizes.get(n, n) for n in shape)]) for x, shape in shapes.items()}
+            return {**tokens, STATE: SymbTensor(["NS", h, *state]), "scale": scale}
+
         layout = _Layout(self.extra, K, V)
         phases = [_Phase(getattr(self.made, m), self.name, layout, column) for m in _METHODS]
-        made = LinearAttention(meta, phases[0], phases[1], phases[2])
+        in_names = meta(named, list(named.values()))
+        if self.extra:
+            numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
+            made: LinearAttention = _Parted(numbers, phases, in_names, layout.parts(self.extra))
+        else:
+            made = LinearAttention(in_names, phases[0], phases[1], phases[2])
         for name in made.program.chunk.cached:
             if name in layout.names:
                 self._fail(f"cache_result: expected another name than {name!r}, which is part of the state")
@@ -152,39 +159,39 @@ class _Layout:
                 end = at_column + (n[1] if len(n) == 2 else 1)
                 self.places[name] = (slice(0, K), slice(at_column, end) if len(n) == 2 else at_column)
                 at_column = end
-        self.rows, self.columns = at_row - K, at_column - V
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("state", *self.places)
 
+    def parts(self, extra: Mapping[str, Shape]) -> tuple[Part, ...]:
+        """The extra state as kernels know it."""
+        found, rows, columns = [], ["K"], ["V"]
+        for name, shape in extra.items():
+            sizes = tuple(map(str, shape))
+            if sizes[-1] == "V":
+                found.append(Part(name, sizes, row=" + ".join(rows)))
+                rows.append(sizes[0] if len(sizes) == 2 else "1")
+            else:
+                found.append(Part(name, sizes, col=" + ".join(columns)))
+                columns.append(sizes[1] if len(sizes) == 2 else "1")
+        return tuple(found)
+
     def apart(self, X: Tensor) -> dict[str, Tensor]:
         """The parts by name."""
         if not self.places:
             return {"state": X}
-        return {"state": X[: self.K, : self.V], **{name: X[place] for name, place in self.places.items()}}
+        places = [(slice(0, self.K), slice(0, self.V)), *self.places.values()]
+        return {name: part_of(X, i, place) for i, (name, place) in enumerate(zip(self.names, places, strict=True))}
 
     def together(self, parts: Any) -> Tensor:
         """One matrix of the parts, in the order of `names`."""
         parts = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
         if len(parts) != len(self.names):
             raise ValueError(f"expected {len(self.names)} results, {', '.join(self.names)}, got {len(parts)}")
-        state, rows, columns = parts[0], [], []
-        for x, place in zip(parts[1:], self.places.values(), strict=True):
-            if isinstance(place[1], int):
-                columns.append(x.unsqueeze(1))
-            elif isinstance(place[0], int):
-                rows.append(x.unsqueeze(0))
-            else:
-                (rows if place[1] == slice(0, self.V) else columns).append(x)
-        top = torch.cat([state, *columns], 1) if columns else state
-        if not rows:
-            return top
-        bottom = torch.cat(rows, 0)
-        if columns:
-            corner = torch.zeros_like(bottom[:, :1]).expand(self.rows, self.columns)
-            bottom = torch.cat([bottom, corner], 1)
-        return torch.cat([top, bottom], 0)
+        if not self.places:
+            return parts[0]
+        return joined(*parts, places=((slice(0, self.K), slice(0, self.V)), *self.places.values()))
 
 
 class _Phase:
@@ -222,3 +229,22 @@ class _Phase:
             found |= {f"chunk_{name}": x for name, x in self.layout.apart(values[CHUNK_STATE]).items()}
         result = self.method(**{name: found[name] for name in self.wanted})
         return result if self.method.__name__ == "output" else self.layout.together(result)
+
+
+class _Parted(LinearAttention):
+    """A state of several parts: one matrix for whoever calls it, each part by itself in the kernels."""
+
+    def __init__(
+        self, meta: dict[str, Any], phases: Sequence[Any], in_names: dict[str, Any], parts: tuple[Part, ...]
+    ) -> None:
+        super().__init__(meta, phases[0], phases[1], phases[2])
+        self._named, self._parts = InputMeta.of(in_names), parts
+        self._sizes |= self._named.sizes()
+        self._of_state = {name: n[0] for name, n in self._named.sizes().items() if name != "H"}
+
+    def _for_kernels(self) -> Program:
+        outputs = self._named.state_sizes[1:]
+        return dataclasses.replace(self.program, meta=self._named, value_sizes=tuple(outputs), parts=self._parts)
+
+    def _known(self, tokens: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, int]:
+        return super()._known(tokens, params) | self._of_state

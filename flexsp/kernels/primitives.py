@@ -95,10 +95,14 @@ def store_columns(base, x, stride_t, length, col0, C: tl.constexpr, DIM: tl.cons
 
 
 @triton.jit
-def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr):
+def _state_tile(
+    k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     if BK is None:
-        at = v0 + tl.arange(0, BV)
-        mask = at < V
+        cols = v0 + tl.arange(0, BV)
+        at = cols if STRIDE is None else cols * STRIDE
+        mask = cols < V
     else:
         if FLIP:
             rows = k0 + tl.arange(0, BK)[None, :]
@@ -106,30 +110,32 @@ def _state_tile(k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: 
         else:
             rows = k0 + tl.arange(0, BK)[:, None]
             cols = v0 + tl.arange(0, BV)[None, :]
-        at = rows * V + cols
+        at = rows * (V if STRIDE is None else STRIDE) + cols
         mask = (rows < K) & (cols < V)
     return at, mask
 
 
 @triton.jit
 def load_state(
-    base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FLIP: tl.constexpr = False
+    base, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FLIP: tl.constexpr = False, STRIDE: tl.constexpr = None,
 ):
     """fp32 tile [BK, BV] ([BV, BK] if FLIP) of one K x V state; zero outside, and everywhere unless `when`.
 
-    Where BK is None [BV] of a vector of V numbers.
+    Where BK is None [BV] of a vector of V numbers. STRIDE: from row to row (from number to number of a vector), where
+    they are not next to each other.
     """
-    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP)
+    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP, STRIDE)
     return tl.load(base + at, mask=mask & when, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_state(
     base, x, k0, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    FLIP: tl.constexpr = False,
+    FLIP: tl.constexpr = False, STRIDE: tl.constexpr = None,
 ):
     """Stores the tile that `load_state` would read, if `when`."""
-    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP)
+    at, mask = _state_tile(k0, v0, K, V, BK, BV, FLIP, STRIDE)
     tl.store(base + at, x, mask=mask & when)
 
 

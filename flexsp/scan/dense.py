@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["check_dense", "load_dense", "through"]
+__all__ = ["DENSE_ROWS", "check_dense", "load_dense", "through"]
+
+DENSE_ROWS = 128  # at most
 
 _BLOCK = tl.constexpr(32)
 
@@ -15,8 +17,8 @@ def check_dense(A: torch.Tensor, shape: tuple[int, ...]) -> None:
     """ValueError unless A is what `propagate` takes; `shape` is [B, NSEG, H, K, K]."""
     if A.shape != shape or A.dtype != torch.float32 or not A.is_contiguous():
         raise ValueError(f"A: expected a contiguous float32 tensor {shape}, got {A.dtype} {tuple(A.shape)}")
-    if shape[1] > 1 or shape[-1] > 128:
-        raise ValueError(f"A: expected at most one segment and K <= 128, got {shape[1]} and K={shape[-1]}")
+    if shape[1] > 1 or shape[-1] > DENSE_ROWS:
+        raise ValueError(f"A: expected at most one segment and K <= {DENSE_ROWS}, got {shape[1]} and K={shape[-1]}")
 
 
 @triton.jit

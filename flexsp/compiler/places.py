@@ -1,0 +1,92 @@
+"""Where the parts of a state lie: in a walk's registers, each a tile of its own, and in memory, together one matrix.
+
+    [ S     K x V | columns [K] ]
+    [ rows        | nothing     ]
+
+Rows are [K, V] or [V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexsp.compiler.meta import Part
+from flexsp.compiler.values import NotEmittable
+
+__all__ = ["Place", "matrix", "places"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One part: `suffix` of its names, its sizes and tile shape, and the arguments that `load_state` takes for it.
+
+    `of_columns`: a program of a walk has the columns from v0 on; else it has all, and only the first one stores them.
+    """
+
+    suffix: str
+    sizes: tuple[str, ...]
+    shape: str
+    offset: str
+    stride: str
+    arguments: str
+    of_columns: bool
+
+    @property
+    def zeros(self) -> str:
+        return f"tl.zeros([{self.shape}], tl.float32)"
+
+    def load(self, base: str, first: str = "v0") -> str:
+        """Code for its tile of the matrix at `base`."""
+        return f"load_state({base}{self.offset}, 0, {first if self.of_columns else 0}, True, {self.arguments})"
+
+    def store(self, base: str, text: str) -> str:
+        at, when = ("v0", "True") if self.of_columns else ("0", "v0 == 0")
+        return f"store_state({base}{self.offset}, {text}, 0, {at}, {when}, {self.arguments})"
+
+
+def matrix(state: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
+    """Sizes of the matrix as text, sums where there are parts."""
+    if not parts:
+        return tuple(state)
+    K, V = state
+    rows, cols = [K], [V]
+    for part in parts:
+        if part.sizes == (K,):
+            cols.append("1")
+        else:
+            rows.append("1" if len(part.sizes) == 1 else K)
+    return " + ".join(rows), " + ".join(cols)
+
+
+def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> list[Place]:
+    """The state itself and then its parts. `flip`: the state is held transposed.
+
+    Raises:
+        NotEmittable: a part that no kernel holds.
+    """
+    V = state[-1]
+    if len(state) == 1:
+        return [Place("", (V,), f"B{V}", "", "1", f"None, {V}, None, B{V}", True)]
+    K, width = state[0], _text(matrix(state, parts)[1])
+    apart = "" if width == V else f", False, {width}"
+    whole = f"{K}, {V}, B{K}, B{V}"
+    shape = f"B{V}, B{K}" if flip else f"B{K}, B{V}"
+    found = [Place("", (K, V), shape, "", width, whole + (", True" if flip else apart), True)]
+    for part in parts:
+        name = f"__{part.name}"
+        if part.sizes == (K, V):
+            found.append(Place(name, (K, V), shape, f" + {_text(part.row)} * {width}", width, whole + apart, True))
+        elif part.sizes == (V,):
+            given = f"None, {V}, None, B{V}"
+            found.append(Place(name, (V,), f"B{V}", f" + {_text(part.row)} * {width}", "1", given, True))
+        elif part.sizes == (K,):
+            given = f"None, {K}, None, B{K}, False, {width}"
+            found.append(Place(name, (K,), f"B{K}", f" + {_text(part.col)}", width, given, False))
+        else:
+            raise NotEmittable(f"{part.name}: kernels hold extra state of {(K, V)}, {(V,)} or {(K,)}, got {part.sizes}")
+    return found
+
+
+def _text(total: str) -> str:
+    return f"({total})" if " " in total else total

@@ -20,8 +20,7 @@ import torch
 from flexsp.compiler.intrinsic_kernels import COLUMNS
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.rewrite import dims, reverse_cumsum
-from flexsp.compiler.skeleton import FLIPPED, WALKS
-from flexsp.compiler.values import is_state
+from flexsp.compiler.skeleton import FLIPPED, HELD
 
 __all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
 
@@ -96,6 +95,11 @@ def _source(node: Any) -> tuple[Any, bool]:
     return node, turned
 
 
+def _held(node: Any, walks: str) -> bool:
+    """Whether it is what a walk holds in registers, "S" or "dS"; chunkwise kernels ("") hold nothing."""
+    return bool(walks) and node.op == "placeholder" and node.name.split("__")[0] == walks
+
+
 def _last_uses(nodes: Sequence[Any]) -> dict[Any, int]:
     """Index of the node that reads each value last; views count for what they view."""
     last: dict[Any, int] = {}
@@ -127,15 +131,15 @@ def part_load(
         wide: names of loads that are fp32 whatever the inputs are.
         dense: the transition is.
     """
-    tiles, walks = _Tiles(blocks, item), kind in WALKS
+    tiles, walks = _Tiles(blocks, item), HELD.get(kind, "")
     flipped = kind in FLIPPED and not dense
     shared = _operands(nodes, tiles, walks, flipped)
     least = 0
     if walks:
-        held = [x for x in nodes if is_state(x.name)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
+        held = [x for x in nodes if _held(x, walks)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
         state = 4 * max(map(tiles.numbers, held), default=0)
         inside = min(_SCRATCH, state) if kind in ("states", "back") else 0
-        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide)
+        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
         shared = max(shared, 0 if kind == "states" or flipped else state)
         shared += _vectors(nodes, tiles, stages)
     else:
@@ -154,7 +158,7 @@ def part_load(
             products += 1
             numbers += 4 * tiles.numbers(node)
         elif node.op == "placeholder":
-            loads += _is_tile(node) and not (walks and is_state(node.name))
+            loads += _is_tile(node) and not _held(node, walks)
         elif _is_tile(node) and node.target not in _VIEWS:
             numbers += tiles.numbers(node) * (4 if node.target in _SLOW else 1)
     return Load(shared, least, _alive(nodes, tiles, walks, wide), flops, slow, products, loads, numbers)
@@ -167,14 +171,14 @@ def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:
     return 4 * max((tiles.numbers(x) for x in ends if x.target is not aten.mm.default), default=0)
 
 
-def _buffers(nodes: Sequence[Any], tiles: _Tiles, stages: int, wide: frozenset[str]) -> int:
+def _buffers(nodes: Sequence[Any], tiles: _Tiles, stages: int, wide: frozenset[str], walks: str) -> int:
     """Bytes of a walk's pipeline: a buffer a stage, one less for what goes through registers."""
     direct = {x for x in nodes if x.op == "placeholder"} & {
         x for node in nodes if node.target is aten.mm.default for x, _ in map(_source, node.args)
     }
     total = 0
     for x in nodes:
-        if x.op == "placeholder" and len(dims(x)) == 2 and not is_state(x.name):
+        if x.op == "placeholder" and len(dims(x)) == 2 and not _held(x, walks):
             count = 1 if stages == 1 and x in direct else 0 if stages == 1 else stages if x in direct else stages - 1
             total += count * tiles.numbers(x) * (4 if x.name in wide else tiles.item)
     return total
@@ -185,7 +189,7 @@ def _vectors(nodes: Sequence[Any], tiles: _Tiles, stages: int) -> int:
     return 4096 + 4 * stages * sum(tiles.numbers(x) for x in nodes if x.op == "placeholder" and len(dims(x)) == 1)
 
 
-def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, overlap: bool = True) -> int:
+def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, overlap: bool = True) -> int:
     """Most bytes of operands at a time that are put into shared memory for products.
 
     `overlap`: chunkwise, a product may start before the one before it has read its operands.
@@ -197,10 +201,10 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, o
         node = nodes[i]
         for side, x in enumerate(node.args):
             source, turned = _source(x)
-            loaded = source.op == "placeholder" and not is_state(source.name)
-            if (walks and loaded) or (flipped and is_state(source.name)):
+            loaded = source.op == "placeholder" and not _held(source, walks)
+            if (walks and loaded) or (flipped and _held(source, walks)):
                 continue
-            computed = source.op != "placeholder" or (walks and is_state(source.name))
+            computed = source.op != "placeholder" or _held(source, walks)
             if computed and side == 0 and not turned:
                 continue  # from registers
             first.setdefault(source, i)
@@ -214,7 +218,7 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: bool, flipped: bool, o
     )
 
 
-def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool, wide: frozenset[str]) -> int:
+def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: str, wide: frozenset[str]) -> int:
     """Most fp32 numbers at a time in registers; a bf16 number counts half. Masks are made anew where they are used."""
     last, at = _last_uses(nodes), {node: i for i, node in enumerate(nodes)}
     end = len(nodes)
@@ -222,7 +226,7 @@ def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: bool, wide: frozenset[str
     for node in nodes:
         if not _is_tile(node) or node.target in _VIEWS or node.meta["val"].dtype == torch.bool:
             continue
-        state = walks and is_state(node.name)
+        state = _held(node, walks)
         if walks and node.op == "placeholder" and not state:
             continue
         size = float(tiles.numbers(node))

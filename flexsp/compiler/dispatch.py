@@ -363,18 +363,19 @@ class Recipe:
         of_chunks = self.dtype if self.dtype == torch.bfloat16 else _F32
         for name in ("@entering", "@leaving"):
             room.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
-        steps: list[Step] = []
         after = "@dfinal" if dfinal else None
         dstates = "@dstates" if self.scanned else None
-        if self.scanned:
-            self._of_states("@dstates", room)
-            steps += self._scan_back(after, strides)
         first, last = (x and (self.docs > 0 or not self.scanned) for x in (self.given, dfinal))
         others = [self.states, "@initial" if first else None, "@entering", self.table]
-        steps += self._shot("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
+        entering = self._shot("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
+        steps: list[Step] = []
+        if self.scanned:
+            self._of_states("@dstates", room)
+            steps = self._scan_back(after, strides)
+        steps = [*entering, *steps] if code.kernels["collect"].entering else [*steps, *entering]
         steps += self._shot(
             "back", plan.walk,
-            [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", self.table],
+            [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", *self._entering("back")],
             strides, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
         )  # fmt: skip
         if dinitial and not plan.n_chunks:
@@ -391,8 +392,12 @@ class Recipe:
             steps += self._shot("gather", plan.small, [*of_chunk, self.table], strides)
         return Backward(steps, room)
 
+    def _entering(self, kind: str) -> list[str | None]:
+        """The last arguments of a walk from right to left."""
+        return [*(["@entering"] if self.code.kernels[kind].entering else []), self.table]
+
     def _scan_back(self, after: str | None, strides: Strides) -> list[Step]:
-        others = ["@dstates", after, self.table]
+        others = ["@dstates", after, *self._entering("collect")]
         steps = self._shot("collect", self.plan.walk, others, strides, BOUNDARY=after is not None)
         if not self.plan.n_chunks:
             steps.append(lambda frame: self._nothing(frame, "@dstates", -1, after))

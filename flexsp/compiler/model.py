@@ -186,10 +186,14 @@ def _forward(call: _Call) -> Iterator[Predicted]:
 
 def _backward(call: _Call) -> Iterator[Predicted]:
     code, plan = call.code, call.plan
+    early = code.kernels["collect"].entering
+    if early:
+        yield _walk(call, "states")
     if plan.schedule == "segmented":
         yield _walk(call, "collect")
         yield from _scan(call)
-    yield _walk(call, "states")
+    if not early:
+        yield _walk(call, "states")
     yield _walk(call, "back")
     yield from _stages(call, True)
     yield _chunkwise(call, "grads", plan.part)
@@ -240,6 +244,7 @@ def _walk(call: _Call, kind: str) -> Predicted:
         written += 4 * call.heads * n_seg * rows
     if kind in ("states", "back"):
         written += call.chunk_states
+    read += call.chunk_states if kernel.entering else 0
     grid = (panels, call.heads, n_seg)
     return _timed(call, kind, grid, plan.per_seg, read, written, _loads(call, kind, how), how.warps)
 

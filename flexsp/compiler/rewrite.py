@@ -224,7 +224,7 @@ def _insert(graph: Graph, before: Any, target: Callable[..., Any], args: tuple[A
 def _thin_product(graph: Graph, node: Any) -> Any:
     """A product with a row or a column as elementwise products, summed up."""
     a, b = node.args
-    (m, along), n = dims(a), dims(b)[1]
+    along, n = dims(b)
     if along == "1":
         return _insert(graph, node, aten.mul.Tensor, (a, b))
     wide, thin, axis = (a, b, 1) if n == "1" else (b, a, 0)

@@ -29,7 +29,9 @@ __all__ = ["Kernel", "Layout", "make_kernel"]
 
 # Walks that hold the state transposed: so it enters its products from registers.
 FLIPPED = ("output",)
-WALKS = ("summarize", "output", "states", "collect", "back")
+HELD = {"summarize": "S", "output": "S", "states": "S", "collect": "dS", "back": "dS"}
+"""What each walk holds: the state or its gradient."""
+WALKS = tuple(HELD)
 _KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of every chunk
 
 
@@ -70,7 +72,7 @@ class Layout:
 @dataclass(frozen=True)
 class Kernel:
     """Source of one kernel, the order of its arguments by role, and what it writes. `by_row`: kept values of which it
-    reads single rows only.
+    reads single rows only; `entering`: a walk from right to left that reads the state that enters each chunk.
 
     `nodes` are the graph's nodes of each part, in the order in which they are loaded or computed.
     """
@@ -84,6 +86,7 @@ class Kernel:
     contracted: frozenset[str]
     by_row: frozenset[str]
     parts: int
+    entering: bool = False
     nodes: tuple[tuple[Any, ...], ...] = ()
 
 
@@ -100,6 +103,7 @@ class _Body:
     once: list[str] = field(default_factory=list)
     by_row: set[str] = field(default_factory=set)
     indices: set[str] = field(default_factory=set)
+    entering: bool = False
 
 
 def make_kernel(
@@ -110,7 +114,7 @@ def make_kernel(
     `dense`: the transition is, so `summarize` has programs that leave columns of A^T beside those that leave F.
     """
     chunkwise = kind not in WALKS
-    state = None if chunkwise else _state(kind)
+    state = HELD.get(kind)
     body = _Body(layout, panels=not chunkwise or len(layout.state) == 1)
     memory = {name: f"{name}_ptr + c * {_elements(layout.kept[name])}" for name in given}
     made = [_emitter(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
@@ -135,11 +139,6 @@ def _emitter(
     emitter = Emitter(graph, {}, memory, apart=state is None)
     emitter.given = {node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"}
     return emitter, found
-
-
-def _state(kind: str) -> str:
-    """What a walk holds: the state or its gradient."""
-    return "dS" if kind in ("collect", "back") else "S"
 
 
 def _elements(sizes: tuple[str, ...]) -> str:
@@ -178,18 +177,17 @@ def _loader(node: Any, body: _Body, emitter: Emitter, state: str | None) -> Call
 def _load_state(name: str, sizes: tuple[str, ...], body: _Body, emitter: Emitter, state: str | None) -> Value:
     """The state or its gradient, or a part: what the walk holds, or that of a chunk."""
     stem = name.split("__")[0]
-    if state not in (None, stem):
-        raise NotEmittable("no kernel is made of a merge_mode that is not linear in the state yet")
-    if state is not None:
+    if state == stem:
         text = f"tl.trans({name})" if emitter.flipped else name
         return Value(text, sizes, frozenset(range(len(sizes))))
     layout = body.layout
+    body.entering = body.entering or state is not None  # the gradient of a merge_mode that is not linear in the state
     place = next(x for x in layout.places() if name == stem + x.suffix)
     at = f"{'entering' if stem == 'S' else 'leaving'} + (row * n_chunks + c) * {_elements(layout.matrix)}"
     if len(sizes) == 1:
         return emitter.let(name, Value(place.load(at, _first(layout.cols, body)), sizes, frozenset({0})))
     K, V = sizes
-    text = f"load_rows({at}{place.offset}, {place.stride}, {K}, 0, B{K}, {V}, B{V})"
+    text = f"load_rows({at}{place.offset}, {place.stride}, {K}, {_first(V, body)}, B{K}, {V}, B{V})"
     return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
 
 
@@ -344,6 +342,7 @@ def _kernel(kind: str, source: str, body: _Body, writes: Sequence[str], contract
         frozenset(contracted),
         frozenset(body.by_row),
         parts,
+        body.entering,
     )
 
 
@@ -433,7 +432,7 @@ def _walk(
     kind: str, body: _Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = ()
 ) -> Kernel:
     """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
-    layout, state = body.layout, _state(kind)
+    layout, state = body.layout, HELD[kind]
     V = layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
     body.tokens[:] = _do_last(body.tokens)
@@ -539,7 +538,7 @@ def _walk_header(kind: str, body: _Body, writes: Sequence[str], carries: Sequenc
     leaves = kind in ("output", "back")
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
     pointers += ["states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
-    pointers += [*carries, *(["cut"] if cuts else []), "table"]
+    pointers += [*carries, *(["cut"] if cuts else []), *(["entering"] if body.entering else []), "table"]
     ends = kind in ("summarize", "collect")
     flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
     return _header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)

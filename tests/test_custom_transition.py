@@ -194,7 +194,10 @@ def test_transition_on_ranks_equals_one_rank(name: str, seed: int) -> None:
 
 def test_explain_says_how_states_lie_and_what_runs() -> None:
     text = FlexLinearAttention(decay.gated(), custom_transition=Momentum()).explain()
-    assert "Momentum, state [K, V] and momentum ['K', 'V'] as rows, in one matrix" in text and "run in PyTorch" in text
+    assert "Momentum, state [K, V] and momentum ['K', 'V'] as rows, in one matrix" in text
+    assert "generated kernels on GPUs" in text
+    text = FlexLinearAttention(custom_transition=Counters).explain()
+    assert "methods run in PyTorch: low: kernels hold extra state [K, V], [V] or [K], got [2, V]" in text
     assert "generated kernels on GPUs" in FlexLinearAttention(decay.gated(), custom_transition=Plain).explain()
 
 

@@ -16,7 +16,6 @@ from flexsp.testing.compare import DRAWS, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
-    NOT_LINEAR,
     OPERATORS,
     PADDED_STATES,
     SCORES_OF_SCORES,
@@ -251,7 +250,6 @@ def test_operators(features: list[str], seed: int, folder: str) -> None:
 def reasons(sp: Any) -> dict[str, str]:
     """Why no kernel is made of a feature."""
     programs = {name: DrawnProgram.of_features(x) for name, x in UNSUPPORTED.items()}
-    programs["a merge_mode that is not linear in the state"] = DrawnProgram.of_source(NOT_LINEAR)
     return {name: str(program.model()._generated) for name, program in programs.items()}
 
 

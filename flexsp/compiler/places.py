@@ -84,7 +84,8 @@ def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> l
             given = f"None, {K}, None, B{K}, False, {width}"
             found.append(Place(name, (K,), f"B{K}", f" + {_text(part.col)}", width, given, False))
         else:
-            raise NotEmittable(f"{part.name}: kernels hold extra state of {(K, V)}, {(V,)} or {(K,)}, got {part.sizes}")
+            got = ", ".join(part.sizes)
+            raise NotEmittable(f"{part.name}: kernels hold extra state [{K}, {V}], [{V}] or [{K}], got [{got}]")
     return found
 
 

@@ -407,13 +407,12 @@ def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[s
     firsts = ["0", *(part.row for part in layout.parts if part.sizes != (K,))]
     start, last = [], []
     for place, first in zip(held, firsts, strict=True):
-        at = f"transition + row * {rows} * {rows}"
-        name, apart = f"dS{place.suffix}", ""
-        if first != "0":
-            at, apart = f"{at} + {first}", f", False, {rows}"
+        at = f"transition + row * {rows} * {rows}" + ("" if first == "0" else f" + {first}")
+        name, apart = f"dS{place.suffix}", f", False, {rows}" if layout.parts else ""
         if len(place.sizes) == 2:
             unit = f"tl.arange(0, B{K})[:, None]" + ("" if first == "0" else f" + {first}")
-            start.append(f"{name} = ({unit} == {cols}[None, :]).to(tl.float32)".replace(cols, f"{cols}"))
+            unit = f"({unit} == {cols}[None, :]).to(tl.float32)"
+            start.append(f"{name} = {f'keep_rows({unit}, {K})' if layout.parts else unit}")
             last.append(f"store_state({at}, tl.trans({name}), v0, 0, True, {rows}, {K}, B{V}, B{K}{apart})")
         else:
             start.append(f"{name} = ({cols} == {first}).to(tl.float32)")

@@ -19,7 +19,9 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, InputMeta, Part
+from flexsp.compiler.places import places
 from flexsp.compiler.primitives import joined, part_of
+from flexsp.compiler.values import NotEmittable
 
 __all__ = ["CustomTransition"]
 
@@ -92,6 +94,15 @@ class CustomTransition:
             found[name] = ((*q.shape[:3], *_numbers(shape, q.shape[3], v.shape[3])), f"[{text}]")
         return found
 
+    @property
+    def without_kernels(self) -> str | None:
+        """Why no kernel holds the state, None where one does."""
+        try:
+            places(("K", "V"), _parts(self.extra))
+        except NotEmittable as error:
+            return str(error)
+        return None
+
     def explain(self) -> str:
         """How the state is laid out."""
         if not self.extra:
@@ -128,7 +139,7 @@ class CustomTransition:
         in_names = meta(named, list(named.values()))
         if self.extra:
             numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
-            made: LinearAttention = _Parted(numbers, phases, in_names, layout.parts(self.extra))
+            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra))
         else:
             made = LinearAttention(in_names, phases[0], phases[1], phases[2])
         for name in made.program.chunk.cached:
@@ -140,6 +151,20 @@ class CustomTransition:
 def _numbers(shape: Shape, K: int, V: int) -> tuple[int, ...]:
     named = {"K": K, "V": V}
     return tuple(named[n] if isinstance(n, str) else n for n in shape)
+
+
+def _parts(extra: Mapping[str, Shape]) -> tuple[Part, ...]:
+    """Extra state as kernels know it."""
+    found, rows, columns = [], ["K"], ["V"]
+    for name, shape in extra.items():
+        sizes = tuple(map(str, shape))
+        if sizes[-1] == "V":
+            found.append(Part(name, sizes, row=" + ".join(rows)))
+            rows.append(sizes[0] if len(sizes) == 2 else "1")
+        else:
+            found.append(Part(name, sizes, col=" + ".join(columns)))
+            columns.append(sizes[1] if len(sizes) == 2 else "1")
+    return tuple(found)
 
 
 class _Layout:
@@ -163,19 +188,6 @@ class _Layout:
     @property
     def names(self) -> tuple[str, ...]:
         return ("state", *self.places)
-
-    def parts(self, extra: Mapping[str, Shape]) -> tuple[Part, ...]:
-        """The extra state as kernels know it."""
-        found, rows, columns = [], ["K"], ["V"]
-        for name, shape in extra.items():
-            sizes = tuple(map(str, shape))
-            if sizes[-1] == "V":
-                found.append(Part(name, sizes, row=" + ".join(rows)))
-                rows.append(sizes[0] if len(sizes) == 2 else "1")
-            else:
-                found.append(Part(name, sizes, col=" + ".join(columns)))
-                columns.append(sizes[1] if len(sizes) == 2 else "1")
-        return tuple(found)
 
     def apart(self, X: Tensor) -> dict[str, Tensor]:
         """The parts by name."""

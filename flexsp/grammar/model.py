@@ -121,8 +121,8 @@ class FlexLinearAttention:
         lines += [x.explain() for x in (self.mask, self._custom) if x is not None]
         if self._on_the_diagonal_engine:
             lines.append("runs on the diagonal engine (flexsp.ops.chunk_simple_gla)")
-        elif self._custom is not None and self._custom.extra:
-            lines.append("compiled from the class's three methods, which run in PyTorch: its state has several parts")
+        elif self._custom is not None and self._custom.without_kernels:
+            lines.append(f"the class's three methods run in PyTorch: {self._custom.without_kernels}")
         else:
             of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
             lines.append(f"compiled from {of}: generated kernels on GPUs, PyTorch on CPU and in float64")

@@ -1,0 +1,120 @@
+"""States of several parts in generated kernels, under the interpreter; and merges that are not linear in the state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.grammar import FlexLinearAttention, decay
+from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
+from flexsp.testing.ranks import run_ranks
+from tests.generated_programs import NOT_LINEAR, DrawnProgram
+from tests.test_custom_transition import CLASSES, SIZES, Tensors, draw_transition
+from tests.test_generated import ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
+from tests.test_generated_programs import WHOLE, check_program, variable
+from tests.test_grammar import H, K, V
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a custom transition; ``lengths`` are the shards."""
+
+    name: str
+    B: int = 1
+    T: int = 37
+    bounds: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    segments: int = SOME_SEGMENTS
+    given: bool = True
+
+
+def solved(
+    model: FlexLinearAttention, case: Case, x: Tensors, initial: torch.Tensor, cotangents: list[Tensors], sp: Any
+) -> list[Tensors]:
+    """Outputs and gradients for each pair of cotangents, of this rank's tokens if `sp`."""
+    start, stop = sp.shard_range(case.lengths[sp.rank])[:2] if sp else (0, case.T)
+    leaves = {name: y[:, start:stop].clone().requires_grad_() for name, y in x.items()}
+    state = initial.clone().requires_grad_() if case.given and (not sp or sp.is_first or case.bounds) else None
+    cu = None if case.bounds is None else torch.tensor(case.bounds)
+    given = {"initial_state": state, "cu_seqlens": cu, "sp": sp or False}
+    o, final = model(**leaves, **given, output_final_state=True)
+    found = []
+    for each in cotangents:
+        ends, do = [o], [each["o"][:, start:stop].to(o)]
+        if final is not None:
+            ends, do = [o, final], [*do, each["final"].to(final)]
+        wanted = [*leaves.values(), *([] if state is None else [state])]
+        grads = torch.autograd.grad(ends, wanted, do, retain_graph=True)
+        names = [*(f"d{name}" for name in leaves), "dinitial"]
+        found.append({"o": o.detach(), **dict(zip(names, grads, strict=False))})
+        if final is not None:
+            found[-1]["final"] = final.detach()
+    return found
+
+
+def outside(sp: Any, case: Case, folder: str, seed: int) -> str:
+    """What of this rank is outside its bound."""
+    x = draw_transition(case.name, case.B, case.T, seed)
+    made = torch.Generator().manual_seed(seed)
+    documents = case.B if case.bounds is None else len(case.bounds) - 1
+    initial = torch.randn(documents, H, *SIZES[case.name], generator=made).double()
+    cotangents = [
+        {"o": torch.randn(case.B, case.T, H, V, generator=made).bfloat16(), "final": torch.randn(initial.shape)}
+        for _ in range(DRAWS)
+    ]
+    if case.name == "normalised":  # nothing is there
+        for state in (initial, *(each["final"] for each in cotangents)):
+            state[..., K, V] = 0
+    model = FlexLinearAttention(decay.gated(), custom_transition=CLASSES[case.name])
+    rounded = {name: y.to(case.dtype) for name, y in x.items()}
+    over = sp if case.lengths else None
+    if over:
+        sp.set_lengths(list(case.lengths))
+    with poisoned(case.segments, case.B * H), variable("FLEXSP_CODE_DIR", folder):
+        [found] = solved(model, case, rounded, initial.float(), cotangents[:1], over)
+    with variable("FLEXSP_BACKEND", None):
+        want = solved(model, case, {name: y.double() for name, y in rounded.items()}, initial, cotangents, None)
+        with RoundedProducts(case.dtype):
+            low = solved(model, case, rounded, initial.float(), cotangents, None)
+    if over and case.bounds:  # a document's state is where it ends
+        found.pop("final"), found.pop("dinitial", None)
+    part = slice(*sp.shard_range(case.lengths[sp.rank])[:2]) if over else slice(None)
+    whole = ("final", "dinitial")
+    want, low = (
+        [{name: y[name] if name in whole else y[name][:, part] for name in found} for y in each] for each in (want, low)
+    )
+    try:
+        check_functions(found, want, low)
+    except AssertionError as error:
+        return f"{case}:\n{error}"
+    return ""
+
+
+def check(case: Case, folder: Path, seed: int) -> None:
+    assert not any(told := run_ranks(outside, len(case.lengths) or 1, case, str(folder), seed, env=ENV)), told
+
+
+DOCUMENTS = (0, 1, 20, 20, 37)
+
+
+@pytest.mark.parametrize("name", ["momentum", "normalised"])
+def test_one_rank(name: str, tmp_path: Path, seed: int) -> None:
+    """In several segments, where the transition is elementwise, and whole; fp16 without an initial state."""
+    check(Case(name, B=2), tmp_path, seed)
+    check(Case(name, bounds=DOCUMENTS, segments=MANY_SEGMENTS), tmp_path, seed)
+    check(Case(name, T=16, dtype=torch.float16, given=False, segments=1), tmp_path, seed)
+
+
+@pytest.mark.parametrize("name", ["momentum", "normalised"])
+def test_ranks(name: str, tmp_path: Path, seed: int) -> None:
+    check(Case(name, lengths=(20, 0, 17)), tmp_path, seed)
+    check(Case(name, bounds=DOCUMENTS, lengths=(18, 2, 17)), tmp_path, seed)
+
+
+def test_a_merge_that_is_not_linear_in_the_state(tmp_path: Path, seed: int) -> None:
+    check_program(DrawnProgram.of_source(NOT_LINEAR), seed, str(tmp_path), WHOLE)

@@ -17,6 +17,7 @@ import torch
 
 from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.model import Predicted, predict, tiles_of
+from flexsp.compiler.skeleton import WALKS
 from flexsp.compiler.values import NotEmittable
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 1
 _THIRD = 168
 _HEAVY = 300  # registers beyond which eight warps, which spill less, are worth it; and more of them for each product,
 _EXCHANGE = 15  # since its operands are then exchanged between the warps
+_SPARE = 12 * 1024  # bytes that estimates of kernels with many tiles were below what Triton gave them
 _SHARED = 4  # programs that a multiprocessor has of kernels with no product
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
 
@@ -237,7 +239,7 @@ def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Pl
             for stages in range(plan.walk.stages, 0, -1):
                 plan = replace(plan, walk=replace(plan.walk, stages=stages), part=_part(cut, plan, code))
                 rows = _launches(cut, plan, code)
-                if all(x.shared <= SHARED_LIMIT for x in rows):
+                if all(x.shared <= SHARED_LIMIT - (0 if x.kernel in WALKS else _SPARE) for x in rows):
                     found.append((plan, sum(x.us for x in rows)))
                     break
     return tuple(found)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_scores, unit_lower_inverse
 from flexsp.exceptions import NotAvailable
 from flexsp.scan import launch as module
@@ -273,22 +278,37 @@ def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
 
 
 def plain(sp: Any, folder: str) -> list[Any]:
-    """What is not a call of kernels on plain tensors: copies, another backend, transforms of torch.func."""
+    """What is not a call of kernels on plain tensors: copies, another backend, transforms of torch.func, tangents."""
     import copy
+    import pickle
 
     torch.manual_seed(0)
     model, x = variants.load("simple_gla").make(2, 8, 4, code_dir=folder), gated()
-    same = torch.equal(model(**x)[0], copy.deepcopy(model)(**x)[0])
-    os.environ["FLEXSP_BACKEND"] = ""
     o = model(**x)[0]
-    found = [call.recipe is not None for call in model._calls.values()]
-    many = torch.func.vmap(lambda q: model(**(x | {"q": q}))[0])(x["q"][None])
+    found = [torch.equal(other(**x)[0], o) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+    os.environ["FLEXSP_BACKEND"] = ""
+    model(**x)
+    found += [call.recipe is not None for call in model._calls.values()]
     os.environ["FLEXSP_BACKEND"] = "triton"
-    return [same, *found, torch.allclose(many[0], o, atol=1e-6)]
+
+    def of(v: torch.Tensor) -> torch.Tensor:  # linear
+        return model(**(x | {"v": v}))[0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        many = torch.func.vmap(of)(x["v"][None])[0]
+        _, moved = torch.func.jvp(of, (x["v"],), (x["v"],))
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(of(forward_ad.make_dual(x["v"], x["v"]))).tangent
+        (down,) = torch.autograd.grad(of(x["v"].requires_grad_()).sum(), x["v"])
+        up = torch.func.grad(lambda v: of(v).sum())(x["v"].detach())
+    told = [str(w.message) for w in caught if "runs in PyTorch" in str(w.message)]
+    pairs = ((many, o), (moved, o), (tangent, o), (up, down))
+    return [*found, *(torch.allclose(a, b, atol=1e-6) for a, b in pairs), len(told) == 1]
 
 
 def test_copies_backends_and_transforms(tmp_path: Path) -> None:
-    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, False, True]]
+    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, True, False, True, True, True, True, True]]
 
 
 def _k_v(k: Any, v: Any) -> Any:
@@ -364,6 +384,24 @@ def test_sizes_named_like_the_code_have_no_kernels(rows: str, cols: str) -> None
         _ = model.kernels
 
 
+@pytest.mark.parametrize("n", [13, 1091])
+def test_a_size_given_as_a_number_is_no_other_size(n: int) -> None:
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    meta |= {"z": SymbTensor(["T", H, n]), "prev_s": SymbTensor(["NS", H, K, V])}
+    model = LinearAttention(meta, lambda k, v, z: k.T @ (v * z.sum(1)[:, None]), _sum, _within)
+    with pytest.raises(NotAvailable, match=f"no sizes that are plain numbers .*in the way: .'{n}'"):
+        _ = model.kernels
+
+
+def test_any_number_of_sizes() -> None:
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    meta |= {f"z{i}": SymbTensor(["T", H, ConstExpr(f"Z{i}", 8)]) for i in range(9)}
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
+    assert model.kernels.layout.tokens["z8"] == ("C", "Z8")
+
+
 def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
     weights that are infinite above the diagonal, states that are not read, no sequences."""
@@ -378,6 +416,48 @@ def test_more_heads_than_a_grid_has() -> None:
     given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
     with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000"):
         Recipe(code, given, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": torch.ones(1, 9, 2, 8).to(torch.float8_e4m3fn)}, "k: expected a floating .* got torch.float8_e4m3fn"),
+        ({"k": torch.ones(1, 9, 2, 8).to_sparse()}, "k: expected a floating .* got .*sparse_coo"),
+        ({"cu_seqlens": torch.tensor([0, 9], device="meta")}, "cu_seqlens: expected a tensor on cpu, got one on meta"),
+        ({"sp": SequenceParallel(device="meta")}, "sp: expected a group on the inputs' cpu, got one on meta"),
+    ],
+)
+def test_what_kernels_could_not_read_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = variants.load("simple_gla").make(2, 8, 4)
+    with pytest.raises(ValueError, match=message):
+        model(**(gated() | changes))
+
+
+def test_threads_make_variants_at_once() -> None:
+    def make(name: str) -> str:
+        together.wait()
+        model = variants.load(name).make(2, 8, 4)
+        return model.program.transition if model.kernels.kernels else ""
+
+    names = ("linear", "simple_gla", "gla", "deltanet")
+    together = threading.Barrier(len(names))
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert [*pool.map(make, names)] == ["none", "scalar", "vector", "dense"]
+
+
+def twice(sp: Any, folder: str, name: str) -> bool:
+    """Whether gradients of a shard without tokens are the same in a second backward pass."""
+    x, _ = variants.draw(name, 2, 0, 0)
+    leaves = {key: y.float().requires_grad_() for key, y in x.items()}
+    leaves["prev_s"] = torch.randn(2, variants.H, *variants.state_sizes(name)).requires_grad_()
+    _, final = variants.load(name).make(variants.H, variants.K, variants.V, code_dir=folder)(**leaves)
+    first, second = (torch.autograd.grad(final.sum(), leaves["prev_s"], retain_graph=True)[0] for _ in range(2))
+    return torch.equal(first, torch.ones_like(first)) and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
+def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
+    assert run_ranks(twice, 1, str(tmp_path), name, env=ENV) == [True]
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------

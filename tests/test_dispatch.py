@@ -16,7 +16,15 @@ import torch
 from torch.autograd import forward_ad
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_scores, unit_lower_inverse
+from flexsp.compiler import (
+    ConstExpr,
+    LinearAttention,
+    SymbTensor,
+    cache_result,
+    decayed_scores,
+    identity,
+    unit_lower_inverse,
+)
 from flexsp.exceptions import NotAvailable
 from flexsp.scan import launch as module
 from flexsp.scan.launch import Shot
@@ -210,8 +218,6 @@ def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
 
 
 def test_a_kept_tile_begins_with_the_tokens() -> None:
-    from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
-
     def chunk(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         inverse = unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1))
         cache_result((inverse @ k).T, "turned")
@@ -345,6 +351,14 @@ def _halved(prev_s: Any) -> Any:
     return 0.5 * prev_s
 
 
+def _erasing(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+    return prev_s - (0.1 * k).T @ ((0.1 * k) @ prev_s) + chunk_state
+
+
+def _opened(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return (q @ chunk_state) * v.sigmoid() + (q @ k.T).tril(0) @ v
+
+
 def _caching(name: str) -> tuple[Any, Any]:
     """chunk_mode and merge_mode with a product kept under a name."""
 
@@ -369,6 +383,7 @@ def odd(sp: Any, folder: str) -> list[float]:
         chunk, merge = _caching(name)
         found.append(differs(LinearAttention(meta, chunk, _sum, merge, **options), gated()))
     found.append(differs(LinearAttention(meta, _k_v, _sum, _by_distance, **options), gated()))
+    found.append(differs(LinearAttention(meta, _k_v, _erasing, _opened, **options), gated()))
     for decay in (_replaced, _halved):
         model = LinearAttention(meta, _k_v, decay, _within, **options)
         found += [differs(model, gated(19, prev_s=torch.randn(1, 2, 8, 4))), differs(model, gated(B=0))]
@@ -394,6 +409,17 @@ def test_a_size_given_as_a_number_is_no_other_size(n: int) -> None:
         _ = model.kernels
 
 
+def test_a_factor_of_what_is_subtracted_is_seen() -> None:
+    def decay(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+        return torch.sub(identity(k, k.size(1)), k.T @ k, alpha=0.1) @ prev_s + chunk_state
+
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, decay, _within)
+    with pytest.raises(NotAvailable, match="kernels keep tiles whose first axis is the tokens"):
+        _ = model.kernels
+
+
 def test_any_number_of_sizes() -> None:
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
@@ -404,7 +430,8 @@ def test_any_number_of_sizes() -> None:
 
 def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
-    weights that are infinite above the diagonal, states that are not read, no sequences."""
+    weights that are infinite above the diagonal, outputs of a dense transition with a gate for each of their columns,
+    states that are not read, no sequences."""
     (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
     assert max(errors) < 1e-5, errors
 
@@ -436,8 +463,7 @@ def test_what_kernels_could_not_read_is_refused(changes: dict[str, Any], message
 def test_threads_make_variants_at_once() -> None:
     def make(name: str) -> str:
         together.wait()
-        model = variants.load(name).make(2, 8, 4)
-        return model.program.transition if model.kernels.kernels else ""
+        return variants.load(name).make(2, 8, 4).program.transition
 
     names = ("linear", "simple_gla", "gla", "deltanet")
     together = threading.Barrier(len(names))

@@ -160,6 +160,8 @@ def _reassociate(graph: Graph) -> None:
         if not _is(node, "matmul", "mm", "matmul_out_fp32") or len(node.args) != 2 or not _is(node.args[0], "sub"):
             continue
         difference, right = node.args[0], node.args[1]
+        if difference.kwargs:  # alpha
+            continue
         eye, product = difference.args
         if not (isinstance(eye, Node) and eye.target is primitives.identity and _is(product, "matmul", "mm")):
             continue

@@ -373,7 +373,7 @@ def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[s
     K, V = layout.rows, layout.cols
     graph, _ = cut(step, ["d_S"], given, join=True)
     without(graph, "do")
-    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.name != "dS" and V in dims(x)]
+    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.users and x.name != "dS" and V in dims(x)]
     if wide:
         raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
     end: Any = next(node for node in graph.nodes if node.op == "output")

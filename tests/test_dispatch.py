@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import (
     ConstExpr,
     LinearAttention,
@@ -18,6 +23,7 @@ from flexsp.compiler import (
     cache_result,
     decayed_scores,
     engine,
+    identity,
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
@@ -213,8 +219,6 @@ def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
 
 
 def test_a_kept_tile_begins_with_the_tokens() -> None:
-    from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
-
     def chunk(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         inverse = unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1))
         cache_result((inverse @ k).T, "turned")
@@ -281,22 +285,37 @@ def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
 
 
 def plain(sp: Any, folder: str) -> list[Any]:
-    """What is not a call of kernels on plain tensors: copies, another backend, transforms of torch.func."""
+    """What is not a call of kernels on plain tensors: copies, another backend, transforms of torch.func, tangents."""
     import copy
+    import pickle
 
     torch.manual_seed(0)
     model, x = variants.load("simple_gla").make(2, 8, 4, code_dir=folder), gated()
-    same = torch.equal(model(**x)[0], copy.deepcopy(model)(**x)[0])
-    os.environ["FLEXSP_BACKEND"] = ""
     o = model(**x)[0]
-    found = [call.recipe is not None for call in model._calls.values()]
-    many = torch.func.vmap(lambda q: model(**(x | {"q": q}))[0])(x["q"][None])
+    found = [torch.equal(other(**x)[0], o) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+    os.environ["FLEXSP_BACKEND"] = ""
+    model(**x)
+    found += [call.recipe is not None for call in model._calls.values()]
     os.environ["FLEXSP_BACKEND"] = "triton"
-    return [same, *found, torch.allclose(many[0], o, atol=1e-6)]
+
+    def of(v: torch.Tensor) -> torch.Tensor:  # linear
+        return model(**(x | {"v": v}))[0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        many = torch.func.vmap(of)(x["v"][None])[0]
+        _, moved = torch.func.jvp(of, (x["v"],), (x["v"],))
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(of(forward_ad.make_dual(x["v"], x["v"]))).tangent
+        (down,) = torch.autograd.grad(of(x["v"].requires_grad_()).sum(), x["v"])
+        up = torch.func.grad(lambda v: of(v).sum())(x["v"].detach())
+    told = [str(w.message) for w in caught if "runs in PyTorch" in str(w.message)]
+    pairs = ((many, o), (moved, o), (tangent, o), (up, down))
+    return [*found, *(torch.allclose(a, b, atol=1e-6) for a, b in pairs), len(told) == 1]
 
 
 def test_copies_backends_and_transforms(tmp_path: Path) -> None:
-    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, False, True]]
+    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, True, False, True, True, True, True, True]]
 
 
 def _k_v(k: Any, v: Any) -> Any:
@@ -333,6 +352,14 @@ def _halved(prev_s: Any) -> Any:
     return 0.5 * prev_s
 
 
+def _erasing(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+    return prev_s - (0.1 * k).T @ ((0.1 * k) @ prev_s) + chunk_state
+
+
+def _opened(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return (q @ chunk_state) * v.sigmoid() + (q @ k.T).tril(0) @ v
+
+
 def _caching(name: str) -> tuple[Any, Any]:
     """chunk_mode and merge_mode with a product kept under a name."""
 
@@ -357,6 +384,7 @@ def odd(sp: Any, folder: str) -> list[float]:
         chunk, merge = _caching(name)
         found.append(differs(LinearAttention(meta, chunk, _sum, merge, **options), gated()))
     found.append(differs(LinearAttention(meta, _k_v, _sum, _by_distance, **options), gated()))
+    found.append(differs(LinearAttention(meta, _k_v, _erasing, _opened, **options), gated()))
     for decay in (_replaced, _halved):
         model = LinearAttention(meta, _k_v, decay, _within, **options)
         found += [differs(model, gated(19, prev_s=torch.randn(1, 2, 8, 4))), differs(model, gated(B=0))]
@@ -372,9 +400,39 @@ def test_sizes_named_like_the_code_have_no_kernels(rows: str, cols: str) -> None
         _ = model.kernels
 
 
+@pytest.mark.parametrize("n", [13, 1091])
+def test_a_size_given_as_a_number_is_no_other_size(n: int) -> None:
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    meta |= {"z": SymbTensor(["T", H, n]), "prev_s": SymbTensor(["NS", H, K, V])}
+    model = LinearAttention(meta, lambda k, v, z: k.T @ (v * z.sum(1)[:, None]), _sum, _within)
+    with pytest.raises(NotAvailable, match=f"no sizes that are plain numbers .*in the way: .'{n}'"):
+        _ = model.kernels
+
+
+def test_a_factor_of_what_is_subtracted_is_seen() -> None:
+    def decay(prev_s: Any, chunk_state: Any, k: Any) -> Any:
+        return torch.sub(identity(k, k.size(1)), k.T @ k, alpha=0.1) @ prev_s + chunk_state
+
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, decay, _within)
+    with pytest.raises(NotAvailable, match="kernels keep tiles whose first axis is the tokens"):
+        _ = model.kernels
+
+
+def test_any_number_of_sizes() -> None:
+    H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
+    meta |= {f"z{i}": SymbTensor(["T", H, ConstExpr(f"Z{i}", 8)]) for i in range(9)}
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
+    assert model.kernels.layout.tokens["z8"] == ("C", "Z8")
+
+
 def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
-    weights that are infinite above the diagonal, states that are not read, no sequences."""
+    weights that are infinite above the diagonal, outputs of a dense transition with a gate for each of their columns,
+    states that are not read, no sequences."""
     (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
     assert max(errors) < 1e-5, errors
 
@@ -396,6 +454,47 @@ def test_more_heads_than_a_grid_has() -> None:
     given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
     with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000"):
         Recipe(code, given, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": torch.ones(1, 9, 2, 8).to(torch.float8_e4m3fn)}, "k: expected a floating .* got torch.float8_e4m3fn"),
+        ({"k": torch.ones(1, 9, 2, 8).to_sparse()}, "k: expected a floating .* got .*sparse_coo"),
+        ({"cu_seqlens": torch.tensor([0, 9], device="meta")}, "cu_seqlens: expected a tensor on cpu, got one on meta"),
+        ({"sp": SequenceParallel(device="meta")}, "sp: expected a group on the inputs' cpu, got one on meta"),
+    ],
+)
+def test_what_kernels_could_not_read_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = variants.load("simple_gla").make(2, 8, 4)
+    with pytest.raises(ValueError, match=message):
+        model(**(gated() | changes))
+
+
+def test_threads_make_variants_at_once() -> None:
+    def make(name: str) -> str:
+        together.wait()
+        return variants.load(name).make(2, 8, 4).program.transition
+
+    names = ("linear", "simple_gla", "gla", "deltanet")
+    together = threading.Barrier(len(names))
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert [*pool.map(make, names)] == ["none", "scalar", "vector", "dense"]
+
+
+def twice(sp: Any, folder: str, name: str) -> bool:
+    """Whether gradients of a shard without tokens are the same in a second backward pass."""
+    x, _ = variants.draw(name, 2, 0, 0)
+    leaves = {key: y.float().requires_grad_() for key, y in x.items()}
+    leaves["prev_s"] = torch.randn(2, variants.H, *variants.state_sizes(name)).requires_grad_()
+    _, final = variants.load(name).make(variants.H, variants.K, variants.V, code_dir=folder)(**leaves)
+    first, second = (torch.autograd.grad(final.sum(), leaves["prev_s"], retain_graph=True)[0] for _ in range(2))
+    return torch.equal(first, torch.ones_like(first)) and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
+def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
+    assert run_ranks(twice, 1, str(tmp_path), name, env=ENV) == [True]
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------

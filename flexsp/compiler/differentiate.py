@@ -7,6 +7,7 @@ symbols, so one graph serves every chunk length and head size. Kernels are made 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ from flexsp.compiler.values import is_state
 __all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
-_PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-_CHUNK = 11
+_LEAST, _GAP = 1000, 90
 _DECOMPOSED = [
     aten.sigmoid_backward, aten.tanh_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward,
     aten.elu, aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.gelu, aten.gelu_backward,
@@ -88,17 +88,25 @@ class Step:
 
 
 class _Sizes:
-    """Sizes by which a trace tells dimensions apart: a prime for each."""
+    """Sizes by which a trace tells dimensions apart: a large prime for each, none that is `given` as a number."""
 
-    def __init__(self) -> None:
-        self.hints: dict[str, int] = {"C": _CHUNK}
+    def __init__(self, given: Iterable[float] = ()) -> None:
+        self.given = set(given)
+        self.hints: dict[str, int] = {}
+        self.chunk = self._new("C")
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
 
     def of(self, size: Size) -> int:
         if not isinstance(size, ConstExpr):
             return int(size) if isinstance(size, int) else self.hints[size]
-        return self.hints.setdefault(size.name, _PRIMES[len(self.hints) - 1])
+        return self.hints.get(size.name) or self._new(size.name)
+
+    def _new(self, name: str) -> int:
+        start = max(self.hints.values(), default=_LEAST) + _GAP
+        free = (n for n in itertools.count(start) if n not in self.given and all(n % d for d in range(2, n)))
+        self.hints[name] = next(free)
+        return self.hints[name]
 
     def tensor(self, sizes: Sequence[int]) -> torch.Tensor:
         known = set(self.hints.values())
@@ -184,6 +192,8 @@ def _reassociate(graph: Graph) -> None:
         if not _is(node, "matmul", "mm", "matmul_out_fp32") or len(node.args) != 2 or not _is(node.args[0], "sub"):
             continue
         difference, right = node.args[0], node.args[1]
+        if difference.kwargs:  # alpha
+            continue
         eye, product = difference.args
         if not (isinstance(eye, Node) and eye.target is primitives.identity and _is(product, "matmul", "mm")):
             continue
@@ -200,16 +210,18 @@ def _reassociate(graph: Graph) -> None:
 
 def differentiate(program: Program) -> Step:
     """The step of `program` with its adjoint."""
-    meta, sizes = program.meta, _Sizes()
+    meta = program.meta
+    shapes_given = [x.shape for x in (*meta.tokens.values(), *meta.params.values(), meta.state)]
+    sizes = _Sizes({n for shape in shapes_given for n in shape if isinstance(n, int)} | {*meta.numbers.values()})
     state = [sizes.of(s) for s in meta.state_sizes]
     of_parts = [[sizes.of(ConstExpr(s, 1)) for s in part.sizes] for part in program.parts]
     states = state_names(program)
-    shapes = {name: [_CHUNK, *(sizes.of(s) for s in what.shape[2:])] for name, what in meta.tokens.items()}
+    shapes = {name: [sizes.chunk, *(sizes.of(s) for s in what.shape[2:])] for name, what in meta.tokens.items()}
     shapes |= {name: [sizes.of(s) for s in what.shape[1:]] for name, what in meta.params.items()}
     names = [*shapes, *states]
     inputs = [sizes.tensor(shape) for shape in (*shapes.values(), state, *of_parts)]
     width = [sizes.of(s) for s in (program.value_sizes if not isinstance(program.value_sizes[0], int) else state[-1:])]
-    cotangents = [sizes.tensor([_CHUNK, width[-1]]), *(sizes.tensor(shape) for shape in (state, *of_parts))]
+    cotangents = [sizes.tensor([sizes.chunk, width[-1]]), *(sizes.tensor(shape) for shape in (state, *of_parts))]
     phases = [_with_intrinsics(x) for x in (program.chunk, program.decay, program.merge)]
     chunk, decay, merge = (_apart(module, len(states)) for module in phases)
     outputs: list[str] = []

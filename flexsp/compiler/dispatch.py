@@ -306,17 +306,20 @@ class Recipe:
             "summarize", plan.walk, ["@states", initial, *carried, self.table], columns=width, BOUNDARY=self.given
         )
         if not plan.n_chunks:
-            steps.append(lambda frame: self._nothing(frame, "@states", 0, initial))
+            steps += [self._unit, lambda frame: self._nothing(frame, "@states", 0, initial)]
         return [*steps, self._propagate("@states", False)]
 
-    def _nothing(self, frame: Frame, states: str, slot: int, given: str | None) -> None:
-        """What a shard without tokens contributes."""
-        frame[states].zero_()
+    def _unit(self, frame: Frame) -> None:
+        """The transition of a shard without tokens. Backward passes find it saved, and leave it as it is."""
         for name in ("@decay", "@cut"):
             if name in self.saved.places:
                 frame[name].zero_()
         if self.code.dense:
             frame["@A"][:] = torch.eye(self.K, device=self.device)
+
+    def _nothing(self, frame: Frame, states: str, slot: int, given: str | None) -> None:
+        """What a shard without tokens adds to the states, or to their gradients."""
+        frame[states].zero_()
         if given is not None and not self.docs:
             frame[states][:, slot] = frame[given]
 

@@ -54,7 +54,7 @@ def without(graph: Graph, name: str) -> None:
 
 def _stays_zero(node: Any, zero: set[Any]) -> bool:
     if node.target in _SUMS:
-        return all(x in zero for x in node.all_input_nodes)
+        return all(x in zero for x in node.args)
     if node.target is aten.masked_fill.Scalar:
         return bool(node.args[2] == 0)
     if node.target is aten.where.self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flexsp.comm.group import SequenceParallel, resolve_sp, sp_over
 from flexsp.compiler import functions
@@ -27,6 +29,8 @@ __all__ = ["LinearAttention"]
 
 _CHUNK = 64
 _CALLS = 256  # signatures that are kept
+_MAKING = threading.RLock()  # tracers and forward-mode differentiation have one state for all threads
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KINDS = {
     "none": "the state is kept: ranks add up",
     "scalar": "one factor for the state: ranks exchange the state and multiply",
@@ -96,15 +100,7 @@ class LinearAttention:
         self._autotune = autotune
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
-        inputs = {*meta.tokens, *meta.params, *meta.numbers}
-        chunk = trace(chunk_mode, "chunk_mode", inputs, meta.numbers)
-        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
-        self.program: Program = check(
-            meta,
-            chunk,
-            trace(decay_mode, "decay_mode", {*after_chunk, STATE}, meta.numbers),
-            trace(merge_mode, "merge_mode", after_chunk, meta.numbers),
-        )
+        self.program: Program = _program(meta, chunk_mode, decay_mode, merge_mode)
         if enable_aot:
             self._compile_ahead()
 
@@ -187,6 +183,10 @@ class LinearAttention:
         self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
         return make(code, given, prev_s, cu_seqlens, group, found.plan)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes make their kernels anew."""
+        return {name: x for name, x in self.__dict__.items() if name != "_generated"} | {"_calls": {}}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
         """Copies of a module run the same kernels."""
         return self
@@ -226,14 +226,16 @@ class LinearAttention:
         for x in (*tokens.values(), *params.values()):
             wide = torch.promote_types(wide, x.dtype)
         names = self._known(tokens, params)
+        if group is not None and group.device.type != first.device.type:
+            raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
         B, T, H = first.shape[:3]
         N = B
         if cu_seqlens is not None:
-            _check_boundaries(cu_seqlens, B)
+            _check_boundaries(cu_seqlens, B, first.device)
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         _check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
-        code = self._kernels(first, wide, names, group)
+        code = self._kernels(first, wide, names, group, (*inputs.values(), prev_s))
         recipe = None
         if code is not None:
             from flexsp.compiler import dispatch
@@ -263,7 +265,7 @@ class LinearAttention:
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
-            with _no_autocast("cpu"), _no_autocast("cuda"):
+            with _MAKING, _no_autocast("cpu"), _no_autocast("cuda"):
                 return generated(self._for_kernels(), self._code_dir, self._C)
         except NotEmittable as error:
             return str(error)
@@ -273,7 +275,8 @@ class LinearAttention:
         return self.program
 
     def _kernels(
-        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], group: SequenceParallel | None
+        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], group: SequenceParallel | None,
+        given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call, None where the functions run in PyTorch."""
         if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
@@ -281,6 +284,8 @@ class LinearAttention:
         code = self._generated
         ranks = group is not None and group.world_size > 1
         reason = code if isinstance(code, str) else code.refuses(names, first.dtype, first.is_cuda, ranks)
+        if _forward_mode() or any(x is not None and _aligned(x) is None for x in given):
+            reason = "kernels have no derivatives in forward mode and no transforms of torch.func"
         if reason is None:
             assert not isinstance(code, str)
             return code
@@ -339,8 +344,9 @@ class LinearAttention:
             missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
             raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
         for name, x in inputs.items():
-            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-                raise ValueError(f"{name}: expected a floating tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+            if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.layout != torch.strided:
+                got = f"{x.dtype} ({x.layout})" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"{name}: expected a floating tensor of 16, 32 or 64 bits, got {got}")
         leading = next(iter(meta.tokens))
         extra = inputs[leading].dim() - len(meta.tokens[leading].shape)
         if extra not in (0, 1):
@@ -382,6 +388,16 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
+def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
+    """The functions traced and checked."""
+    inputs = {*meta.tokens, *meta.params, *meta.numbers}
+    with _MAKING:
+        chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
+        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
+        decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
+        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers))
+
+
 @dataclass(frozen=True)
 class _Call:
     """What all calls of one signature share: tokens of this rank, shape and dtype of states, the kernels' recipe."""
@@ -403,8 +419,13 @@ def _signature(
             facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
         else:
             facts.append(type(x))
-    facts += [None if sp is None else sp.id, os.environ.get("FLEXSP_BACKEND")]
+    facts += [None if sp is None else sp.id, os.environ.get("FLEXSP_BACKEND"), _forward_mode()]
     return tuple(facts)
+
+
+def _forward_mode() -> bool:
+    """Whether tensors may carry tangents, which kernels would lose."""
+    return forward_ad._current_level >= 0
 
 
 def _aligned(x: torch.Tensor) -> bool | None:
@@ -450,11 +471,13 @@ def _no_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def _check_boundaries(cu_seqlens: torch.Tensor, B: int) -> None:
+def _check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
     integers = (torch.int32, torch.int64)
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
         got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__), list(getattr(cu_seqlens, "shape", ()))
         raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of int32 or int64, got {got[0]} {got[1]}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected a tensor on {device}, got one on {cu_seqlens.device}")
     if B != 1:
         raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
     if cu_seqlens.numel() < 2:

@@ -389,7 +389,7 @@ def _transition(step: Step, given: Sequence[str], body: _Body, memory: Mapping[s
     graph, _ = cut(step, [f"d_S{x.suffix}" for x in held], given, join=True)
     for name in ("do", *(f"dS{x.suffix}" for x in layout.places() if x not in held)):
         without(graph, name)
-    wide = [x.name for x in graph.nodes if x.op == "placeholder" and not is_state(x.name) and V in dims(x)]
+    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.users and not is_state(x.name) and V in dims(x)]
     if wide:
         raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
     end: Any = next(node for node in graph.nodes if node.op == "output")

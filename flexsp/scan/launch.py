@@ -237,7 +237,8 @@ class Shot:
             _compiled[key]._init_handles()
         constants = self.constants | {"PDL": dependent(torch.cuda.current_device())}
         fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
-        self.compiled, self._after = _compiled[key], (*self.numbers, *fixed)
+        self._after = (*self.numbers, *fixed)
+        self.compiled = _compiled[key]  # last: another thread that sees it finds what it is launched with
         return self.compiled
 
 

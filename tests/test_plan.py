@@ -25,8 +25,8 @@ from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.explain import describe
 from flexsp.compiler.model import Predicted, predict
 from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan, padded
-from flexsp.compiler.skeleton import WALKS
 from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.walks import WALKS
 from tests import variants
 
 NAMES = ("simple_gla", "gla", "deltanet")

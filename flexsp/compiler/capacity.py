@@ -20,7 +20,7 @@ import torch
 from flexsp.compiler.intrinsic_kernels import COLUMNS
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.rewrite import dims, reverse_cumsum
-from flexsp.compiler.skeleton import FLIPPED, HELD
+from flexsp.compiler.walks import FLIPPED, HELD
 
 __all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
 

@@ -25,7 +25,7 @@ from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.compiler.plan import Launch, Plan
-from flexsp.compiler.skeleton import WALKS
+from flexsp.compiler.walks import WALKS
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
 from flexsp.scan.propagate import local_launch, propagate

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 
+from flexsp.compiler.body import Kernel, Layout
 from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Step, differentiate, state_names
 from flexsp.compiler.intrinsics import SUMS
@@ -24,9 +25,10 @@ from flexsp.compiler.meta import ConstExpr
 from flexsp.compiler.places import places
 from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
 from flexsp.compiler.rewrite import dims
-from flexsp.compiler.skeleton import WALKS, Kernel, Layout, make_kernel
+from flexsp.compiler.skeleton import make_kernel
 from flexsp.compiler.stages import make_stages, split_gradients
 from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.walks import WALKS
 from flexsp.scan.dense import DENSE_ROWS
 from flexsp.scan.launch import newer_assembler
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.compiler.body import Kernel
 from flexsp.compiler.capacity import SHARED_LIMIT, Load, intrinsic_load, part_load
 from flexsp.compiler.intrinsic_kernels import WARPS
-from flexsp.compiler.skeleton import WALKS, Kernel
 from flexsp.compiler.values import is_state
+from flexsp.compiler.walks import WALKS
 
 if TYPE_CHECKING:
     from flexsp.compiler.differentiate import Intrinsic

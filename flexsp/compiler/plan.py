@@ -17,8 +17,8 @@ import torch
 
 from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.model import Predicted, predict, tiles_of
-from flexsp.compiler.skeleton import WALKS
 from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.walks import WALKS
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated

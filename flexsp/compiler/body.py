@@ -1,0 +1,300 @@
+"""Stage 5b: what all generated kernels share: sizes and places of their arguments, loads, stores, signatures."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph
+
+from flexsp.compiler.emit import Emitter
+from flexsp.compiler.meta import Part
+from flexsp.compiler.places import Place, matrix, places
+from flexsp.compiler.rewrite import dims
+from flexsp.compiler.values import NotEmittable, Value, block, is_state, is_turned, turned
+
+__all__ = [
+    "Body", "Kernel", "Layout", "do_last", "elements", "emitter_of", "header", "indent", "index", "kernel_of",
+    "laid_out", "reads_in_memory", "setup", "store_kept", "store_of_chunk", "store_tokens",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the sizes: `rows` and `cols` of the state, `sizes` all; tokens, params and kept values by name.
+
+    A vector is one row, "1"; `state` are its own sizes. Its walks have some of its numbers a program, as they have some
+    columns of a matrix, and the scan over segments sees one column, since it takes a decay a row. `parts` are those of
+    the state besides the first.
+    """
+
+    rows: str
+    cols: str
+    sizes: tuple[str, ...]
+    tokens: dict[str, tuple[str, ...]]
+    params: dict[str, tuple[str, ...]]
+    kept: dict[str, tuple[str, ...]]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return (self.cols,) if self.rows == "1" else (self.rows, self.cols)
+
+    @property
+    def matrix(self) -> tuple[str, ...]:
+        """Sizes of all of the state as it is kept in memory, sums where it has parts."""
+        return matrix(self.state, self.parts)
+
+    def places(self, flip: bool = False) -> list[Place]:
+        return places(self.state, self.parts, flip)
+
+    def numbers(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Those of `matrix`."""
+        return tuple(sum(int(n) if n.isdigit() else sizes[n] for n in x.split(" + ")) for x in self.matrix)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Source of one kernel, the order of its arguments by role, and what it writes. `by_row`: kept values of which it
+    reads single rows only; `entering`: a walk from right to left that reads the state that enters each chunk.
+
+    `nodes` are the graph's nodes of each part, in the order in which they are loaded or computed.
+    """
+
+    name: str
+    source: str
+    tokens: tuple[str, ...]
+    params: tuple[str, ...]
+    kept: tuple[str, ...]
+    writes: tuple[str, ...]
+    contracted: frozenset[str]
+    by_row: frozenset[str]
+    parts: int
+    entering: bool = False
+    nodes: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass
+class Body:
+    """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on: in walks,
+    and of a vector state everywhere."""
+
+    layout: Layout
+    panels: bool
+    tokens: list[str] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    once: list[str] = field(default_factory=list)
+    by_row: set[str] = field(default_factory=set)
+    indices: set[str] = field(default_factory=set)
+    entering: bool = False
+
+
+def emitter_of(
+    graph: Graph, found: Mapping[str, Any], body: Body, memory: Mapping[str, str], state: str | None
+) -> tuple[Emitter, Mapping[str, Any]]:
+    emitter = Emitter(graph, {}, memory, apart=state is None)
+    emitter.given = {node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"}
+    return emitter, found
+
+
+def elements(sizes: tuple[str, ...]) -> str:
+    """Numbers of one chunk of a kept value, or of a state."""
+    return " * ".join(f"({s})" if " " in s else s for s in sizes) or "1"
+
+
+def reads_in_memory(body: Body, emitter: Emitter) -> None:
+    """Kept values that code reads a row at a time are arguments too."""
+    rows = [name for name in emitter.memory if name in emitter.rows_read and name not in body.kept]
+    body.kept += rows
+    body.by_row.update(rows)
+    body.indices |= emitter.indices
+
+
+def do_last(tokens: list[str]) -> list[str]:
+    return [*(x for x in tokens if x != "do"), *(x for x in tokens if x == "do")]
+
+
+def kernel_of(
+    kind: str, source: str, body: Body, writes: Sequence[str], contracted: set[str], parts: int = 1
+) -> Kernel:  # fmt: skip
+    return Kernel(
+        kind,
+        source,
+        tuple(body.tokens),
+        tuple(body.params),
+        tuple(body.kept),
+        tuple(writes),
+        frozenset(contracted),
+        frozenset(body.by_row),
+        parts,
+        body.entering,
+    )
+
+
+def index(size: str, body: Body) -> str:
+    """The size, whose indices `at_SIZE` the code then has."""
+    body.indices.add(size)
+    return size
+
+
+def first_of(size: str, body: Body) -> str:
+    """First column of this program's tile."""
+    return "v0" if body.panels and size == body.layout.cols else "0"
+
+
+# Loads ----------------------------------------------------------------------------------------------------------------
+
+
+def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Callable[[], Value]:
+    """What loads a placeholder; `state` is what the walk holds, None in chunkwise kernels."""
+    name, sizes = node.name, dims(node)
+
+    def load() -> Value:
+        if is_state(name):
+            return _load_state(name, sizes, body, emitter, state)
+        if any(s.isdigit() for s in sizes) or len(sizes) > 2:
+            raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
+        if name in body.layout.kept:
+            return _load_kept(name, sizes, body, emitter)
+        if name in body.layout.params:
+            return _load_param(name, sizes, body)
+        if name not in body.tokens:
+            body.tokens.append(name)
+        if len(sizes) == 1:
+            text = f"tl.load({name}_ptr + (start + rows) * {name}_st, mask=rows < length, other=0.0).to(tl.float32)"
+            return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
+        n = sizes[1]
+        text = f"load_rows({name}_ptr + start * {name}_st, {name}_st, length, {first_of(n, body)}, C, {n}, {block(n)})"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0, 1}), raw=True))
+
+    return load
+
+
+def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter, state: str | None) -> Value:
+    """The state or its gradient, or a part: what the walk holds, or that of a chunk."""
+    stem = name.split("__")[0]
+    if state == stem:
+        text = f"tl.trans({name})" if emitter.flipped else name
+        return Value(text, sizes, frozenset(range(len(sizes))))
+    layout = body.layout
+    body.entering = body.entering or state is not None  # the gradient of a merge_mode that is not linear in the state
+    place = next(x for x in layout.places() if name == stem + x.suffix)
+    at = f"{'entering' if stem == 'S' else 'leaving'} + (row * n_chunks + c) * {elements(layout.matrix)}"
+    if len(sizes) == 1:
+        return emitter.let(name, Value(place.load(at, first_of(layout.cols, body)), sizes, frozenset({0})))
+    K, V = sizes
+    text = f"load_rows({at}{place.offset}, {place.stride}, {K}, {first_of(V, body)}, B{K}, {V}, B{V})"
+    return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
+
+
+def _load_kept(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter) -> Value:
+    if name not in body.kept:
+        body.kept.append(name)
+    body.by_row.discard(name)
+    at = f"{name}_ptr + c * {elements(sizes)}"
+    gates = name.startswith("gates_")  # running sums, whose rows past the chunk's length are all the same
+    steady = frozenset({0} if gates else ())
+    if not sizes:
+        return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + c)", ()))
+    if sizes[0] != "C":
+        n = index(sizes[0], body)
+        text = f"tl.load({at} + at_{n}, mask=at_{n} < {n}, other=0.0)"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
+    if len(sizes) == 1:
+        text = f"tl.load({at} + rows)" if gates else f"tl.load({at} + rows, mask=rows < length, other=0.0)"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset(() if gates else {0}), steady=steady))
+    n = sizes[1]
+    zero = frozenset({1} if n != "C" else ()) | frozenset(() if gates else {0})
+    text = f"load_rows({at}, {n}, {'C' if gates else 'length'}, {first_of(n, body)}, C, {n}, {block(n)})"
+    return emitter.let(f"{name}_c", Value(text, sizes, zero, wild=gates and n == "C", raw=True, steady=steady))
+
+
+def _load_param(name: str, sizes: tuple[str, ...], body: Body) -> Value:
+    if name not in body.params:
+        body.params.append(name)
+        if not sizes:
+            body.once.append(f"{name}_h = tl.load({name}_ptr + h).to(tl.float32)")
+        elif len(sizes) == 1:
+            n = index(sizes[0], body)
+            text = f"tl.load({name}_ptr + h * {n} + at_{n}, mask=at_{n} < {n}, other=0.0).to(tl.float32)"
+            body.once.append(f"{name}_h = {text}")
+        else:
+            raise NotEmittable(f"{name}: kernels take parameters of [H] or [H, N], got {sizes} a head")
+    return Value(f"{name}_h", sizes, frozenset(range(len(sizes))))
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def header(name: str, pointers: Sequence[str], numbers: Sequence[str], body: Body, flags: Sequence[str]) -> str:
+    sizes = [x for size in body.layout.sizes for x in (size, f"B{size}")]
+    constants = ", ".join(f"{x}: tl.constexpr" for x in (*sizes, "C", *flags, "PACKED", "DOT", "PREC", "PDL"))
+    strides = [f"{x}_{axis}" for x in body.tokens for axis in ("sb", "st", "sh")]
+    lines = textwrap.wrap(", ".join([*pointers, *strides, *numbers]) + ",", 112)
+    lines += textwrap.wrap(constants + ",", 112)
+    free = [*numbers, *(f"{x}_sb" for x in body.tokens if len(body.layout.tokens[x]) == 1)]
+    names = ", ".join(f'"{x}"' for x in free)
+    decorator = textwrap.wrap(f"@triton.jit(do_not_specialize=[{names}])", 112, subsequent_indent="    ")
+    return "\n".join([*decorator, f"def {name}(", *("    " + line for line in lines), "):\n"])
+
+
+def setup(body: Body, writes: Sequence[str]) -> list[str]:
+    lines = [
+        "b = tl.program_id(1) // H",
+        "h = (tl.program_id(1) % H).to(tl.int64)",
+        "row = tl.program_id(1).to(tl.int64)",
+        "rows = tl.arange(0, C)",
+    ]
+    for size in sorted(body.indices):
+        first = first_of(size, body)
+        lines.append(f"at_{size} = {'' if first == '0' else f'{first} + '}tl.arange(0, {block(size)})")
+    lines += [f"{x}_ptr += b.to(tl.int64) * {x}_sb + h * {x}_sh" for x in body.tokens]
+    kept = [*body.kept, *(w for w in writes if w in body.layout.kept)]
+    lines += [f"{x}_ptr += row * n_chunks * {elements(body.layout.kept[x])}" for x in kept]
+    return lines + body.once
+
+
+def indent(lines: Sequence[str], by: int) -> str:
+    return "".join("    " * by + line + "\n" for line in lines)
+
+
+def laid_out(emitter: Emitter, x: Value, sizes: tuple[str, ...]) -> str:
+    return emitter.full(x, sizes).text
+
+
+def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
+    """Stores the chunk's rows of a contiguous tensor [B, T, H, ...]."""
+    turn = is_turned(x.text)
+    text = turned(x).text if turn else laid_out(emitter, x, sizes)
+    if len(sizes) == 1:
+        return f"tl.store({at}_ptr + ((b.to(tl.int64) * T + start + rows) * H + h), {text}, mask=rows < length)"
+    n = sizes[1]
+    base = f"{at}_ptr + ((b.to(tl.int64) * T + start) * H + h) * {n}"
+    cols = f"{first_of(n, body)}, C, {n}, {block(n)}"
+    return f"store_{'columns' if turn else 'rows'}({base}, {text}, H * {n}, length, {cols})"
+
+
+def store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
+    if not sizes or sizes[0] != "C":
+        return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "c")
+    at = f"{name}_ptr + c * {elements(sizes)}"
+    x = emitter.full(x, sizes)
+    if not name.startswith("gates_"):
+        x = emitter.masked(x, 0)
+        x = emitter.masked(x, 1) if x.wild and sizes[1:] == ("C",) else x  # the others are loaded without their padding
+    text = x.f32
+    if len(sizes) == 1:
+        return f"tl.store({at} + rows, {text})"
+    return f"store_rows({at}, {text}, {sizes[1]}, C, {first_of(sizes[1], body)}, C, {sizes[1]}, {block(sizes[1])})"
+
+
+def store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: Body, row: str) -> str:
+    """Stores a number or a vector that a chunk leaves as a whole in its row of [rows, ...]."""
+    if not sizes:
+        return f"tl.store({base} + {row}, {x.f32})"
+    n = index(sizes[0], body)
+    row = f"({row})" if " " in row else row
+    return f"tl.store({base} + {row} * {n} + at_{n}, {laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"

@@ -1,0 +1,279 @@
+"""Stage 5b: walks, kernels that go over a segment's chunks with the state or its gradient in registers.
+
+`summarize`, `output` and `states` go from left to right with the state, `collect` and `back` from right to left with
+its gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexsp.compiler.body import (
+    Body,
+    Kernel,
+    Layout,
+    do_last,
+    elements,
+    emitter_of,
+    header,
+    indent,
+    index,
+    kernel_of,
+    laid_out,
+    reads_in_memory,
+    setup,
+    store_tokens,
+)  # fmt: skip
+from flexsp.compiler.differentiate import Step, cut
+from flexsp.compiler.emit import Emitter
+from flexsp.compiler.homogeneous import without
+from flexsp.compiler.places import Place
+from flexsp.compiler.rewrite import dims
+from flexsp.compiler.values import NotEmittable, Value, is_state, turned
+
+__all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
+
+# Walks that hold the state transposed: so it enters its products from registers.
+FLIPPED = ("output",)
+HELD = {"summarize": "S", "output": "S", "states": "S", "collect": "dS", "back": "dS"}
+"""What each walk holds: the state or its gradient."""
+WALKS = tuple(HELD)
+_KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of every chunk
+
+
+def make_walk(
+    kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = ()
+) -> Kernel:
+    """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
+    layout, state = body.layout, HELD[kind]
+    V = layout.cols
+    reverse, flip = state == "dS", bool(emitter.flipped)
+    body.tokens[:] = do_last(body.tokens)
+    reads_in_memory(body, emitter)
+    held = layout.places(flip)
+    new = {x: _new_state(emitter, results[f"{'d_S' if reverse else 'S'}{x.suffix}"], x, layout, flip) for x in held}
+    writes, after = [], []
+    if "o" in results:
+        writes.append("o")
+        after.append(store_tokens(emitter, "o", results["o"], ("C", V), body))
+    decays = "A" in results
+    ones, factors, stored = _decays(emitter, body, results) if decays else ([], [], [])
+    after += factors
+    at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + elements(layout.matrix)
+    ends = kind in ("summarize", "collect")
+    lines = [
+        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body, []),
+        "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
+    ]  # fmt: skip
+    cuts = kind == "summarize" and not transition
+    walk = [
+        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout),
+        *ones,
+        *(["cuts = 0"] if cuts else []),
+        *_walk_loop(kind, state, layout, held, cuts),
+    ]
+    texts = {x: y.f32 for x, y in new.items()}
+    walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, texts, layout))]
+    last = []
+    if ends:
+        last += [x.store(f"states + {at.format(int(not reverse))}", f"{state}{x.suffix}") for x in held]
+    elif kind in ("output", "back"):
+        last += ["if LEAVES:", "    if not PACKED:", f"        if seg == {'0' if reverse else 'n_seg - 1'}:"]
+        last += [
+            f"            {x.store(f'left + row * {elements(layout.matrix)}', state + x.suffix)}" for x in held
+        ]
+    last += stored
+    if cuts:
+        last += ["if PACKED:", "    tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))"]
+    source = _walk_header(kind, body, writes, ["transition"] if transition else ["decay"] if decays else [], cuts)
+    walk += last
+    if transition:
+        walk = [f"if tl.program_id(0) < tl.cdiv({V}, B{V}):", *(f"    {x}" for x in walk)]
+        walk += ["else:", *(f"    {x}" for x in transition)]
+    return kernel_of(kind, source + indent([*lines, *walk], 1), body, writes, emitter.contracted)
+
+
+def _new_state(emitter: Emitter, x: Value, place: Place, layout: Layout, flip: bool) -> Value:
+    x = emitter.full(x, place.sizes)
+    for axis, size in enumerate(place.sizes):
+        x = emitter.masked(x, axis) if size == layout.rows or size in emitter.contracted else x
+    return turned(x) if flip else x
+
+
+def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple[list[str], list[str], list[str]]:
+    """Lines before the loop, in it and after it that multiply a segment's decays up and store their logarithms, one a
+    row of the matrix. A column of it decays as the state does."""
+    layout = body.layout
+    factors = layout.state[0]
+    at = f"decay + ((b * n_seg + seg) * H + h) * {elements(layout.matrix[:1] if layout.parts else (factors,))}"
+    ones, inside, stored = [], [], []
+    firsts = {f"__{part.name}": part.row for part in layout.parts}
+    for place in layout.places():
+        total, a = f"total{place.suffix}", results[f"A{place.suffix}"]
+        if not place.of_columns:
+            continue
+        first = firsts.get(place.suffix)
+        where = at if first is None else f"{at} + {first}"
+        if len(place.sizes) == 2 or len(layout.state) == 1:
+            index(factors, body)
+            ones.append(f"{total} = tl.full([B{factors}], 1.0, tl.float32)")
+            factor = _per_row(emitter, a, layout)
+            once = f"(at_{factors} < {factors})" + (" & (tl.program_id(0) == 0)" if factors != layout.cols else "")
+            stored.append(f"tl.store({where} + at_{factors}, tl.log({total}), mask={once})")
+        else:
+            ones.append(f"{total} = 1.0")
+            factor = a.f32 if not a.sizes else f"tl.max({laid_out(emitter, a, place.sizes)}, axis=0)"
+            stored.append(f"tl.store({where}, tl.log({total}), mask=tl.program_id(0) == 0)")
+        inside.append(f"{total} = tl.where(length > 0, {total} * {factor}, {total})")
+    return ones, inside, stored
+
+
+def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
+    """A as a vector over the state's rows, or over the numbers of a vector."""
+    if not a.sizes:
+        return a.f32
+    if len(layout.state) == 1:
+        return laid_out(emitter, a, layout.state)
+    if a.sizes == ("1", "1"):
+        return f"tl.sum(tl.sum({a.f32}, axis=1), axis=0)"
+    if a.sizes[1] == "1":
+        return f"tl.sum({a.f32}, axis=1)"
+    return f"col_of({laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
+
+
+def _walk_start(kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout) -> list[str]:
+    """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
+    given = f"boundary + row * {elements(layout.matrix)}"
+    names = {x: f"{state}{x.suffix}" for x in held}
+    if kind in ("summarize", "collect"):
+        edge = [f"edge{x.suffix} = {x.zeros}" for x in held]
+        edge += ["if BOUNDARY:", "    if not PACKED:"]
+        edge += [f"        edge{x.suffix} = {x.load(given)}" for x in held]
+        edge += [x.store(entry, f"edge{x.suffix}") for x in held]
+        at_edge = f"if seg == {'n_seg - 1' if state == 'dS' else '0'}:"
+        return [*(f"{name} = {x.zeros}" for x, name in names.items()), at_edge, *(f"    {line}" for line in edge)]
+    return [
+        "if ENTERS:", *(f"    {name} = {x.load(entry)}" for x, name in names.items()),
+        "else:", *(f"    {name} = {x.zeros}" for x, name in names.items()),
+        "    if BOUNDARY:", "        if not PACKED:",
+        *(f"            {name} = {x.load(given)}" for x, name in names.items()),
+    ]  # fmt: skip
+
+
+def _walk_header(kind: str, body: Body, writes: Sequence[str], carries: Sequence[str], cuts: bool) -> str:
+    leaves = kind in ("output", "back")
+    pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
+    pointers += ["states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
+    pointers += [*carries, *(["cut"] if cuts else []), *(["entering"] if body.entering else []), "table"]
+    ends = kind in ("summarize", "collect")
+    flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
+    return header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
+
+
+def _walk_loop(
+    kind: str, state: str, layout: Layout, held: Sequence[Place] | None, cuts: bool = False
+) -> list[str]:  # fmt: skip
+    """A document starts from zeros or what is given; with `held` None nothing passes through the start of one."""
+    reverse = state == "dS"
+    edge, each = "last" if reverse else "first", elements(layout.matrix)
+    lines = [
+        "for n in range(c0, c1):",
+        f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
+        "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
+    ]
+    if held is None:
+        return lines
+    given = f"boundary + (doc * H + h).to(tl.int64) * {each}"
+    lines += ["    if PACKED:", f"        if {edge}:", *(f"            {state}{x.suffix} = {x.zeros}" for x in held)]
+    lines += ["            if BOUNDARY:", *(f"                {state}{x.suffix} = {x.load(given)}" for x in held)]
+    if cuts:
+        lines.append("        cuts = cuts | first.to(tl.int32)")
+    if kind in _KEEPS:
+        at = f"chunk_states + (row * n_chunks + c) * {each}"
+        lines += [f"    {x.store(at, state + x.suffix)}" for x in held]
+    return lines
+
+
+def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) -> list[str]:
+    """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
+    names = {x: f"{state}{x.suffix}" for x in new}
+    lines = []
+    if len(new) > 1:  # one may be made of another's old value
+        lines = [f"new{x.suffix} = {text}" for x, text in new.items()]
+        new = {x: f"new{x.suffix}" for x in new}
+    lines += ["if PACKED:", *(f"    {names[x]} = tl.where(length > 0, {text}, {names[x]})" for x, text in new.items())]
+    lines += ["else:", *(f"    {names[x]} = {text}" for x, text in new.items())]
+    left = f"left + (doc * H + h).to(tl.int64) * {elements(layout.matrix)}"
+    if kind in ("output", "back"):
+        lines += ["if PACKED:", "    if LEAVES:", f"        if {'last' if kind == 'output' else 'first'}:"]
+        lines += [f"            {x.store(left, names[x])}" for x in new]
+    if state == "dS":
+        lines += ["if PACKED:", *(f"    {names[x]} = tl.where(first, 0.0, {names[x]})" for x in new)]
+    return lines
+
+
+# Dense transitions over ranks -----------------------------------------------------------------------------------------
+
+
+def make_transition(
+    step: Step, given: Sequence[str], body: Body, memory: Mapping[str, str]
+) -> tuple[Emitter, list[str]]:  # fmt: skip
+    """Programs of `summarize` that take columns of the unit matrix from right to left: A^T, stored as A (MATH 8)."""
+    layout = body.layout
+    V, rows = layout.cols, elements(layout.matrix[:1])
+    held = [x for x in layout.places() if x.of_columns]
+    emitter, new = _across(step, given, body, memory, held)
+    start, last = _unit(layout, held, rows)
+    lines = [
+        f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
+        *start,
+        *_walk_loop("transition", "dS", layout, None),
+        *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new, layout)]),
+        *last,
+    ]
+    return emitter, [lines[0], *(re.sub(rf"\b{V}\b", rows, line) for line in lines[1:])]
+
+
+def _across(
+    step: Step, given: Sequence[str], body: Body, memory: Mapping[str, str], held: Sequence[Place]
+) -> tuple[Emitter, dict[Place, str]]:  # fmt: skip
+    """What carries the gradients of the parts `held` over a chunk, those of outputs and columns being zero."""
+    V = body.layout.cols
+    graph, _ = cut(step, [f"d_S{x.suffix}" for x in held], given, join=True)
+    for name in ("do", *(f"dS{x.suffix}" for x in body.layout.places() if x not in held)):
+        without(graph, name)
+    wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.users and not is_state(x.name) and V in dims(x)]
+    if wide:
+        raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
+    end: Any = next(node for node in graph.nodes if node.op == "output")
+    named = {f"d_S{x.suffix}": node for x, node in zip(held, end.args[0], strict=True)}
+    emitter, found = emitter_of(graph, named, body, memory, "dS")
+    results: dict[str, Value] = {}
+    emitter.run(found, results.__setitem__, order=False)
+    reads_in_memory(body, emitter)
+    if V in emitter.contracted:
+        raise NotEmittable("no kernels are made of a dense transition that sums over columns")
+    new = {x: emitter.full(results[f"d_S{x.suffix}"], x.sizes) for x in held}
+    return emitter, {x: (emitter.masked(y, 0) if len(x.sizes) == 2 else y).f32 for x, y in new.items()}
+
+
+def _unit(layout: Layout, held: Sequence[Place], rows: str) -> tuple[list[str], list[str]]:
+    """Lines that make columns of the unit matrix, the rows of a part each, and lines that store what became of them."""
+    K, V = layout.rows, layout.cols
+    cols = f"v0 + tl.arange(0, B{V})"
+    firsts = ["0", *(part.row for part in layout.parts if part.sizes != (K,))]
+    start, last = [], []
+    for place, first in zip(held, firsts, strict=True):
+        at = f"transition + row * {rows} * {rows}" + ("" if first == "0" else f" + {first}")
+        name, apart = f"dS{place.suffix}", f", False, {rows}" if layout.parts else ""
+        if len(place.sizes) == 2:
+            unit = f"tl.arange(0, B{K})[:, None]" + ("" if first == "0" else f" + {first}")
+            unit = f"({unit} == {cols}[None, :]).to(tl.float32)"
+            start.append(f"{name} = {f'keep_rows({unit}, {K})' if layout.parts else unit}")
+            last.append(f"store_state({at}, tl.trans({name}), v0, 0, True, {rows}, {K}, B{V}, B{K}{apart})")
+        else:
+            start.append(f"{name} = ({cols} == {first}).to(tl.float32)")
+            last.append(f"store_state({at}, {name}, 0, v0, True, None, {rows}, None, B{V}, False, {rows})")
+    return start, last

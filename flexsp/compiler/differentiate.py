@@ -30,7 +30,7 @@ from flexsp.compiler.values import is_state
 __all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
-_LEAST, _GAP = 1000, 90
+_CHUNK, _LEAST, _GAP = 11, 1000, 90
 _DECOMPOSED = [
     aten.sigmoid_backward, aten.tanh_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward,
     aten.elu, aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.gelu, aten.gelu_backward,
@@ -88,12 +88,15 @@ class Step:
 
 
 class _Sizes:
-    """Sizes by which a trace tells dimensions apart: a large prime for each, none that is `given` as a number."""
+    """Sizes by which a trace tells dimensions apart: a large prime for each, none that is `given` as a number.
+
+    A chunk's is small: `unbind` makes a node of every token.
+    """
 
     def __init__(self, given: Iterable[float] = ()) -> None:
         self.given = set(given)
         self.hints: dict[str, int] = {}
-        self.chunk = self._new("C")
+        self.chunk = self._new("C", _CHUNK)
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
 
@@ -102,8 +105,8 @@ class _Sizes:
             return int(size) if isinstance(size, int) else self.hints[size]
         return self.hints.get(size.name) or self._new(size.name)
 
-    def _new(self, name: str) -> int:
-        start = max(self.hints.values(), default=_LEAST) + _GAP
+    def _new(self, name: str, least: int = _LEAST) -> int:
+        start = max(least, max(self.hints.values(), default=0) + _GAP)
         free = (n for n in itertools.count(start) if n not in self.given and all(n % d for d in range(2, n)))
         self.hints[name] = next(free)
         return self.hints[name]

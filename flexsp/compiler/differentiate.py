@@ -30,7 +30,7 @@ from flexsp.compiler.values import is_state
 __all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
-_CHUNK, _LEAST, _GAP = 11, 1000, 90
+_CHUNK, _LEAST, _GAP = 11, 100, 90
 _DECOMPOSED = [
     aten.sigmoid_backward, aten.tanh_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward,
     aten.elu, aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.gelu, aten.gelu_backward,
@@ -88,9 +88,9 @@ class Step:
 
 
 class _Sizes:
-    """Sizes by which a trace tells dimensions apart: a large prime for each, none that is `given` as a number.
+    """Sizes by which a trace tells dimensions apart: a prime for each, none that is `given` as a number.
 
-    A chunk's is small: `unbind` makes a node of every token.
+    None is larger than it must be: `unbind` makes a node of every row.
     """
 
     def __init__(self, given: Iterable[float] = ()) -> None:

@@ -106,7 +106,7 @@ class _Sizes:
         return self.hints.get(size.name) or self._new(size.name)
 
     def _new(self, name: str, least: int = _LEAST) -> int:
-        start = max(least, max(self.hints.values(), default=0) + _GAP)
+        start = max(least, max(self.hints.values(), default=-_GAP) + _GAP)
         free = (n for n in itertools.count(start) if n not in self.given and all(n % d for d in range(2, n)))
         self.hints[name] = next(free)
         return self.hints[name]

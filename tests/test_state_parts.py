@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from flexsp.grammar import FlexLinearAttention, decay
+from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import NOT_LINEAR, DrawnProgram
-from tests.test_custom_transition import CLASSES, SIZES, Tensors, draw_transition
+from tests.test_custom_transition import CLASSES, SIZES, Counters, Tensors, draw_transition
 from tests.test_generated import ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
 from tests.test_generated_programs import WHOLE, check_program, variable
 from tests.test_grammar import H, K, V
@@ -114,6 +115,37 @@ def test_one_rank(name: str, tmp_path: Path, seed: int) -> None:
 def test_ranks(name: str, tmp_path: Path, seed: int) -> None:
     check(Case(name, lengths=(20, 0, 17)), tmp_path, seed)
     check(Case(name, bounds=DOCUMENTS, lengths=(18, 2, 17)), tmp_path, seed)
+
+
+class Apart(CLASSES["normalised"]):  # type: ignore[misc]
+    """z is kept as it is: a column has another factor than the state beside it."""
+
+    def propagate(self, state, mean, z, chunk_state, chunk_mean, chunk_z, g):  # type: ignore[no-untyped-def]
+        new, mean, _ = super().propagate(state, mean, z, chunk_state, chunk_mean, chunk_z, g)
+        return new, mean, z + chunk_z
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [(CLASSES["momentum"], "dense"), (CLASSES["normalised"], "vector"), (Apart, "elementwise"),
+     (Counters, "elementwise")],
+)  # fmt: skip
+def test_how_parts_act_on_each_other(given: type, kind: str) -> None:
+    model = CustomTransition(given).program(2, 16, 20, 1.0, "g", False)
+    assert model.program.transition == kind
+    assert (kind == "elementwise") == isinstance(model._generated, str)
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "V", "ranks", "reason"),
+    [("normalised", 128, 256, False, "matrix of 129 x 257; kernels scan up to 256 x 256"),
+     ("momentum", 128, 128, True, "dense transition of 256 rows over ranks; kernels exchange up to 128"),
+     ("momentum", 128, 128, False, None), ("momentum", 64, 64, True, None)],
+)  # fmt: skip
+def test_parts_too_large(name: str, K: int, V: int, ranks: bool, reason: str | None) -> None:
+    kernels = CustomTransition(CLASSES[name]).program(2, K, V, 1.0, "g", False).kernels
+    told = kernels.refuses({"K": K, "V": V}, torch.bfloat16, False, ranks)
+    assert told is None if reason is None else reason in str(told)
 
 
 def test_a_merge_that_is_not_linear_in_the_state(tmp_path: Path, seed: int) -> None:

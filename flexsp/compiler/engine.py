@@ -29,7 +29,7 @@ from flexsp.compiler.skeleton import make_kernel
 from flexsp.compiler.stages import make_stages, split_gradients
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
-from flexsp.scan.dense import DENSE_ROWS
+from flexsp.scan.dense import DENSE_ROWS, MOST
 from flexsp.scan.launch import newer_assembler
 
 __all__ = ["Generated", "generated"]
@@ -175,9 +175,12 @@ class Generated:
         self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool, ranks: bool = False
     ) -> str | None:  # fmt: skip
         """Why a call with these sizes, over ranks or not, runs in PyTorch, or None."""
-        rows = self.layout.numbers(sizes)[0] if self.layout.parts else 0
-        if ranks and self.dense and rows > DENSE_ROWS:
-            return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
+        if self.layout.parts:
+            rows, cols = self.layout.numbers(sizes)
+            if max(rows, cols) > MOST:
+                return f"state and extra state make a matrix of {rows} x {cols}; kernels scan up to {MOST} x {MOST}"
+            if ranks and self.dense and rows > DENSE_ROWS:
+                return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         try:

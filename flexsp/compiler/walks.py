@@ -31,7 +31,7 @@ from flexsp.compiler.emit import Emitter
 from flexsp.compiler.homogeneous import without
 from flexsp.compiler.places import Place
 from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import NotEmittable, Value, is_state, turned
+from flexsp.compiler.values import NotEmittable, Value, block, is_state, turned
 
 __all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
 
@@ -124,7 +124,8 @@ def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple
             stored.append(f"tl.store({where} + at_{factors}, tl.log({total}), mask={once})")
         else:
             ones.append(f"{total} = 1.0")
-            factor = a.f32 if not a.sizes else f"tl.max({laid_out(emitter, a, place.sizes)}, axis=0)"
+            one = f"tl.where(tl.arange(0, {block(layout.cols)}) == 0, {laid_out(emitter, a, place.sizes)}, 0.0)"
+            factor = f"tl.sum({one}, axis=0)" if a.sizes else a.f32
             stored.append(f"tl.store({where}, tl.log({total}), mask=tl.program_id(0) == 0)")
         inside.append(f"{total} = tl.where(length > 0, {total} * {factor}, {total})")
     return ones, inside, stored

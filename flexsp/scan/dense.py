@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DENSE_ROWS", "check_dense", "load_dense", "through"]
+__all__ = ["DENSE_ROWS", "MOST", "check_dense", "load_dense", "through"]
 
-DENSE_ROWS = 128  # at most
+MOST = 256  # rows or columns of a state
+DENSE_ROWS = 128  # of one with a dense transition
 
 _BLOCK = tl.constexpr(32)
 

@@ -26,7 +26,7 @@ from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.scan.affine import dense_over_process_group
-from flexsp.scan.dense import check_dense, load_dense, through
+from flexsp.scan.dense import MOST, check_dense, load_dense, through
 from flexsp.scan.launch import begin, launch
 
 if TYPE_CHECKING:
@@ -487,8 +487,8 @@ def _validate(
     if states.dtype != torch.float32 or not states.is_contiguous():
         raise ValueError(f"states: expected a contiguous float32 tensor, got {states.dtype}, strides {states.stride()}")
     B, slots, H, K, V = states.shape
-    if not (1 <= K <= 256 and 1 <= V <= 256):
-        raise ValueError(f"states: expected K and V in 1..256, got K={K}, V={V}")
+    if not (1 <= K <= MOST and 1 <= V <= MOST):
+        raise ValueError(f"states: expected K and V in 1..{MOST}, got K={K}, V={V}")
     shapes = {(B, slots - 1, H): "scalar", (B, slots - 1, H, K): "vector"}
     if log_a is not None and (tuple(log_a.shape) not in shapes or log_a.dtype != torch.float32):
         expected = " or ".join(str(s) for s in shapes)

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from torch.nn.functional import logsigmoid, normalize
+
+from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import relative_error
 from tests import variants
+from tests.test_custom_transition import CLASSES
 
 CUDA = torch.device("cuda")
 BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
@@ -101,6 +105,38 @@ def test_head_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int, na
     model = variants.load(name).make(H, K, V, torch.bfloat16, code_dir=str(folder))
     found = _solve(model, inputs, bounds, torch.bfloat16, seed)
     _assert_right(found, _solve(model, inputs, bounds, torch.float64, seed), BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", BOUND, ids=_name)
+@pytest.mark.parametrize(
+    ("name", "K", "V"),
+    [("momentum", 64, 64), ("momentum", 128, 128), ("normalised", 128, 128), ("normalised", 40, 33)],
+)
+@pytest.mark.usefixtures("poisoned")
+def test_states_of_several_parts(
+    seed: int, name: str, K: int, V: int, dtype: torch.dtype, documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    given = CustomTransition(CLASSES[name])
+    B, T = (2, 333) if documents is None else (1, sum(documents))
+    n = B if documents is None else len(documents)
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "g": (), "beta": ()}
+    inputs = {key: torch.randn(B, T, H, *shape, device=CUDA) for key, shape in shapes.items()}
+    inputs |= {"k": normalize(inputs["k"], dim=-1), "g": logsigmoid(inputs["g"]), "beta": 0.5 * inputs["beta"].sigmoid()}
+    if not given.inputs:
+        del inputs["beta"]
+    inputs["prev_s"] = torch.randn(n, H, *given.rows_and_columns(K, V), device=CUDA)
+    if name == "normalised":  # nothing is there
+        inputs["prev_s"][..., K:, V:] = 0
+    inputs = {key: x.to(torch.float32 if key in WIDE else dtype).double() for key, x in inputs.items()}
+    bounds = None if documents is None else torch.tensor([sum(documents[:i]) for i in range(n + 1)], device=CUDA)
+    model = given.program(H, K, V, K**-0.5, "g", False)
+    found = _solve(model, inputs, bounds, dtype, seed)
+    want = _solve(model, inputs, bounds, torch.float64, seed)
+    if name == "normalised":
+        for each in (found, want):
+            each["final"][..., K:, V:] = each["dprev_s"][..., K:, V:] = 0
+    _assert_right(found, want, BOUND[dtype])
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])

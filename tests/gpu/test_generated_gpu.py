@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from torch.nn.functional import logsigmoid, normalize
 
 from flexsp.grammar.custom import CustomTransition
@@ -122,9 +121,10 @@ def test_states_of_several_parts(
     n = B if documents is None else len(documents)
     shapes = {"q": (K,), "k": (K,), "v": (V,), "g": (), "beta": ()}
     inputs = {key: torch.randn(B, T, H, *shape, device=CUDA) for key, shape in shapes.items()}
-    inputs |= {"k": normalize(inputs["k"], dim=-1), "g": logsigmoid(inputs["g"]), "beta": 0.5 * inputs["beta"].sigmoid()}
-    if not given.inputs:
-        del inputs["beta"]
+    inputs |= {"k": normalize(inputs["k"], dim=-1), "g": logsigmoid(inputs["g"])}
+    beta = inputs.pop("beta").sigmoid() / 2
+    if given.inputs:
+        inputs["beta"] = beta
     inputs["prev_s"] = torch.randn(n, H, *given.rows_and_columns(K, V), device=CUDA)
     if name == "normalised":  # nothing is there
         inputs["prev_s"][..., K:, V:] = 0

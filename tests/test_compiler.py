@@ -532,6 +532,8 @@ def test_errors_name_cause_and_remedy(name: str) -> None:
         ({"v": SymbTensor(["T", ConstExpr("H", H), ConstExpr("K", 9)])}, "two lists of values"),
         ({"chunk_state": SymbTensor(["NC", ConstExpr("H", H), 3])}, "chunk_state.*expected sizes"),
         ({"u": SymbTensor([ConstExpr("H", H), "D"])}, "input_meta\\['u'\\]: expected ConstExprs or .*got 'D'"),
+        ({"z": SymbTensor(["T", ConstExpr("H", H), ConstExpr("T", 3)])}, "'z'.*another .*'T', which are the tokens"),
+        ({"u": SymbTensor([ConstExpr("H", H), ConstExpr("H", H)])}, "'u'.*another name .*'H', which are the heads"),
         ({"sp": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta\\['sp'\\]: expected another name"),
         ({"a b": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta: expected names that arguments can have, got 'a b"),
     ],

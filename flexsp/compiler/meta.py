@@ -99,8 +99,8 @@ class InputMeta:
             at = 1 if name in tokens else 0
             if len(what.shape) <= at or what.shape[at] != heads:
                 raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {at}, got {what.shape!r}")
-            _check_sizes(name, what.shape[at + 1 :])
-        _check_sizes(STATE, state.shape[2:])
+            _check_sizes(name, what.shape[at + 1 :], heads)
+        _check_sizes(STATE, state.shape[2:], heads)
         return cls(tokens, params, numbers, state)
 
     @property
@@ -120,8 +120,14 @@ class InputMeta:
         return found
 
 
-def _check_sizes(name: str, sizes: Sequence[Size]) -> None:
+def _check_sizes(name: str, sizes: Sequence[Size], heads: Size) -> None:
+    taken = {"B": "sequences", "T": "tokens", getattr(heads, "name", heads): "heads"}
     for size in sizes:
+        if isinstance(size, ConstExpr) and size.name in taken:
+            raise ValueError(
+                f"input_meta[{name!r}]: expected another name for a size than {size.name!r}, which are the "
+                f"{taken[size.name]}"
+            )
         if not isinstance(size, ConstExpr) and (type(size) is not int or size < 1):
             raise ValueError(
                 f"input_meta[{name!r}]: expected ConstExprs or positive integers as sizes after the heads, got {size!r}"

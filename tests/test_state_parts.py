@@ -119,7 +119,8 @@ DOCUMENTS = (0, 1, 20, 20, 37)
 def test_one_rank(name: str, tmp_path: Path, seed: int) -> None:
     """In several segments, where the transition is elementwise, and whole; fp16 without an initial state."""
     check(Case(name, B=2), tmp_path, seed)
-    check(Case(name, T=16, dtype=torch.float16, given=False, segments=1), tmp_path, seed)
+    if ALL or name == "normalised":
+        check(Case(name, T=16, dtype=torch.float16, given=False, segments=1), tmp_path, seed)
     if ALL:
         check(Case(name, bounds=DOCUMENTS, segments=MANY_SEGMENTS), tmp_path, seed)
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -252,7 +253,7 @@ class _Probe:
             if not affine:
                 return "not affine"
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
-            by_row = by_row and _by_row(self.decay, run, inside)
+            by_row = by_row and (flow.breadth != _PARTS or _by_row(self.decay, run, inside))
         if aligned and elementwise:
             return _BREADTHS[flow.breadth] if flow.breadth != _PARTS else "vector" if by_row else "elementwise"
         if dense:
@@ -377,11 +378,13 @@ def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
     return inside
 
 
-def _linear(decay: Traced, run: _Run) -> Callable[[torch.Tensor], torch.Tensor]:
-    def step(S: torch.Tensor) -> torch.Tensor:
-        return call(decay, run.values | {STATE: S})[0]
+def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:
+    return call(decay, run.values | {STATE: S})[0]
 
-    return lambda X: jvp(step, (torch.zeros_like(run.state),), (X,))[1]
+
+def _linear(decay: Traced, run: _Run) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The derivative of decay at a state of zeros."""
+    return lambda X: jvp(partial(_step, decay, run), (torch.zeros_like(run.state),), (X,))[1]
 
 
 def _by_row(decay: Traced, run: _Run, inside: torch.Tensor) -> bool:
@@ -395,11 +398,8 @@ def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torc
 
     The last is not looked at where it is elementwise and `aligned`; only what is `inside` counts.
     """
-    state, zero, linear = run.state * inside, torch.zeros_like(run.state), _linear(decay, run)
-
-    def step(S: torch.Tensor) -> torch.Tensor:
-        return call(decay, run.values | {STATE: S})[0]
-
+    state, step, linear = run.state * inside, partial(_step, decay, run), _linear(decay, run)
+    zero = torch.zeros_like(state)
     for S in (X, state, 3 * X - 2 * state):
         if not _close(step(S) - step(zero), linear(S), step(S)):
             return False, False, False

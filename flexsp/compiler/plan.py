@@ -19,6 +19,7 @@ from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
 from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
+from flexsp.scan.dense import MOST
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
@@ -30,7 +31,6 @@ CHUNKS = (16, 32, 64, 128, 256)
 _PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
-_WIDEST = 256  # of the state's rows or columns, where the others are at most _LARGEST
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
 _NARROWEST = 32
 _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
@@ -223,9 +223,9 @@ def _refuse_large(cut: _Cut) -> None:
     name, block = max(sizes.items(), key=lambda x: x[1], default=("", 0))
     if block > _LARGEST:
         raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {_LARGEST}")
-    if max(state, default=0) > _WIDEST or math.prod(state) > _LARGEST * _WIDEST:
+    if max(state, default=0) > MOST or math.prod(state) > _LARGEST * MOST:
         found = " and ".join(f"{name} = {n}" for name, n in cut.sizes if name in (cut.rows, cut.cols))
-        most = f"{_LARGEST} x {_WIDEST} or {_WIDEST} x {_LARGEST}"
+        most = f"{_LARGEST} x {MOST} or {MOST} x {_LARGEST}"
         raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
 
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexsp.testing.oracles import Engine, token_loop
 
 __all__ = [
-    "DRAWS", "Report", "RoundedProducts", "assert_close", "check_functions", "check_op", "low_precision",
-    "relative_error",
+    "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op",
+    "low_precision", "relative_error",
 ]  # fmt: skip
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
@@ -142,7 +142,7 @@ def check_op(
         lows = runs(reference, None, "cpu", None, seeds[:1])
         if seeds[1:]:
             made = torch.Generator().manual_seed(seed)
-            off = {name: _map(x, partial(_a_rounding_off, made=made)) for name, x in rounded.items()}
+            off = {name: _map(x, partial(a_rounding_off, made=made)) for name, x in rounded.items()}
             lows += _run(reference, None, "cpu", None, seeds[1:], inputs=off, gradients=gradients)
         low = lows[0]
         # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
@@ -215,11 +215,12 @@ def _round(x: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
     return x.to(torch.promote_types(dtype, torch.float32) if wide else dtype) if x.is_floating_point() else x
 
 
-def _a_rounding_off(x: torch.Tensor, made: torch.Generator) -> torch.Tensor:
+def a_rounding_off(x: torch.Tensor, made: torch.Generator, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x with relative errors whose deviation is the unit roundoff of ``dtype`` (x's if None)."""
     if not x.is_floating_point():
         return x
-    away = 1 + torch.finfo(x.dtype).eps * torch.randn(x.shape, generator=made)
-    return (x.cpu() * away).to(x)
+    roundoff = torch.finfo(dtype or x.dtype).eps / 2
+    return (x.cpu() * (1 + roundoff * torch.randn(x.shape, generator=made))).to(x)
 
 
 def _map(x: Any, f: Callable[[torch.Tensor], torch.Tensor]) -> Any:

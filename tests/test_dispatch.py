@@ -27,7 +27,6 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
-from flexsp.scan import launch as module
 from flexsp.scan.launch import Shot
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -35,86 +34,6 @@ from tests import variants
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
-
-
-# Shots ----------------------------------------------------------------------------------------------------------------
-
-
-class Kernel:
-    """Pretends to be a kernel on a GPU and keeps what it is launched with."""
-
-    arg_names = ("x", "y", "T", "step", "BLOCK", "PDL")
-    do_not_specialize = ("T",)
-
-    def __init__(self) -> None:
-        self.function, self.packed_metadata = "function", "metadata"
-        self.launches: list[tuple[Any, ...]] = []
-        self.hooked: list[tuple[Any, ...]] = []
-        self.builds: list[tuple[Any, ...]] = []
-
-    def run(self, *args: Any) -> None:
-        self.launches.append(args)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.hooked.append((grid, args))
-
-    def _init_handles(self) -> None: ...
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    made = Kernel()
-
-    def build(kernel: Kernel, *what: Any) -> Kernel:
-        kernel.builds.append(what)
-        return kernel
-
-    monkeypatch.setattr(module, "build", build)
-    monkeypatch.setattr(module, "dependent", lambda device: True)
-    monkeypatch.setattr(module, "current_target", lambda: type("Target", (), {"arch": 90}))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return made
-
-
-def shot(kernel: Kernel, T: int = 5, step: int = 32, **constants: int) -> Shot:
-    return Shot(kernel, (2, 3, 1), ["x", None], [T, step], {"BLOCK": 16} | constants, {"num_warps": 4})
-
-
-def test_a_shot_fills_in_addresses(kernel: Kernel) -> None:
-    one, frame = shot(kernel), {"x": torch.zeros(8)}
-    for address in (64, 4096):
-        one.fire(frame, {"x": address, None: None}, 7)
-    assert len(kernel.builds) == 1
-    head = (2, 3, 1, 7, "function", "metadata", None, None, None)
-    assert kernel.launches == [(*head, address, None, 5, 32, 16, True) for address in (64, 4096)]
-
-
-def test_only_what_is_specialised_builds_again(kernel: Kernel) -> None:
-    frame = {"x": torch.zeros(8)}
-
-    def builds(other: Shot, of: Any = frame) -> int:
-        before = len(kernel.builds)
-        other.fire(of, {"x": 64, None: None}, 7)
-        return len(kernel.builds) - before
-
-    assert builds(shot(kernel)) == 1
-    assert builds(shot(kernel, T=16)) == builds(shot(kernel, T=1)) == builds(shot(kernel, step=64)) == 0
-    assert builds(shot(kernel, T=2**31)) == 1
-    assert builds(shot(kernel, step=33)) == 1
-    assert builds(shot(kernel, step=1)) == 1
-    assert builds(shot(kernel, BLOCK=32)) == 1
-    assert builds(shot(kernel), {"x": torch.zeros(8, dtype=torch.bfloat16)}) == 1
-    assert builds(shot(kernel), {"x": torch.zeros(9)[1:]}) == 1
-
-
-def test_profilers_see_the_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hook:
-        calls = (print,)
-
-    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", Hook())
-    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
-    assert not kernel.launches
-    assert kernel.hooked == [((2, 3, 1), (64, None, 5, 32, 16, True))]
 
 
 # Recipes --------------------------------------------------------------------------------------------------------------
@@ -139,6 +58,36 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
         recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
         counts.append(len(found))
     return counts
+
+
+def foreseen(sp: Any, name: str, folder: str) -> list[bool]:
+    """Whether the kernels that calls and their backward passes launch are those that were foreseen."""
+    from flexsp.compiler import dispatch
+
+    code, found = variants.load(name).make(4, 64, 64, torch.bfloat16, code_dir=folder)._generated, []
+    for packed, given, turned in ((False, False, False), (True, False, True), (False, True, False)):
+        x = {
+            n: torch.randn(1, 4096, 4, *[64] * (len(t.shape) - 2)).to(t.dtype)
+            for n, t in code.program.meta.tokens.items()
+        }
+        if turned:
+            x["k"] = x["k"].transpose(2, 3).contiguous().transpose(2, 3)
+        initial = torch.zeros(1, 4, 64, 64, requires_grad=True) if given else None
+        bounds = torch.tensor([0, 100, 4096]) if packed else None
+        recipe, facts = dispatch.Recipe(code, x, initial, bounds, None), set()
+        recipe.play = lambda steps, frame, _, facts=facts: facts.update(
+            x.facts(frame) for x in steps if isinstance(x, Shot)
+        )
+        table = torch.zeros(recipe.plan.n_chunks, 5, dtype=torch.int32) if packed else None
+        o, _, saved = recipe.run_forward([*x.values()], initial, table)
+        recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
+        found.append({shot.facts(frame) for shot, frame in recipe.launches([*x.values()], initial, True)} == facts)
+    return found
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
+def test_backward_kernels_are_foreseen(name: str, tmp_path: Path) -> None:
+    assert run_ranks(foreseen, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 3]
 
 
 @pytest.mark.parametrize("name", ["retnet", "gla", "gated_deltanet"])
@@ -502,12 +451,12 @@ def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
 AHEAD = """
 import sys, time, torch
 from tests import variants
-from flexsp.compiler import dispatch
+from flexsp.compiler.ahead import compile_ahead
 from flexsp.compiler.engine import Generated
 from triton.backends.compiler import GPUTarget
 
 code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
-print(dispatch.compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
+print(compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
 variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
 """
 

@@ -126,7 +126,6 @@ def test_an_upward_import_is_noticed(module: str, source: str) -> None:
     assert wrong_imports(module, source)
 
 
-
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
 def test_exported_names_exist(path: Path) -> None:
     """Read from the source, so that files whose import needs Triton are covered too."""

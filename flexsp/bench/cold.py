@@ -1,7 +1,8 @@
 """First call of an operator in a fresh process with an empty Triton cache: what a user waits for the first time.
 
-Imports and the start of CUDA are not counted; compiling, linking, tuning and running are. Run as
-`python -m flexsp.bench.cold JSON`, by `first_call`; prints one JSON line last.
+Once for a forward and once, in another process, for a training step. Imports and the start of CUDA are not counted;
+generating, compiling, linking, tuning and running are. Run as `python -m flexsp.bench.cold JSON`, by `first_call`;
+prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -22,31 +23,28 @@ __all__ = ["first_call"]
 
 
 def first_call(case: str, shape: Shape, dtype: str, device: str, provider: str, timeout_s: float) -> dict[str, Any]:
-    """Seconds of the first forward and of forward + backward, each including compilation, from a fresh process."""
-    with tempfile.TemporaryDirectory() as empty:
-        environment = {**os.environ, "TRITON_CACHE_DIR": empty, "TORCHINDUCTOR_CACHE_DIR": empty}
-        request = json.dumps(
-            {
-                "case": case,
-                "dtype": dtype,
-                "device": device,
-                "provider": provider,
+    """Seconds of a first forward and of a first forward + backward, each with compilation and in a fresh process."""
+    found: dict[str, Any] = {}
+    for mode in ("fwd", "fwd_bwd"):
+        with tempfile.TemporaryDirectory() as empty:
+            places = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLEXSP_CODE_DIR")
+            environment = {**os.environ, **dict.fromkeys(places, empty)}
+            request = {
+                "case": case, "dtype": dtype, "device": device, "provider": provider, "mode": mode,
                 "shape": [shape.B, shape.T, shape.H, shape.K, shape.V],
-            }
-        )
-        command = [sys.executable, "-m", "flexsp.bench.cold", request]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not finished after {timeout_s:.0f} s"}
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    assert isinstance(answer, dict)
-    return answer
+            }  # fmt: skip
+            command = [sys.executable, "-m", "flexsp.bench.cold", json.dumps(request)]
+            try:
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                return {"error": f"not finished after {timeout_s:.0f} s"}
+        if done.returncode != 0:
+            return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+        found[f"{mode}_s"] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
+def _measure(request: dict[str, Any]) -> float | None:
     case, device, dtype = CASES[request["case"]], torch.device(request["device"]), getattr(torch, request["dtype"])
     if request["provider"] == "flexsp":
         import flexsp.ops  # noqa: F401
@@ -65,14 +63,15 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     began = time.perf_counter()
-    with torch.no_grad():
-        op(inputs)
-    synchronize()
-    forward = time.perf_counter() - began
-    if backward:
+    if request["mode"] == "fwd_bwd":
+        if not backward:
+            return None
         forward_backward(op, inputs)
-        synchronize()
-    return {"fwd_s": forward, "fwd_bwd_s": time.perf_counter() - began if backward else None}
+    else:
+        with torch.no_grad():
+            op(inputs)
+    synchronize()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

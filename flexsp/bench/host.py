@@ -31,13 +31,20 @@ def without_dispatcher() -> Iterator[None]:
     def fire(self: Any, frame: Any, at: Any, stream: int) -> None:
         self.kernel[self.grid](*self.arguments(frame), **self.constants, PDL=True, launch_pdl=True, **self.options)
 
-    plain = dispatch.Shot.fire, LinearAttention.remembered
-    dispatch.Shot.fire = fire  # type: ignore[method-assign]
-    LinearAttention.remembered = lambda self, signature: None  # type: ignore[method-assign]
+    def nothing(*args: Any) -> None: ...
+
+    parts: tuple[tuple[type, str, Any], ...] = (
+        (dispatch.Shot, "fire", fire), (dispatch.Shot, "prepare", nothing), (dispatch.Recipe, "foresee", nothing),
+        (LinearAttention, "remembered", nothing),
+    )  # fmt: skip
+    plain = [getattr(owner, name) for owner, name, _ in parts]
+    for owner, name, other in parts:
+        setattr(owner, name, other)
     try:
         yield
     finally:
-        dispatch.Shot.fire, LinearAttention.remembered = plain  # type: ignore[method-assign]
+        for (owner, name, _), own in zip(parts, plain, strict=True):
+            setattr(owner, name, own)
 
 
 def _host_us(call: Callable[[], object], device: torch.device, warmup: int, rounds: int) -> float:

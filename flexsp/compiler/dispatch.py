@@ -7,9 +7,9 @@ length T makes another recipe, but compiles nothing: no kernel is specialised on
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,13 @@ from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.capacity import check_shared
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.walks import WALKS
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
 from flexsp.scan.propagate import local_launch, propagate
 
-__all__ = ["Recipe", "compile_ahead", "run"]
+__all__ = ["Recipe", "run"]
 
 Tensors = dict[str, torch.Tensor]
 Strides = tuple[int, int, int]
@@ -82,14 +81,18 @@ class Frame:
 class _Shot(Shot):
     """A launch of a kernel made for chunks of C tokens."""
 
-    def build(self, frame: Any, target: Any) -> Any:
-        compiled = super().build(frame, target)
+    def build(self, args: tuple[Any, ...], target: Any) -> Any:
+        compiled = super().build(args, target)
         check_shared(self.kernel.__name__, compiled.metadata.shared, self.constants["C"])
         return compiled
 
 
 Do = Callable[[Frame], None]
 Step = Shot | Do
+
+
+def shots_of(steps: Sequence[Step]) -> list[Shot]:
+    return [step for step in steps if isinstance(step, Shot)]
 
 
 def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
@@ -105,6 +108,9 @@ def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     stream = triton.runtime.driver.active.get_current_stream(device.index)
     for step in steps:
         if isinstance(step, Shot):
+            if step.compiled is None:
+                for other in shots_of(steps):
+                    other.prepare(frame, device.index)
             step.fire(frame, at, stream)
         else:
             step(frame)
@@ -158,6 +164,7 @@ class Recipe:
         self.saved, self.scratch = Room(), Room()
         self.forward = self._forward()
         self.backwards: dict[Any, Backward] = {}
+        self.foreseen = False
 
     def _lies_well(self, name: str, x: torch.Tensor) -> bool:
         if name not in self.code.layout.tokens:
@@ -408,6 +415,43 @@ class Recipe:
 
     # Calls
 
+    def launches(
+        self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool
+    ) -> Iterator[tuple[Shot, Frame]]:
+        """The launches of a call and, without their memory, what they are compiled for.
+
+        Of the backward pass for contiguous gradients of the outputs and none of final states.
+        """
+
+        def like(*shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        given = dict(zip(self.names, tensors, strict=True))
+        given |= {name: like(1, dtype=given[name].dtype) for name in self.copied}
+        given |= {"@o": like(*self.out, dtype=self.dtype), "@table": like(1, dtype=torch.int32)}
+        given |= dict.fromkeys(("@initial", "@final", "@dinitial"), like(1))
+        saved = self.saved, like(self.saved.nbytes, dtype=torch.uint8)
+        scratch = self.scratch, like(self.scratch.nbytes, dtype=torch.uint8)
+        for shot in shots_of(self.forward):
+            yield shot, Frame(given, (saved, scratch))
+        if backward:
+            given["@do"] = given["@o"]
+            given |= {f"d.{name}": like(1, dtype=x.dtype) for name, x in given.items() if name in self.strides}
+            back = self.backward(given["@do"], None, initial is not None and initial.requires_grad)
+            frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
+            for shot in shots_of(back.steps):
+                yield shot, frame
+
+    def foresee(
+        self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool = True
+    ) -> list[Future[Any]]:
+        """Starts to compile, once and on a GPU, what a call and its backward pass launch."""
+        if self.foreseen or self.device.type != "cuda":
+            return []
+        self.foreseen = True
+        found = self.launches(tensors, initial, backward)
+        return [shot.prepare(frame, self.device.index) for shot, frame in found]
+
     def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -433,8 +477,10 @@ class Recipe:
         if self.ends:
             final = given["@final"] = self._edge()
         saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
-        scratch = self.empty(self.scratch.nbytes, dtype=torch.uint8)
-        self.play(self.forward, Frame(given, ((self.saved, saved), (self.scratch, scratch))), self.device)
+        rooms = [(self.saved, saved)]
+        if self.scratch.nbytes:
+            rooms.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
+        self.play(self.forward, Frame(given, rooms), self.device)
         return o, final, saved
 
     def _edge(self) -> torch.Tensor:
@@ -516,47 +562,7 @@ def run(
     if torch.is_grad_enabled() and (
         recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
     ):
+        recipe.foresee(tensors, initial)
         anchor = sp.anchor if sp is not None and recipe.chained else None
         return _Function.apply(recipe, table, anchor, initial, *tensors)
     return recipe.run_forward(tensors, initial, table)[:2]
-
-
-_AHEAD = (1024, 65536)  # tokens: plans for short and for long sequences differ in flags and tiles
-
-
-def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
-    """Compiles forward and backward for all combinations of the sizes in `meta`, into Triton's cache. How many kernels.
-
-    For inputs that are contiguous and aligned, in the dtypes of `meta`, packed and not, without initial states and
-    without gradients of final ones. Sizes that have no kernels are left out.
-    """
-    if not isinstance(intrinsic_kernels.inverse_kernel, triton.JITFunction):
-        raise ValueError("enable_aot: expected a process without TRITON_INTERPRET, whose kernels can be compiled")
-    built: set[str] = set()
-
-    def build(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
-        built.update(step.build(frame, target).hash for step in steps if isinstance(step, Shot))
-
-    choices = meta.sizes()
-    lead = next(iter(meta.tokens.values())).dtype
-    for values in itertools.product(*choices.values()):
-        sizes = dict(zip(choices, values, strict=True))
-        if code.refuses(sizes, lead, on_gpu=False) is None:
-            for T, docs in itertools.product(_AHEAD, (0, 4)):
-                given = {
-                    name: torch.empty(_lengths(what, sizes, T), dtype=what.dtype, device="meta")
-                    for name, what in (meta.tokens | meta.params).items()
-                }
-                bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
-                recipe = Recipe(code, given, None, bounds, None)
-                recipe.play = build
-                table = torch.empty(recipe.plan.n_chunks, 5, dtype=torch.int32, device="meta") if docs else None
-                o, _, saved = recipe.run_forward(list(given.values()), None, table)
-                recipe.run_backward(list(given.values()), None, saved, table, torch.empty_like(o), None, False)
-    return len(built)
-
-
-def _lengths(what: SymbTensor, sizes: dict[str, int], T: int) -> list[int]:
-    """The sizes of a tensor of T tokens; heads that are not given are 32."""
-    names = [x.name if isinstance(x, ConstExpr) else x for x in what.shape]
-    return [x if isinstance(x, int) else T if x == "T" else sizes.get(x, 32) for x in names]

@@ -250,12 +250,12 @@ class LinearAttention:
             raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
         from triton.backends.compiler import GPUTarget
 
-        from flexsp.compiler import dispatch
+        from flexsp.compiler.ahead import compile_ahead
         from flexsp.scan.launch import current_target
 
         arch = int(os.environ.get("FLEXSP_AOT_ARCH", 90))
         target = current_target() if torch.cuda.is_available() else GPUTarget("cuda", arch, 32)
-        dispatch.compile_ahead(self._generated, self.program.meta, target)
+        compile_ahead(self._generated, self.program.meta, target)
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
@@ -419,7 +419,9 @@ def _signature(
             facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
         else:
             facts.append(type(x))
-    facts += [None if sp is None else sp.id, os.environ.get("FLEXSP_BACKEND"), _forward_mode()]
+    facts += [None if sp is None else sp.id, _forward_mode()]
+    if not getattr(next(iter(inputs.values()), None), "is_cuda", False):
+        facts.append(os.environ.get("FLEXSP_BACKEND"))
     return tuple(facts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,23 +82,29 @@ def tune(
         backward: a backward pass counts too.
     """
     usual = make(None)
+    recipes: dict[Plan, Recipe] = {usual.plan: usual}
     seen: dict[Plan, float] = {}
 
     def of(plan: Plan) -> float:
         if plan not in seen:
             try:
-                seen[plan] = time(make(plan), tensors, initial, table_for(plan.chunk), backward)
+                seen[plan] = time(recipes[plan], tensors, initial, table_for(plan.chunk), backward)
             except (ValueError, OutOfResources, PTXASError):  # what a block does not have
                 seen[plan] = float("inf")
         return seen[plan]
 
+    def quickest(plans: list[Plan]) -> Plan:
+        recipes.update((plan, make(plan)) for plan in plans if plan not in recipes)
+        wait([job for plan in plans for job in recipes[plan].foresee(tensors, initial, backward)])
+        return min(plans, key=of)
+
     code, T, docs = usual.code, usual.T, usual.docs
     found = candidates(code, usual.sizes, usual.B * usual.H, T, docs, usual.dtype)
     least = min((us for _, us in found), default=0.0)
-    best = min([usual.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)], key=of)
+    best = quickest([usual.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True
     while improved:
-        better = min(_others(best), key=of)
+        better = quickest([*_others(best)])
         improved = of(better) < of(best)
         best = better if improved else best
     return Tuned(best, seen[best], of(usual.plan), len(seen))

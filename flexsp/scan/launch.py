@@ -2,6 +2,7 @@
 
 Triton's own launcher describes every argument of every call in text to find the kernel it compiled before. Here the
 numbers of a call and the types and alignments of its tensors form a tuple, and the compiled kernel it led to is kept.
+The kernels of several launches (`Shot`) are compiled side by side.
 
 From Hopper on, kernels are launched as programmatic dependents: a kernel is set up before the memory of the one before
 has settled, and waits for that in `begin`.
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,15 +32,17 @@ from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_wait
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
-__all__ = ["Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler"]
+__all__ = ["Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "workers"]
 
 _OLDEST = (12, 9)
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.float64: "*fp64",
 }  # fmt: skip
+_WORKERS = 16
+_DIRECT = triton.__version__.startswith("3.6.")  # whose launcher's arguments are known
 _compiled: dict[Any, Any] = {}
-_compiling = threading.RLock()
+_lock = threading.RLock()
 
 
 @triton.jit
@@ -85,16 +90,55 @@ def newer_assembler() -> Any:
     return max(fit, key=_version, default=None)
 
 
-@contextmanager
-def _assembler(arch: int) -> Iterator[dict[str, str]]:
-    """Lets Triton use the newer ptxas; gives what tells its cache so."""
-    tool = newer_assembler() if arch == 90 else None
-    if tool is None or tool.path == knobs.nvidia.ptxas.path:
-        yield {}
-        return
-    with knobs.nvidia.scope():
-        knobs.nvidia.ptxas = tool.path
-        yield {"flexsp_ptxas": tool.version}
+@functools.lru_cache(maxsize=1)
+def workers() -> ThreadPoolExecutor:
+    """Threads that compile: this process's share of the host's cores. Most of a compilation runs outside the GIL."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ThreadPoolExecutor(max(1, min(_WORKERS, len(os.sched_getaffinity(0)) // ranks)), "flexsp-compile")
+
+
+class _Assembler:
+    """Lets Triton use the newer ptxas while kernels for Hopper are compiled, in however many threads.
+
+    What others compile at that moment is assembled by it, too.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._scope: Any = None
+
+    @contextmanager
+    def use(self, arch: int) -> Iterator[dict[str, str]]:
+        """Gives what tells Triton's cache so."""
+        tool = newer_assembler() if arch == 90 else None
+        if tool is None:
+            yield {}
+            return
+        with _lock:
+            if not self._users and tool.path != knobs.nvidia.ptxas.path:
+                self._scope = knobs.nvidia.scope()
+                self._scope.__enter__()
+                knobs.nvidia.ptxas = tool.path
+            self._users += 1
+            told = {} if self._scope is None else {"flexsp_ptxas": tool.version}
+        try:
+            yield told
+        finally:
+            with _lock:
+                self._users -= 1
+                if not self._users and self._scope is not None:
+                    self._scope.__exit__(None, None, None)
+                    self._scope = None
+
+
+_assembler = _Assembler()
+
+
+class _Pointer(NamedTuple):
+    """What a kernel is compiled for, of a tensor."""
+
+    dtype: torch.dtype
+    aligned: bool
 
 
 def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], target: Any) -> Any:
@@ -116,14 +160,15 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
         if aligned and not free:
             attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
-    with _compiling, _assembler(target.arch) as told:
+    with _assembler.use(target.arch) as told:
         return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | told)
 
 
 def _describe(value: Any) -> tuple[str, bool]:
     if isinstance(value, torch.Tensor):
-        dtype, aligned = _looks(value)
-        return _TYPES[dtype], aligned
+        value = _looks(value)
+    if isinstance(value, _Pointer):
+        return _TYPES[value.dtype], value.aligned
     if isinstance(value, bool):
         return "i1", False
     if isinstance(value, float):
@@ -189,7 +234,12 @@ class Shot:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.pointers, self.numbers = kernel, grid, tuple(pointers), tuple(numbers)
         self.constants, self.options = constants, options
+        pick = operator.itemgetter(*self.pointers)
+        self._pick = pick if len(self.pointers) > 1 else lambda at: (pick(at),)
         self.compiled: Any = None
+        self._found: Future[Any] | None = None
+        self._start: Any = None
+        self._lead: tuple[Any, ...] = ()
         self._after: tuple[Any, ...] = ()
 
     def __call__(self, frame: Any) -> None:
@@ -200,25 +250,41 @@ class Shot:
         """What the kernel takes before its constants."""
         return (*(None if name is None else frame[name] for name in self.pointers), *self.numbers)
 
+    def described(self, frame: Any) -> tuple[Any, ...]:
+        """`arguments` as `build` needs them, without the memory."""
+        return tuple([_looks(x) if isinstance(x, torch.Tensor) else x for x in self.arguments(frame)])
+
     def fire(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
         """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
-        compiled = self.compiled
-        if compiled is None:
-            compiled = self._compile(frame)
+        if self.compiled is None:
+            self._compile(frame)
         enter = knobs.runtime.launch_enter_hook
         if enter is not None and enter.calls:  # a profiler listens
-            compiled[self.grid](*[at[name] for name in self.pointers], *self._after)
+            self.compiled[self.grid](*self._pick(at), *self._after)
             return
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *[at[name] for name in self.pointers], *self._after,
-        )  # fmt: skip
+        self._start(*self.grid, stream, *self._lead, *self._pick(at), *self._after)
 
-    def build(self, frame: Any, target: Any) -> Any:
-        """The kernel compiled for a target, which need not be here; tensors of `frame` may be on any device."""
+    def build(self, args: tuple[Any, ...], target: Any) -> Any:
+        """The kernel compiled for a target, which need not be here, and arguments as `described`."""
         pdl = target.arch >= 90
-        options = self.options | {"launch_pdl": pdl}
-        return build(self.kernel, self.arguments(frame), self.constants | {"PDL": pdl}, options, target)
+        return build(self.kernel, args, self.constants | {"PDL": pdl}, self.options | {"launch_pdl": pdl}, target)
+
+    def prepare(self, frame: Any, device: int) -> Future[Any]:
+        """Starts to compile the kernel for a GPU, in another thread, unless that was done before."""
+        if self._found is None:
+            key = (device, self.facts(frame))
+            with _lock:
+                if key not in _compiled or _failed(_compiled[key]):
+                    _compiled[key] = workers().submit(self._built, self.described(frame), current_target())
+                self._found = _compiled[key]
+        assert self._found is not None
+        return self._found
+
+    def _built(self, args: tuple[Any, ...], target: Any) -> Any:
+        """The kernel, and in Triton's cache what launches it, which is compiled too."""
+        compiled = self.build(args, target)
+        make_launcher(compiled)
+        return compiled
 
     def facts(self, frame: Any) -> tuple[Any, ...]:
         """What decides which compiled kernel it is, but for the device."""
@@ -230,17 +296,40 @@ class Shot:
         constants = tuple(self.constants[name] for name in names[len(self.numbers) :] if name in self.constants)
         return (self.kernel, tuple(facts), constants, tuple(sorted(self.options.items())))
 
-    def _compile(self, frame: Any) -> Any:
-        key = (torch.cuda.current_device(), self.facts(frame))
-        if key not in _compiled:
-            _compiled[key] = self.build(frame, current_target())
-            _compiled[key]._init_handles()
-        constants = self.constants | {"PDL": dependent(torch.cuda.current_device())}
+    def _compile(self, frame: Any) -> None:
+        device = torch.cuda.current_device()
+        try:
+            compiled = self.prepare(frame, device).result()
+        except BaseException:
+            self._found = None
+            raise
+        compiled._init_handles()
+        constants = self.constants | {"PDL": dependent(device)}
         fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
+        self._start, self._lead = _entry(compiled)
         self._after = (*self.numbers, *fixed)
-        self.compiled = _compiled[key]  # last: another thread that sees it finds what it is launched with
-        return self.compiled
+        self.compiled = compiled  # last: another thread that sees it finds what it is launched with
 
 
-def _looks(x: torch.Tensor) -> tuple[torch.dtype, bool]:
-    return x.dtype, x.device.type == "meta" or x.data_ptr() % 16 == 0
+def make_launcher(compiled: Any) -> Any:
+    """Triton's launcher of a kernel: C code that is compiled for its signature, into the cache."""
+    return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def _failed(found: Any) -> bool:
+    return isinstance(found, Future) and found.done() and found.exception() is not None
+
+
+def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What launches a kernel, and its arguments between the stream and the kernel's own.
+
+    Triton's launcher in C where nothing is to be allocated for the kernel, else the one in Python around it.
+    """
+    run, rest = compiled.run, (compiled.packed_metadata, None, None, None)
+    if _DIRECT and getattr(run, "global_scratch_size", 1) == 0 and getattr(run, "profile_scratch_size", 1) == 0:
+        return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *rest)
+    return run, (compiled.function, *rest)
+
+
+def _looks(x: torch.Tensor) -> _Pointer:
+    return _Pointer(x.dtype, x.device.type == "meta" or x.data_ptr() % 16 == 0)

@@ -1,0 +1,53 @@
+"""Stage 6b: kernels compiled before they are called for (enable_aot=True)."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import triton
+
+from flexsp.compiler import intrinsic_kernels
+from flexsp.compiler.dispatch import Recipe
+from flexsp.compiler.engine import Generated
+from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
+from flexsp.scan.launch import workers
+
+__all__ = ["compile_ahead"]
+
+_AHEAD = (1024, 65536)  # tokens: plans for short and for long sequences differ in flags and tiles
+
+
+def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
+    """Compiles forward and backward for all combinations of the sizes in `meta`, into Triton's cache. How many kernels.
+
+    For inputs that are contiguous and aligned, in the dtypes of `meta`, packed and not, without initial states and
+    without gradients of final ones. Sizes that have no kernels are left out.
+    """
+    if not isinstance(intrinsic_kernels.inverse_kernel, triton.JITFunction):
+        raise ValueError("enable_aot: expected a process without TRITON_INTERPRET, whose kernels can be compiled")
+    jobs: dict[Any, Future[Any]] = {}
+    choices = meta.sizes()
+    lead = next(iter(meta.tokens.values())).dtype
+    for values in itertools.product(*choices.values()):
+        sizes = dict(zip(choices, values, strict=True))
+        if code.refuses(sizes, lead, on_gpu=False) is None:
+            for T, docs in itertools.product(_AHEAD, (0, 4)):
+                given = {
+                    name: torch.empty(_lengths(what, sizes, T), dtype=what.dtype, device="meta")
+                    for name, what in (meta.tokens | meta.params).items()
+                }
+                bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+                recipe = Recipe(code, given, None, bounds, None)
+                for shot, frame in recipe.launches(list(given.values()), None, True):
+                    if (facts := shot.facts(frame)) not in jobs:
+                        jobs[facts] = workers().submit(shot.build, shot.described(frame), target)
+    return len({job.result().hash for job in jobs.values()})
+
+
+def _lengths(what: SymbTensor, sizes: dict[str, int], T: int) -> list[int]:
+    """The sizes of a tensor of T tokens; heads that are not given are 32."""
+    names = [x.name if isinstance(x, ConstExpr) else x for x in what.shape]
+    return [x if isinstance(x, int) else T if x == "T" else sizes.get(x, 32) for x in names]

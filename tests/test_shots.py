@@ -1,0 +1,141 @@
+"""Launches that are worked out once, with a kernel that only pretends to be on a GPU: addresses, and compilation."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.scan import launch as module
+from flexsp.scan.launch import Shot
+
+
+class Kernel:
+    """Pretends to be a kernel on a GPU and keeps what it is launched with."""
+
+    arg_names = ("x", "y", "T", "step", "BLOCK", "PDL")
+    do_not_specialize = ("T",)
+
+    def __init__(self) -> None:
+        self.function, self.packed_metadata = "function", "metadata"
+        self.launches: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
+        self.builds: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.launches.append(args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.hooked.append((grid, args))
+
+    def _init_handles(self) -> None: ...
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+
+    def build(kernel: Kernel, *what: Any) -> Kernel:
+        kernel.builds.append(what)
+        return kernel
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module, "make_launcher", lambda compiled: None)
+    monkeypatch.setattr(module, "dependent", lambda device: True)
+    monkeypatch.setattr(module, "current_target", lambda: type("Target", (), {"arch": 90}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return made
+
+
+def shot(kernel: Kernel, T: int = 5, step: int = 32, **constants: int) -> Shot:
+    return Shot(kernel, (2, 3, 1), ["x", None], [T, step], {"BLOCK": 16} | constants, {"num_warps": 4})
+
+
+def test_a_shot_fills_in_addresses(kernel: Kernel) -> None:
+    one, frame = shot(kernel), {"x": torch.zeros(8)}
+    for address in (64, 4096):
+        one.fire(frame, {"x": address, None: None}, 7)
+    assert len(kernel.builds) == 1
+    head = (2, 3, 1, 7, "function", "metadata", None, None, None)
+    assert kernel.launches == [(*head, address, None, 5, 32, 16, True) for address in (64, 4096)]
+
+
+def test_only_what_is_specialised_builds_again(kernel: Kernel) -> None:
+    frame = {"x": torch.zeros(8)}
+
+    def builds(other: Shot, of: Any = frame) -> int:
+        before = len(kernel.builds)
+        other.fire(of, {"x": 64, None: None}, 7)
+        return len(kernel.builds) - before
+
+    assert builds(shot(kernel)) == 1
+    assert builds(shot(kernel, T=16)) == builds(shot(kernel, T=1)) == builds(shot(kernel, step=64)) == 0
+    assert builds(shot(kernel, T=2**31)) == 1
+    assert builds(shot(kernel, step=33)) == 1
+    assert builds(shot(kernel, step=1)) == 1
+    assert builds(shot(kernel, BLOCK=32)) == 1
+    assert builds(shot(kernel), {"x": torch.zeros(8, dtype=torch.bfloat16)}) == 1
+    assert builds(shot(kernel), {"x": torch.zeros(9)[1:]}) == 1
+
+
+def test_profilers_see_the_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hook:
+        calls = (print,)
+
+    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", Hook())
+    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    assert not kernel.launches
+    assert kernel.hooked == [((2, 3, 1), (64, None, 5, 32, 16, True))]
+
+
+def test_kernels_are_built_side_by_side(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    plain = module.build
+
+    def build(*what: Any) -> Any:
+        both.wait(timeout=30)
+        return plain(*what)
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module, "workers", lambda: pool)
+    shots, frame = [shot(kernel), shot(kernel, BLOCK=32)], {"x": torch.zeros(8)}
+    with ThreadPoolExecutor(2) as pool:
+        for one in (*shots, *shots, shot(kernel)):
+            one.prepare(frame, 0)
+        for one in shots:
+            one.fire(frame, {"x": 64, None: None}, 7)
+    assert len(kernel.builds) == 2
+    assert [args[-2] for args in kernel.launches] == [16, 32]
+
+
+def test_what_cannot_be_built_says_so_each_time(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def build(*what: Any) -> Any:
+        tried.append(what)
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(module, "build", build)
+    for one in [shot(kernel)] * 2 + [shot(kernel)]:
+        with pytest.raises(RuntimeError, match="no space"):
+            one.fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    assert len(tried) == 3
+
+
+def test_launchers_of_a_known_triton_are_called_directly(kernel: Kernel) -> None:
+    class Launcher:
+        launch = object()
+        launch_cooperative_grid, launch_pdl = False, True
+
+        def __init__(self, scratch: int) -> None:
+            self.global_scratch_size, self.profile_scratch_size = scratch, 0
+
+    kernel.run = run = Launcher(0)  # type: ignore[assignment, method-assign]
+    rest = ("metadata", None, None, None)
+    direct = run.launch, ("function", False, True, None, None, *rest)
+    assert module._entry(kernel) == (direct if module._DIRECT else (run, ("function", *rest)))
+    kernel.run = run = Launcher(64)  # type: ignore[assignment, method-assign]
+    assert module._entry(kernel) == (run, ("function", *rest))

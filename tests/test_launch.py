@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
 from flexsp.scan import launch as module
 from flexsp.scan.launch import dependent, launch, newer_assembler
@@ -122,3 +124,19 @@ def test_the_newest_ptxas_that_torch_can_load_is_taken(monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", own)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert newer_assembler.__wrapped__() is None
+
+
+def test_the_newer_ptxas_is_that_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others compile meanwhile is assembled by Triton's own from beginning to end."""
+    from triton.backends.nvidia import compiler
+
+    newer = knobs.NvidiaTool("elsewhere/ptxas", "13.9")
+    monkeypatch.setattr(module, "newer_assembler", lambda: newer)
+    own, key = compiler.get_ptxas(90), compiler.get_ptxas_version(90)
+    with ThreadPoolExecutor(1) as other, module._assembler(90) as told:
+        assert told == {"flexsp_ptxas": "13.9"} and compiler.get_ptxas(90) is newer
+        assert other.submit(compiler.get_ptxas, 90).result().path == own.path
+        assert compiler.get_ptxas_version(90) == key
+        with module._assembler(80) as nothing:
+            assert nothing == {}
+    assert compiler.get_ptxas(90).path == own.path

@@ -43,6 +43,7 @@ _WORKERS = 16
 _DIRECT = triton.__version__.startswith("3.6.")  # whose launcher's arguments are known
 _compiled: dict[Any, Any] = {}
 _lock = threading.RLock()
+_here = threading.local()
 
 
 @triton.jit
@@ -97,41 +98,32 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(_WORKERS, len(os.sched_getaffinity(0)) // ranks)), "flexsp-compile")
 
 
-class _Assembler:
-    """Lets Triton use the newer ptxas while kernels for Hopper are compiled, in however many threads.
+@functools.lru_cache(maxsize=1)
+def _let_threads_choose() -> None:
+    """Has Triton assemble with `_here.tool` in threads that set it. Its own setting is the whole process's, and what
+    others compile meanwhile must not find another ptxas halfway."""
+    from triton.backends.nvidia import compiler
 
-    What others compile at that moment is assembled by it, too.
-    """
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._scope: Any = None
-
-    @contextmanager
-    def use(self, arch: int) -> Iterator[dict[str, str]]:
-        """Gives what tells Triton's cache so."""
-        tool = newer_assembler() if arch == 90 else None
-        if tool is None:
-            yield {}
-            return
-        with _lock:
-            if not self._users and tool.path != knobs.nvidia.ptxas.path:
-                self._scope = knobs.nvidia.scope()
-                self._scope.__enter__()
-                knobs.nvidia.ptxas = tool.path
-            self._users += 1
-            told = {} if self._scope is None else {"flexsp_ptxas": tool.version}
-        try:
-            yield told
-        finally:
-            with _lock:
-                self._users -= 1
-                if not self._users and self._scope is not None:
-                    self._scope.__exit__(None, None, None)
-                    self._scope = None
+    plain = compiler.get_ptxas
+    compiler.get_ptxas = lambda arch: getattr(_here, "tool", None) or plain(arch)
 
 
-_assembler = _Assembler()
+@contextmanager
+def _assembler(arch: int) -> Iterator[dict[str, str]]:
+    """Lets Triton use the newer ptxas in this thread; gives what tells its cache so."""
+    tool = newer_assembler() if arch == 90 else None
+    if tool is None or tool.path == knobs.nvidia.ptxas.path:
+        yield {}
+        return
+    from triton.backends.nvidia import compiler
+
+    _let_threads_choose()
+    compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
+    _here.tool = tool
+    try:
+        yield {"flexsp_ptxas": tool.version}
+    finally:
+        _here.tool = None
 
 
 class _Pointer(NamedTuple):
@@ -160,7 +152,7 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
         if aligned and not free:
             attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
-    with _assembler.use(target.arch) as told:
+    with _assembler(target.arch) as told:
         return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | told)
 
 

@@ -7,14 +7,12 @@ length T makes another recipe, but compiles nothing: no kernel is specialised on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -27,7 +25,7 @@ from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.walks import WALKS
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
-from flexsp.scan.propagate import local_launch, propagate
+from flexsp.scan.steps import Frame, Room, Step, play, scan, shots_of
 
 __all__ = ["Recipe", "run"]
 
@@ -37,47 +35,6 @@ _F32 = torch.float32
 _ROWS = 65535
 
 
-class Room:
-    """Named buffers of one call in one allocation."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-        self.nbytes = 0
-
-    def add(self, name: str, dtype: torch.dtype, *shape: int) -> str:
-        if name not in self.places:
-            self.places[name] = (self.nbytes, dtype, shape)
-            self.nbytes += -(-math.prod(shape) * dtype.itemsize // 256) * 256
-        return name
-
-    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        start, dtype, shape = self.places[name]
-        return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-class Frame:
-    """The memory of one call: given tensors by name, and rooms with what was allocated for them."""
-
-    def __init__(self, tensors: Tensors, rooms: Sequence[tuple[Room, torch.Tensor]]) -> None:
-        self.tensors, self.rooms = tensors, rooms
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.tensors:
-            return self.tensors[name]
-        room, memory = next(pair for pair in self.rooms if name in pair[0].places)
-        return room.view(memory, name)
-
-    def addresses(self) -> dict[str | None, int | None]:
-        at: dict[str | None, int | None] = {None: None}
-        for name, x in self.tensors.items():
-            at[name] = x.data_ptr()
-        for room, memory in self.rooms:
-            base = memory.data_ptr()
-            for name, place in room.places.items():
-                at[name] = base + place[0]
-        return at
-
-
 class _Shot(Shot):
     """A launch of a kernel made for chunks of C tokens."""
 
@@ -85,35 +42,6 @@ class _Shot(Shot):
         compiled = super().build(args, target)
         check_shared(self.kernel.__name__, compiled.metadata.shared, self.constants["C"])
         return compiled
-
-
-Do = Callable[[Frame], None]
-Step = Shot | Do
-
-
-def shots_of(steps: Sequence[Step]) -> list[Shot]:
-    return [step for step in steps if isinstance(step, Shot)]
-
-
-def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
-    """Runs the steps; on CUDA on the device's current stream."""
-    if device.type != "cuda":
-        for step in steps:
-            step(frame)
-        return
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return play(steps, frame, device)
-    at = frame.addresses()
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
-    for step in steps:
-        if isinstance(step, Shot):
-            if step.compiled is None:
-                for other in shots_of(steps):
-                    other.prepare(frame, device.index)
-            step.fire(frame, at, stream)
-        else:
-            step(frame)
 
 
 @dataclass(frozen=True)
@@ -332,16 +260,9 @@ class Recipe:
 
     def _propagate(self, states: str, reverse: bool) -> Step:
         decay, cut, A = (name if name in self.saved.places else None for name in ("@decay", "@cut", "@A"))
-        if self.chained:
-            return lambda frame: propagate(
-                frame[states].view(self.B, -1, self.H, self.K, self.V),
-                None if decay is None else frame[decay], None if cut is None else frame[cut],
-                get_sp(self.sp_id), A=None if A is None else frame[A], reverse=reverse,
-            )  # fmt: skip
         kind = "dense" if A is not None else "none" if decay is None else "vector"
-        B, n_seg, H, K, V = self.B, self.plan.n_seg, self.H, self.K, self.V
-        kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
-        return Shot(kernel, (*grid, 1, 1), [states, decay or A, cut, *[None] * 6], numbers, constants, options)
+        shape = self.B, self.plan.n_seg, self.H, self.K, self.V
+        return scan(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1)
 
     def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""

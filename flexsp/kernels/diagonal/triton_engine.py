@@ -1,7 +1,11 @@
-"""Host side of the Triton kernels: summarize -> propagate -> output, and the same backward."""
+"""Host side of the Triton kernels: summarize -> propagate -> output, and the same backward.
+
+What a call does is worked out once for its signature: how its tensors lie, and what is asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,53 +14,51 @@ import torch
 from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.table import chunk_table
-from flexsp.scan.launch import launch
-from flexsp.scan.propagate import propagate
+from flexsp.scan.launch import Shot
+from flexsp.scan.steps import Frame, Room, Step, play, scan
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
 Optional = torch.Tensor | None
+Tensors = dict[str, torch.Tensor]
+_F32 = torch.float32
+_CALLS = 256  # signatures that are kept
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The steps of calls of one signature, and their scratch buffers."""
+
+    plan: Plan
+    steps: list[Step]
+    room: Room
+
+    def run(self, tensors: Tensors, device: torch.device) -> None:
+        rooms = []
+        if self.room.nbytes:
+            rooms.append((self.room, torch.empty(self.room.nbytes, dtype=torch.uint8, device=device)))
+        play(self.steps, Frame(tensors, rooms), device)
+
+
+_calls: dict[Any, _Call] = {}
+
+
+def _remembered(asked: tuple[Any, ...], p: Plan, given: Tensors, make: Callable[[], _Call]) -> _Call:
+    """The call that was made for tensors that lie like these. Plans count by identity: what is kept holds its own."""
+    looks = [(name, x.dtype, x.stride(), x.data_ptr() % 16 == 0) for name, x in given.items()]
+    key = (id(p), given["q"].device, *asked, *looks)
+    found = _calls.get(key)
+    if found is None:
+        if len(_calls) >= _CALLS:
+            _calls.pop(next(iter(_calls)), None)
+        found = _calls[key] = make()
+    return found
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Kernels step through the last axis one element at a time; other strides are free."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-class _Gate:
-    """The decay's device function with its tensor: nothing, or b [B, H, chunks * C] (`decay` below)."""
-
-    def __init__(self, decay: torch.Tensor, p: Plan, gated: bool) -> None:
-        from flexsp.kernels import primitives
-
-        self.gated = gated
-        self.tensor = decay
-        self.decay = primitives.decay_scalar if self.gated else primitives.decay_none
-        row = p.n_chunks * p.tiles.chunk
-        self.strides = (p.H * row, row) if self.gated else (0, 0)
-
-
-def _cumulate(g: Optional, g_gamma: Optional, table: torch.Tensor, p: Plan, dtype: torch.dtype) -> torch.Tensor:
-    """Cumulative log2 decay of the chunks, for inputs of `dtype`; empty where there is no gate."""
-    from flexsp.kernels.primitives import gate_kernel
-
-    if g is None and g_gamma is None:
-        return torch.empty(0, device=table.device, dtype=decay_dtype(dtype))
-    if g is None:
-        assert g_gamma is not None
-        g = g_gamma.expand(p.B, p.T, p.H)
-    b = torch.empty(p.B, p.H, p.n_chunks * p.tiles.chunk, device=g.device, dtype=decay_dtype(dtype))
-    if p.n_chunks:
-        launch(
-            gate_kernel, (p.n_chunks, p.B * p.H), (g, b, table, *_strides(g), p.T, p.H),
-            {"C": p.tiles.chunk, "PACKED": p.packed}, {"num_warps": 2},
-        )  # fmt: skip
-    return b
 
 
 def _dots(dtype: torch.dtype) -> dict[str, Any]:
@@ -69,35 +71,152 @@ def _dots(dtype: torch.dtype) -> dict[str, Any]:
     return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
 
 
-def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], tile: Tile, p: Plan, **constants: Any) -> None:
-    """Launches a walk with its tile; `constants` are its own, those of every walk are added here."""
-    shape = {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.tiles.chunk, "PACKED": p.packed}
-    launch(kernel, grid, args, shape | constants, {"num_warps": tile.warps, "num_stages": tile.stages})
-
-
-def _alike(*tensors: torch.Tensor) -> bool:
-    """Whether one token stride serves all: the kernels then share their offsets, which saves them registers."""
-    return len({x.stride(1) for x in tensors}) == 1
-
-
 def _count(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def _launch_summarize(p: Plan, x, y, gate, states, log_a, cut, boundary, table, scale, reverse, zero) -> None:
-    from flexsp.kernels.diagonal.summarize import summarize_kernel
+class _Launches:
+    """Launches of one call. `tensors` by name are there for their strides; what only scratch memory holds is in `room`.
 
-    tile = p.tiles.summarize
-    grid = (_count(p.K, tile.bk) * _count(p.V, tile.bv), p.B * p.H, p.n_seg)
-    args = (
-        x, y, gate.tensor, states, log_a, cut, x if boundary is None else boundary, table,
-        *_strides(x), *_strides(y), *gate.strides,
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-    )  # fmt: skip
-    _run(
-        summarize_kernel, grid, args, tile, p,
-        DECAY=gate.decay, REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero, GATED=gate.gated, **_dots(x.dtype),
-    )  # fmt: skip
+    A pointer that a kernel does not use is that of q.
+    """
+
+    def __init__(self, p: Plan, tensors: Tensors, scale: float) -> None:
+        from flexsp.kernels import primitives
+
+        self.p, self.tensors, self.scale = p, tensors, scale
+        self.gated = tensors["log_a"].numel() > 0
+        self.decay = primitives.decay_scalar if self.gated else primitives.decay_none
+        row = p.n_chunks * p.tiles.chunk
+        self.gate_strides = (p.H * row, row) if self.gated else (0, 0)
+        self.room = Room()
+
+    def strides(self, *names: str) -> list[int]:
+        return [n for name in names for n in self.tensors[name].stride()[:3]]
+
+    def alike(self, *names: str) -> bool:
+        """Whether one token stride serves all: the kernels then share their offsets, which saves them registers."""
+        return len({self.tensors[name].stride(1) for name in names}) == 1
+
+    def or_q(self, name: str | None) -> str:
+        return "q" if name is None else name
+
+    def walk(
+        self, kernel: Any, tile: Tile, programs: int, pointers: list[str | None], numbers: list[int], **constants: Any
+    ) -> Shot:
+        """A walk with its tile; `constants` are its own, those of every walk are added here."""
+        p = self.p
+        constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.tiles.chunk, "PACKED": p.packed}
+        constants |= {"DECAY": self.decay, "GATED": self.gated, **_dots(self.tensors["q"].dtype)}
+        cut: list[Any] = [p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return Shot(kernel, (programs, p.B * p.H, p.n_seg), pointers, [*numbers, *cut], constants, options)
+
+    def gates(self) -> Shot:
+        """Cumulative log2 decay of the chunks."""
+        from flexsp.kernels.primitives import gate_kernel
+
+        p = self.p
+        constants = {"C": p.tiles.chunk, "PACKED": p.packed}
+        numbers = [*self.strides("g"), p.T, p.H]
+        pointers = ["g", "decay", "table"]
+        return Shot(gate_kernel, (p.n_chunks, p.B * p.H, 1), pointers, numbers, constants, {"num_warps": 2})
+
+    def summarize(self, x: str, y: str, states: str, boundary: str | None, reverse: bool, zero: bool) -> Shot:
+        from flexsp.kernels.diagonal.summarize import summarize_kernel
+
+        tile = self.p.tiles.summarize
+        return self.walk(
+            summarize_kernel, tile, _count(self.p.K, tile.bk) * _count(self.p.V, tile.bv),
+            [x, y, "decay", states, "log_a", "cut", x if boundary is None else boundary, "table"],
+            [*self.strides(x, y), *self.gate_strides],
+            REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero,
+        )  # fmt: skip
+
+    def output(self, initial: str | None, final: bool) -> Shot:
+        from flexsp.kernels.diagonal.output import output_kernel
+
+        tile = self.p.tiles.output
+        return self.walk(
+            output_kernel, tile, _count(self.p.V, tile.bv),
+            ["q", "k", "v", "decay", "o", "states", self.or_q(initial), "final", "table"],
+            [*self.strides("q", "k", "v"), *self.gate_strides, *self.strides("o")],
+            INITIAL=initial is not None, FINAL=final, ALIKE=self.alike("q", "k", "v", "o"),
+        )  # fmt: skip
+
+    def sums(self, name: str, tiles: int, parts: int, wanted: bool) -> str:
+        """Room for the sums that tokens of a chunk leave to the gate gradient."""
+        p = self.p
+        return self.room.add(name, _F32, *((p.B, p.H, p.n_chunks, tiles, parts, p.tiles.chunk) if wanted else (0,)))
+
+    def dq(self, initial: str | None, want_dg: bool) -> Shot:
+        from flexsp.kernels.diagonal.grads import dq_kernel
+
+        tile = self.p.tiles.dq
+        n = _count(self.p.K, tile.bk)
+        reads = self.sums("reads", n, tile.parts, want_dg)
+        return self.walk(
+            dq_kernel, tile, n,
+            ["q", "k", "v", "do", "decay", "dq", reads, "states", self.or_q(initial), "table"],
+            [*self.strides("q", "k", "v", "do"), *self.gate_strides, *self.strides("dq")],
+            INITIAL=initial is not None, READS=want_dg, PARTS=tile.parts, ALIKE=self.alike("q", "k", "v", "do", "dq"),
+        )  # fmt: skip
+
+    def dkv(self, tile: Tile, dfinal: str | None, with_dk: bool, with_dv: bool, dg: bool) -> Shot:
+        """Walks dk, dv, or both at once; leaves what the gate gradient needs of it, if `dg`."""
+        from flexsp.kernels.diagonal.grads import dkv_kernel
+
+        p = self.p
+        n = self._dkv_tiles(tile, with_dk)
+        sums = [self.sums(name if with_dk else "nothing", n, tile.parts, dg) for name in ("pairs", "writes")]
+        edges = self.room.add("edges" if with_dk else "nothing", _F32, *((n, p.B, p.n_seg, p.H) if dg else (0,)))
+        to_k = "dk" if with_dk else "dv"
+        return self.walk(
+            dkv_kernel, tile, n,
+            ["q", "k", "v", "do", "decay", to_k, "dv", *sums, edges, "states", "@dstates", self.or_q(dfinal),
+             "dinitial", "table"],
+            [*self.strides("q", "k", "v", "do"), *self.gate_strides, *self.strides(to_k, "dv")],
+            FINAL=dfinal is not None, INITIAL=p.packed and with_dv and self.tensors["dinitial"].numel() > 0,
+            DK=with_dk, DV=with_dv, DG=dg, PARTS=tile.parts, ALIKE=self.alike("q", "k", "v", "do", to_k, "dv"),
+        )  # fmt: skip
+
+    def _dkv_tiles(self, tile: Tile, with_dk: bool) -> int:
+        return _count(self.p.K, tile.bk) if with_dk else _count(self.p.V, tile.bv)
+
+    def gate_grad(self, dfinal: str | None) -> list[Step]:
+        from flexsp.kernels.diagonal.grads import gate_grad_kernel
+
+        p = self.p
+        steps: list[Step] = []
+        doc_edges = "edges"
+        if dfinal is not None:
+            doc_edges = self.room.add("doc_edges", _F32, p.docs, p.H)
+            steps.append(lambda frame: _document_edges(frame["final"], frame["dfinal"], frame["doc_edges"]))
+        dq, dk = p.tiles.dq, p.tiles.dk
+        constants = {
+            "TILES": self._dkv_tiles(dk, True), "READ_TILES": _count(p.K, dq.bk), "PARTS": dk.parts,
+            "READ_PARTS": dq.parts, "C": p.tiles.chunk,
+            "DROP": -14.0 if self.tensors["q"].dtype == torch.bfloat16 else -30.0,
+            "DECAY": self.decay, "PACKED": p.packed, "FINAL": dfinal is not None,
+        }  # fmt: skip
+        pointers = ["pairs", "reads", "writes", "edges", doc_edges, "decay", "dg", "table"]
+        numbers = [*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
+        return [*steps, Shot(gate_grad_kernel, (p.B * p.H, p.n_seg, 1), pointers, numbers, constants, {"num_warps": 2})]
+
+    def propagate(self, states: str, reverse: bool, sp_id: int) -> Step:
+        p = self.p
+        log_a, kind = ("log_a", "scalar") if self.gated else (None, "none")
+        shape = p.B, p.n_seg, p.H, p.K, p.V
+        return scan(states, log_a, "cut" if p.packed else None, shape, kind, reverse, sp_id)
+
+
+def _document_edges(final: torch.Tensor, dfinal: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_((final * dfinal).sum((-1, -2)))
+
+
+def _chained(sp: SequenceParallel | None) -> int:
+    """The group that states travel over; -1 on one rank."""
+    return -1 if sp is None or sp.world_size == 1 else sp.id
 
 
 def forward(
@@ -116,46 +235,55 @@ def forward(
     q, k, v = _rows(q), _rows(k), _rows(v)
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     p = make_plan(q, v, docs)
-    f32: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
-    states = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
-    cut = torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32)
-    table = _table(cu_seqlens, p, sp, q.device)
-    decay = _cumulate(g, g_gamma, table, p, q.dtype)
-    gate = _Gate(decay, p, g is not None or g_gamma is not None)
-    log_a = torch.empty((p.B, p.n_seg, p.H) if gate.gated else 0, **f32)
-    o = torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype)
-    final = torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32)
-
-    in_walk = initial if p.packed else None
-    if p.n_chunks:
-        _launch_summarize(p, k, v, gate, states, log_a, cut, in_walk, table, scale, False, p.packed or initial is None)
-    else:
-        states.zero_()
-        log_a.zero_()
-    if not p.packed and initial is not None:
-        states[:, 0].copy_(initial)
-    propagate(states, log_a if gate.gated else None, cut if p.packed else None, sp)
-    if p.n_chunks:
-        _launch_output(p, q, k, v, gate, o, states, in_walk, final, table, scale, p.packed and want_final)
+    if g_gamma is not None:
+        g = g_gamma.expand(p.B, p.T, p.H)
+    f32: dict[str, Any] = {"device": q.device, "dtype": _F32}
+    given = {"q": q, "k": k, "v": v, "table": _table(cu_seqlens, p, sp, q.device)}
+    given |= {name: x for name, x in (("g", g), ("initial", initial)) if x is not None}
+    row = p.n_chunks * p.tiles.chunk
+    tensors = given | {
+        "o": torch.empty(p.B, p.T, p.H, p.V, device=q.device, dtype=v.dtype),
+        "final": torch.zeros(docs, p.H, p.K, p.V, **f32) if p.packed and want_final else torch.empty(0, **f32),
+        "states": torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32),
+        "log_a": torch.empty(0 if g is None else (p.B, p.n_seg, p.H), **f32),
+        "cut": torch.empty((p.B, p.n_seg) if p.packed else 0, device=q.device, dtype=torch.int32),
+        "decay": torch.empty(0 if g is None else (p.B, p.H, row), device=q.device, dtype=decay_dtype(q.dtype)),
+    }
+    group = _chained(sp)
+    call = _remembered(
+        ("forward", scale, want_final, group), p, given, lambda: _forward_call(p, tensors, scale, want_final, group)
+    )
+    call.run(tensors, q.device)
     if want_final and not p.packed:
-        final = states[:, p.n_seg].clone()
-    return o, final, states, log_a, cut, table, decay
+        tensors["final"] = tensors["states"][:, p.n_seg].clone()
+    return tuple(tensors[name] for name in ("o", "final", "states", "log_a", "cut", "table", "decay"))
 
 
-def _launch_output(p: Plan, q, k, v, gate: _Gate, o, states, initial, final, table, scale, with_final: bool) -> None:
-    from flexsp.kernels.diagonal.output import output_kernel
+def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, group: int) -> _Call:
+    make, steps = _Launches(p, tensors, scale), list[Step]()
+    given = "initial" in tensors
+    in_walk = "initial" if p.packed and given else None
+    if p.n_chunks:
+        if make.gated:
+            steps.append(make.gates())
+        steps.append(make.summarize("k", "v", "states", in_walk, False, p.packed or not given))
+    else:
+        steps.append(lambda frame: _zero(frame["states"], frame["log_a"]))
+    if given and not p.packed:
+        steps.append(lambda frame: _copy(frame["states"][:, 0], frame["initial"]))
+    steps.append(make.propagate("states", False, group))
+    if p.n_chunks:
+        steps.append(make.output(in_walk, p.packed and want_final))
+    return _Call(p, steps, make.room)
 
-    tile = p.tiles.output
-    args = (
-        q, k, v, gate.tensor, o, states, q if initial is None else initial, final, table,
-        *_strides(q), *_strides(k), *_strides(v), *gate.strides, *_strides(o),
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, scale,
-    )  # fmt: skip
-    _run(
-        output_kernel, (_count(p.V, tile.bv), p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, INITIAL=initial is not None, FINAL=with_final,
-        GATED=gate.gated, **_dots(q.dtype), ALIKE=_alike(q, k, v, o),
-    )  # fmt: skip
+
+def _zero(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        x.zero_()
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
 
 
 def _table(cu_seqlens: Optional, p: Plan, sp: SequenceParallel | None, device: torch.device) -> torch.Tensor:
@@ -192,108 +320,59 @@ def backward(
     """(dq, dk, dv, dg [B, H, T] fp32, dinitial); the last two empty unless wanted."""
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
-    f32: dict[str, Any] = {"device": s.q.device, "dtype": torch.float32}
-    gate = _Gate(s.decay, p, s.log_a.numel() > 0)
-    dstates = torch.empty(p.B, p.n_seg + 1, p.H, p.K, p.V, **f32)
-    in_walk = dfinal if p.packed else None
-    zero = p.packed or dfinal is None
-    if p.n_chunks:
-        _launch_summarize(p, s.q, do, gate, dstates, s.log_a, s.cut, in_walk, s.table, s.scale, True, zero)
-    else:
-        dstates.zero_()
-    if not p.packed and dfinal is not None:
-        dstates[:, p.n_seg].copy_(dfinal)
+    f32: dict[str, Any] = {"device": s.q.device, "dtype": _F32}
+    given = {
+        "q": s.q, "k": s.k, "v": s.v, "do": do, "states": s.states, "log_a": s.log_a, "cut": s.cut, "table": s.table,
+        "decay": s.decay, "final": s.final,
+    }  # fmt: skip
+    given |= {name: x for name, x in (("initial", s.initial), ("dfinal", dfinal)) if x is not None}
     dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)
-    dk, dv = torch.empty_like(dq), torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype)
-    dg = torch.empty(0, **f32)
-    dinitial = torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32)
-    last = _waited_for_by_nobody(sp)
-    reads = _launch_dq(p, s, do, gate, dq, want_dg) if p.n_chunks and last else None
-    propagate(dstates, s.log_a if gate.gated else None, s.cut if p.packed else None, sp, reverse=True)
-    if p.n_chunks:
-        if reads is None:
-            reads = _launch_dq(p, s, do, gate, dq, want_dg)
-        sums = _launch_dkv(p, p.tiles.dk, s, do, gate, dk, dv, dstates, in_walk, dinitial, p.tiles.dv is None, want_dg)
-        if p.tiles.dv is not None:
-            _launch_dkv(p, p.tiles.dv, s, do, gate, None, dv, dstates, in_walk, dinitial, True, False)
-        if want_dg:
-            dg = _launch_gate_grad(p, s, gate, reads, *sums, in_walk)
-    elif want_dg:
-        dg = torch.zeros(p.B, p.H, p.T, **f32)
+    tensors = given | {
+        "dq": dq, "dk": torch.empty_like(dq),
+        "dv": torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype),
+        "dg": torch.empty((p.B, p.H, p.T) if want_dg else 0, **f32),
+        "dinitial": torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32),
+    }  # fmt: skip
     if want_dinitial and not p.packed:
-        dinitial = dstates[:, 0].clone()
-    return dq, dk, dv, dg, dinitial
+        tensors["dinitial"] = torch.empty(p.B, p.H, p.K, p.V, **f32)
+    group, early = _chained(sp), _waited_for_by_nobody(sp)
+    call = _remembered(
+        ("backward", s.scale, want_dg, want_dinitial, group), p, given,
+        lambda: _backward_call(p, tensors, s.scale, want_dg, want_dinitial, group, early),
+    )  # fmt: skip
+    call.run(tensors, s.q.device)
+    return tensors["dq"], tensors["dk"], tensors["dv"], tensors["dg"], tensors["dinitial"]
+
+
+def _backward_call(
+    p: Plan, tensors: Tensors, scale: float, want_dg: bool, want_dinitial: bool, group: int, early: bool
+) -> _Call:
+    """`early`: dq is walked before the states come in."""
+    make, steps = _Launches(p, tensors, scale), list[Step]()
+    make.room.add("@dstates", _F32, p.B, p.n_seg + 1, p.H, p.K, p.V)
+    given = "dfinal" in tensors
+    in_walk = "dfinal" if p.packed and given else None
+    initial = "initial" if p.packed and "initial" in tensors else None
+    if p.n_chunks:
+        steps.append(make.summarize("q", "do", "@dstates", in_walk, True, p.packed or not given))
+    else:
+        steps.append(lambda frame: _zero(frame["@dstates"], frame["dg"]))
+    if given and not p.packed:
+        steps.append(lambda frame: _copy(frame["@dstates"][:, p.n_seg], frame["dfinal"]))
+    dq = [make.dq(initial, want_dg)] if p.n_chunks else []
+    propagate = make.propagate("@dstates", True, group)
+    steps += [*dq, propagate] if early else [propagate, *dq]
+    if p.n_chunks:
+        steps.append(make.dkv(p.tiles.dk, in_walk, True, p.tiles.dv is None, want_dg))
+        if p.tiles.dv is not None:
+            steps.append(make.dkv(p.tiles.dv, in_walk, False, True, False))
+        if want_dg:
+            steps += make.gate_grad(in_walk)
+    if want_dinitial and not p.packed:
+        steps.append(lambda frame: _copy(frame["dinitial"], frame["@dstates"][:, 0]))
+    return _Call(p, steps, make.room)
 
 
 def _waited_for_by_nobody(sp: SequenceParallel | None) -> bool:
     """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
     return sp is not None and sp.rank == 0 and sp.schedule == "chain" and sp.transport != "process_group"
-
-
-def _launch_dq(p: Plan, s: Saved, do, gate: _Gate, dq, want_dg: bool) -> torch.Tensor:
-    from flexsp.kernels.diagonal.grads import dq_kernel
-
-    tile = p.tiles.dq
-    n_k = _count(p.K, tile.bk)
-    reads = _sums(p, n_k, tile.parts, want_dg, dq.device)
-    in_walk = s.initial if p.packed else None
-    args = (
-        s.q, s.k, s.v, do, gate.tensor, dq, reads, s.states, s.q if in_walk is None else in_walk, s.table,
-        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(dq),
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-    )  # fmt: skip
-    _run(
-        dq_kernel, (n_k, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, INITIAL=in_walk is not None, READS=want_dg, PARTS=tile.parts,
-        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, dq),
-    )  # fmt: skip
-    return reads
-
-
-def _sums(p: Plan, tiles: int, parts: int, wanted: bool, device: torch.device) -> torch.Tensor:
-    """Room for the sums that tokens of a chunk leave to the gate gradient."""
-    shape = (p.B, p.H, p.n_chunks, tiles, parts, p.tiles.chunk) if wanted else 0
-    return torch.empty(shape, device=device, dtype=torch.float32)
-
-
-def _launch_dkv(
-    p: Plan, tile: Tile, s: Saved, do, gate: _Gate, dk: Optional, dv, dstates, dfinal, dinitial, with_dv: bool, dg: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walks dk (unless it is None), dv, or both at once; what the gate gradient needs of it, if `dg`."""
-    from flexsp.kernels.diagonal.grads import dkv_kernel
-
-    n = _count(p.K, tile.bk) if dk is not None else _count(p.V, tile.bv)
-    pairs, writes = _sums(p, n, tile.parts, dg, dv.device), _sums(p, n, tile.parts, dg, dv.device)
-    edges = torch.empty((n, p.B, p.n_seg, p.H) if dg else 0, device=dv.device, dtype=torch.float32)
-    to_k = dv if dk is None else dk
-    args = (
-        s.q, s.k, s.v, do, gate.tensor, to_k, dv, pairs, writes, edges, s.states, dstates,
-        s.q if dfinal is None else dfinal, dinitial, s.table,
-        *_strides(s.q), *_strides(s.k), *_strides(s.v), *_strides(do), *gate.strides, *_strides(to_k), *_strides(dv),
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, s.scale,
-    )  # fmt: skip
-    _run(
-        dkv_kernel, (n, p.B * p.H, p.n_seg), args, tile, p,
-        DECAY=gate.decay, FINAL=dfinal is not None, INITIAL=p.packed and with_dv and dinitial.numel() > 0,
-        DK=dk is not None, DV=with_dv, DG=dg, PARTS=tile.parts,
-        GATED=gate.gated, **_dots(s.q.dtype), ALIKE=_alike(s.q, s.k, s.v, do, to_k, dv),
-    )  # fmt: skip
-    return pairs, writes, edges
-
-
-def _launch_gate_grad(p: Plan, s: Saved, gate: _Gate, reads, pairs, writes, edges, dfinal) -> torch.Tensor:
-    from flexsp.kernels.diagonal.grads import gate_grad_kernel
-
-    dg = torch.empty(p.B, p.H, p.T, device=reads.device, dtype=torch.float32)
-    doc_edges = edges if dfinal is None else (s.final * dfinal).sum((-1, -2))
-    args = (
-        pairs, reads, writes, edges, doc_edges, gate.tensor, dg, s.table, *gate.strides,
-        p.T, p.H, p.n_seg, p.n_chunks, p.per_seg,
-    )  # fmt: skip
-    constants = {
-        "TILES": writes.shape[3], "READ_TILES": reads.shape[3], "PARTS": writes.shape[4], "READ_PARTS": reads.shape[4],
-        "C": p.tiles.chunk, "DROP": -14.0 if s.q.dtype == torch.bfloat16 else -30.0,
-        "DECAY": gate.decay, "PACKED": p.packed, "FINAL": dfinal is not None,
-    }  # fmt: skip
-    launch(gate_grad_kernel, (p.B * p.H, p.n_seg), args, constants, {"num_warps": 2})
-    return dg

@@ -6,8 +6,10 @@ there. bfloat16 has to wait for a GPU: the interpreter multiplies it wrongly. Ch
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -290,6 +292,39 @@ def repeated(sp: Any, seed: int) -> list[bool]:
 def test_second_backward_of_two_forwards(seed: int) -> None:
     (same,) = run_ranks(repeated, 1, seed, env=ENV)
     assert all(same), same
+
+
+def remembered(sp: Any) -> dict[str, Any]:
+    """Calls alike and not alike, forward and backward: how many are kept after each, and whether tensors live on."""
+    from flexsp import ops
+    from flexsp.kernels.diagonal import triton_engine
+
+    counts, refs = [], []
+    triton_engine._calls.clear()
+
+    def call(scale: float = 1.0, turned: bool = False, initial: bool = False, do: torch.Tensor | None = None) -> None:
+        q, k, v = (torch.randn(1, 40, 2, 16).requires_grad_() for _ in range(3))
+        x = other_strides(q) if turned else q
+        state = torch.randn(1, 2, 16, 16) if initial else None
+        o, _ = ops.chunk_simple_gla(x, k, v, -torch.rand(1, 40, 2), scale=scale, initial_state=state)
+        o.backward(torch.randn_like(o) if do is None else do)
+        refs.extend(weakref.ref(y) for y in (q, k, v, o))
+        counts.append(len(triton_engine._calls))
+
+    call()
+    call()
+    call(scale=2.0)
+    call(turned=True)
+    call(initial=True)
+    call(do=torch.ones(()).expand(1, 40, 2, 16))  # copied: it lies as the first one then
+    gc.collect()
+    return {"counts": counts, "alive": sum(ref() is not None for ref in refs)}
+
+
+def test_calls_are_worked_out_once() -> None:
+    (found,) = run_ranks(remembered, 1, env=ENV)
+    assert found["counts"] == [2, 2, 4, 6, 8, 8]
+    assert not found["alive"]
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def compile_config(
     import torch
 
     from flexsp.kernels.diagonal import triton_engine as engine
-    from flexsp.testing.offline import compile_launch, record_launches
+    from flexsp.testing.offline import compile_launches, record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -61,7 +61,7 @@ def compile_config(
         out = engine.forward(q, k, v, meta(B, T, H) if gated else None, None, state, bounds, None, scale, True)
         saved = engine.Saved(q, k, v, state, *out[1:], docs=docs, scale=scale)
         engine.backward(saved, do, state, None, learned, True)
-    return [_summary(compile_launch(*launch)) for launch in launches]
+    return [_summary(found) for found in compile_launches(launches)]
 
 
 def _summary(found: Any) -> dict[str, Any]:

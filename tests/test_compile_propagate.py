@@ -30,17 +30,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def compile_variant(
+def launch_of(
     shape: tuple[int, ...], kind: str, cut: bool, reverse: bool, rank: int | None = None, put: bool = False,
     fold: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Body of the child process: one launch on meta tensors, compiled."""
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The one launch of a call on meta tensors, in a child process."""
     import torch
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
     from flexsp.scan import propagate as module
-    from flexsp.testing.offline import compile_launch, record_launches
+    from flexsp.testing.offline import record_launches
 
     class Heap(SymmetricHeap):
         def pe(self, group_rank: int) -> int:
@@ -66,8 +66,15 @@ def compile_variant(
         else:
             module.propagate(meta(*shape), log_a, cuts, sp, A=A, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
-    found = compile_launch(*launches[0])
-    return vars(found) | {"waits_first": found.waits_first}
+    return launches[0]
+
+
+def compile_variants(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Body of the child process."""
+    from flexsp.testing.offline import compile_launches
+
+    found = compile_launches([launch_of(**VARIANTS[name]) for name in names])
+    return {name: vars(x) | {"waits_first": x.waits_first} for name, x in zip(names, found, strict=True)}
 
 
 def run_child(names: list[str]) -> dict[str, Any]:
@@ -190,4 +197,4 @@ def test_put_links_the_nvshmem_bitcode() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compile_variant(**VARIANTS[name]) for name in sys.argv[1:]}))
+    print(json.dumps(compile_variants(sys.argv[1:])))

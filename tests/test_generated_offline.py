@@ -76,8 +76,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
         o, final = dispatch.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     results = []
-    for launch in launches:
-        found = offline.compile_launch(*launch)
+    for found in offline.compile_launches(launches):
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
     return results

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Compiled", "compile_launch", "record_launches"]
+__all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     constants = {k: v for k, v in kwargs.items() if k in kernel.arg_names} | {"PDL": True}
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names} | {"launch_pdl": True}
     return _resources(kernel.__name__, build(kernel, args, constants, options, GPUTarget("cuda", 90, 32)))
+
+
+def compile_launches(launches: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Compiled]:
+    """`compile_launch` of all of them, side by side."""
+    from flexsp.scan.launch import workers
+
+    return [*workers().map(lambda launch: compile_launch(*launch), launches)]
 
 
 def _resources(name: str, out: Any) -> Compiled:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -123,6 +125,38 @@ def test_what_cannot_be_built_says_so_each_time(kernel: Kernel, monkeypatch: pyt
         with pytest.raises(RuntimeError, match="no space"):
             one.fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(tried) == 3
+
+
+def test_a_failure_is_forgotten(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps no tensors of the call, and all launches of the next one are built again."""
+    plain = module.build
+
+    def fails(*what: Any) -> Any:
+        raise RuntimeError("no space")
+
+    def call(frame: dict[str, torch.Tensor]) -> weakref.ref[torch.Tensor]:
+        with pytest.raises(RuntimeError, match="no space"):
+            shots[0].fire(frame, {"x": 64, None: None}, 7)
+        return weakref.ref(frame["x"])
+
+    monkeypatch.setattr(module, "build", fails)
+    shots = [shot(kernel, BLOCK=n) for n in (16, 32)]
+    wait([one.prepare({"x": torch.zeros(8)}, 0) for one in shots])
+    seen = call({"x": torch.zeros(8)})
+    gc.collect()
+    assert seen() is None
+    monkeypatch.setattr(module, "build", plain)
+    for one in shots:
+        one.fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    assert len(kernel.builds) == 2
+
+
+def test_an_interpreter_that_ends_builds_in_place(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()
+    monkeypatch.setattr(module, "workers", lambda: ended)
+    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    assert len(kernel.builds) == len(kernel.launches) == 1
 
 
 def test_launchers_of_a_known_triton_are_called_directly(kernel: Kernel) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flexsp.exceptions import NotAvailable
 from flexsp.testing.cases import CASES, Shape, random_documents
 from flexsp.testing.compare import check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
@@ -319,6 +320,22 @@ def remembered(sp: Any) -> dict[str, Any]:
     call(do=torch.ones(()).expand(1, 40, 2, 16))  # copied: it lies as the first one then
     gc.collect()
     return {"counts": counts, "alive": sum(ref() is not None for ref in refs)}
+
+
+def not_interpreted(sp: Any, T: int) -> str:
+    from flexsp import ops
+
+    try:
+        ops.chunk_simple_gla(*torch.randn(3, 1, T, 2, 16))
+    except NotAvailable as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("T", [0, 40])
+def test_cpu_needs_the_interpreter(T: int) -> None:
+    (message,) = run_ranks(not_interpreted, 1, T, env=ENV | {"TRITON_INTERPRET": "0"})
+    assert "set TRITON_INTERPRET=1" in message
 
 
 def test_calls_are_worked_out_once() -> None:

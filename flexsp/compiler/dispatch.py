@@ -350,7 +350,8 @@ class Recipe:
         given = dict(zip(self.names, tensors, strict=True))
         given |= {name: like(1, dtype=given[name].dtype) for name in self.copied}
         given |= {"@o": like(*self.out, dtype=self.dtype), "@table": like(1, dtype=torch.int32)}
-        given |= dict.fromkeys(("@initial", "@final", "@dinitial"), like(1))
+        given |= dict.fromkeys(("@final", "@dinitial"), like(1))
+        given["@initial"] = initial if initial is not None and initial.is_contiguous() else like(1)
         saved = self.saved, like(self.saved.nbytes, dtype=torch.uint8)
         scratch = self.scratch, like(self.scratch.nbytes, dtype=torch.uint8)
         for shot in shots_of(self.forward):

@@ -20,6 +20,7 @@ from flexsp.compiler.check import Program, check
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
+from flexsp.scan.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.compiler.dispatch import Recipe
@@ -143,9 +144,7 @@ class LinearAttention:
         call = self.remembered(signature)
         if call is None:
             call = self._checked(inputs, prev_s, cu_seqlens, group)
-            if len(self._calls) >= _CALLS:
-                self._calls.pop(next(iter(self._calls)), None)
-            self._calls[signature] = call
+            keep(self._calls, signature, call, _CALLS)
         shard, bounds = (0, call.T, call.T), None
         if cu_seqlens is not None:
             shard = shard if group is None else group.shard_range(call.T)

@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +93,30 @@ def newer_assembler() -> Any:
 
 @functools.lru_cache(maxsize=1)
 def workers() -> ThreadPoolExecutor:
-    """Threads that compile: this process's share of the host's cores. Most of a compilation runs outside the GIL."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return ThreadPoolExecutor(max(1, min(_WORKERS, len(os.sched_getaffinity(0)) // ranks)), "flexsp-compile")
+    """Threads that compile: this process's share of the host's cores. Most of a compilation runs outside the GIL.
+
+    At the interpreter's end what has not begun is dropped, else it would be compiled first.
+    """
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    pool = ThreadPoolExecutor(max(1, min(_WORKERS, len(os.sched_getaffinity(0)) // ranks)), "flexsp-compile")
+    with contextlib.suppress(AttributeError):  # runs before the pool's own, which waits for the whole queue
+        threading._register_atexit(functools.partial(pool.shutdown, wait=False, cancel_futures=True))  # type: ignore[attr-defined]
+    return pool
+
+
+os.register_at_fork(after_in_child=workers.cache_clear)
+
+
+def _begin(work: Callable[..., Any], *args: Any) -> Future[Any]:
+    try:
+        return workers().submit(work, *args)
+    except RuntimeError:  # the interpreter is ending, and takes no more work
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 @functools.lru_cache(maxsize=1)
@@ -263,14 +284,14 @@ class Shot:
 
     def prepare(self, frame: Any, device: int) -> Future[Any]:
         """Starts to compile the kernel for a GPU, in another thread, unless that was done before."""
-        if self._found is None:
+        found = self._found
+        if found is None or _failed(found):
             key = (device, self.facts(frame))
-            with _lock:
+            with _lock, torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
                 if key not in _compiled or _failed(_compiled[key]):
-                    _compiled[key] = workers().submit(self._built, self.described(frame), current_target())
-                self._found = _compiled[key]
-        assert self._found is not None
-        return self._found
+                    _compiled[key] = _begin(self._built, self.described(frame), current_target())
+                found = self._found = _compiled[key]
+        return found
 
     def _built(self, args: tuple[Any, ...], target: Any) -> Any:
         """The kernel, and in Triton's cache what launches it, which is compiled too."""
@@ -290,11 +311,15 @@ class Shot:
 
     def _compile(self, frame: Any) -> None:
         device = torch.cuda.current_device()
-        try:
-            compiled = self.prepare(frame, device).result()
-        except BaseException:
+        found = self.prepare(frame, device)
+        error = found.exception()
+        if error is not None:  # dropped, since its traceback will hold the frames of this call
             self._found = None
-            raise
+            with _lock:
+                for key in [key for key, other in _compiled.items() if other is found]:
+                    del _compiled[key]
+            raise error.with_traceback(None)
+        compiled = found.result()
         compiled._init_handles()
         constants = self.constants | {"PDL": dependent(device)}
         fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
@@ -309,7 +334,7 @@ def make_launcher(compiled: Any) -> Any:
 
 
 def _failed(found: Any) -> bool:
-    return isinstance(found, Future) and found.done() and found.exception() is not None
+    return isinstance(found, Future) and found.done() and (found.cancelled() or found.exception() is not None)
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -12,12 +12,14 @@ import torch
 import triton
 
 from flexsp.comm.group import get_sp
-from flexsp.scan.launch import Shot
+from flexsp.exceptions import NotAvailable
+from flexsp.scan.launch import Shot, begin
 from flexsp.scan.propagate import local_launch, propagate
 
 __all__ = ["Frame", "Room", "Step", "play", "scan", "shots_of"]
 
 Tensors = dict[str, torch.Tensor]
+_INTERPRETED = not isinstance(begin, triton.JITFunction)
 
 
 class Room:
@@ -70,6 +72,8 @@ def shots_of(steps: Sequence[Step]) -> list[Shot]:
 
 def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     """Runs the steps; on CUDA on the device's current stream."""
+    if device.type == "cpu" and not _INTERPRETED:
+        raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
     if device.type != "cuda":
         for step in steps:
             step(frame)

@@ -14,6 +14,7 @@ import torch
 from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.table import chunk_table
+from flexsp.scan.kept import keep
 from flexsp.scan.launch import Shot
 from flexsp.scan.steps import Frame, Room, Step, play, scan
 
@@ -50,9 +51,8 @@ def _remembered(asked: tuple[Any, ...], p: Plan, given: Tensors, make: Callable[
     key = (id(p), given["q"].device, *asked, *looks)
     found = _calls.get(key)
     if found is None:
-        if len(_calls) >= _CALLS:
-            _calls.pop(next(iter(_calls)), None)
-        found = _calls[key] = make()
+        found = make()
+        keep(_calls, key, found, _CALLS)
     return found
 
 
@@ -337,7 +337,7 @@ def backward(
         tensors["dinitial"] = torch.empty(p.B, p.H, p.K, p.V, **f32)
     group, early = _chained(sp), _waited_for_by_nobody(sp)
     call = _remembered(
-        ("backward", s.scale, want_dg, want_dinitial, group), p, given,
+        ("backward", s.scale, want_dg, want_dinitial, group, early), p, given,
         lambda: _backward_call(p, tensors, s.scale, want_dg, want_dinitial, group, early),
     )  # fmt: skip
     call.run(tensors, s.q.device)

@@ -179,6 +179,22 @@ def test_first_call_runs_in_a_fresh_process() -> None:
     assert "not finished" in first_call("simple_gla", Shape(1, 40, 2, 16, 16), "float32", "cpu", "flexsp", 0.1)["error"]
 
 
+def test_first_calls_are_of_one_pass_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.bench import cold
+
+    steps: list[bool] = []
+    monkeypatch.setattr(cold, "forward_backward", lambda op, inputs: steps.append(True) or op(inputs))
+    request = {
+        "case": "simple_gla",
+        "dtype": "float32",
+        "device": "cpu",
+        "provider": "flexsp",
+        "shape": [1, 9, 2, 4, 4],
+    }
+    for mode, trained in (("fwd", 0), ("fwd_bwd", 1)):
+        assert cold._measure(request | {"mode": mode}) and len(steps) == trained
+
+
 def _torchrun(processes: int | str, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -331,12 +347,16 @@ def test_traffic_of_our_kernels_is_read_and_compared(capsys: pytest.CaptureFixtu
 def test_without_dispatcher_ends() -> None:
     from flexsp.bench.host import without_dispatcher
     from flexsp.compiler import LinearAttention
+    from flexsp.compiler.dispatch import Recipe
     from flexsp.scan.launch import Shot
 
-    before = Shot.fire, LinearAttention.remembered
+    def parts() -> list[object]:
+        return [Shot.fire, Shot.prepare, Recipe.foresee, LinearAttention.remembered]
+
+    before = parts()
     with without_dispatcher():
-        assert Shot.fire is not before[0] and LinearAttention.remembered is not before[1]
-    assert (Shot.fire, LinearAttention.remembered) == before
+        assert not any(a is b for a, b in zip(parts(), before, strict=True))
+    assert parts() == before
 
 
 def test_tables_of_all_results_can_be_made() -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from flexsp.comm.group import SequenceParallel, get_sp
@@ -23,9 +22,10 @@ from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.walks import WALKS
+from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
-from flexsp.scan.steps import Frame, Room, Step, play, scan, shots_of
+from flexsp.scan.steps import Frame, Room, Step, copy, play, scan, shots_of
 
 __all__ = ["Recipe", "run"]
 
@@ -149,7 +149,7 @@ class Recipe:
             constants[f"B{name}"] = how.cols if name == self.code.layout.cols else block
         if kind not in WALKS:
             flags = {"APART": how.warps > 4}
-        constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **_dots(self.dtype)}
+        constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}
         if how.registers is not None:
             options["maxnreg"] = how.registers
@@ -192,7 +192,7 @@ class Recipe:
         columns = dict(plan.blocks)[size]
         constants = {
             "N": self.sizes[size], "BN": columns, "C": C, "LEVELS": C.bit_length() - 1,
-            "Q_KEPT": kept[0], "K_KEPT": kept[1], "PACKED": self.docs > 0, **_dots(self.dtype),
+            "Q_KEPT": kept[0], "K_KEPT": kept[1], "PACKED": self.docs > 0, **dots(self.dtype),
         }  # fmt: skip
         if what.kind == "scores":
             kernel = intrinsic_kernels.scores_kernel
@@ -221,7 +221,7 @@ class Recipe:
             ENTERS=self.scanned, BOUNDARY=in_walk, LEAVES=self.ends,
         )  # fmt: skip
         if self.ends and not plan.n_chunks:
-            steps.append(lambda frame: _copy(frame["@final"], frame["@states"][:, -1]))
+            steps.append(lambda frame: copy(frame["@final"], frame["@states"][:, -1]))
         return steps
 
     def _scan(self) -> list[Step]:
@@ -310,7 +310,7 @@ class Recipe:
             strides, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
         )  # fmt: skip
         if dinitial and not plan.n_chunks:
-            steps.append(lambda frame: _copy(frame["@dinitial"], frame["@dstates"][:, 0]))
+            steps.append(lambda frame: copy(frame["@dinitial"], frame["@dstates"][:, 0]))
         of_chunk: list[str | None] = ["@entering", "@leaving"]
         steps += self._stages(True, lambda name: room, of_chunk, strides)
         for name in code.layout.params:
@@ -439,14 +439,6 @@ class Recipe:
 def _lay(tensors: Iterable[torch.Tensor], initial: torch.Tensor | None) -> tuple[Any, ...]:
     """How tensors lie in memory."""
     return tuple([None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors, initial)])
-
-
-def _dots(dtype: torch.dtype) -> dict[str, Any]:
-    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source)
 
 
 class _Function(torch.autograd.Function):

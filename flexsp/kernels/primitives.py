@@ -8,6 +8,9 @@ the sum its precision (MATH 9).
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -16,6 +19,14 @@ from flexsp.scan.launch import begin
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 GATE_MIN = tl.constexpr(-104.0)
+
+
+def dots(dtype: torch.dtype) -> dict[str, Any]:
+    """Operand type and precision of the kernels' matrix products, for inputs of `dtype`.
+
+    fp16 goes the way of fp32, three tf32 products for one: its own range would overflow in states and scores.
+    """
+    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
 
 
 @triton.jit

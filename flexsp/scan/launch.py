@@ -107,7 +107,7 @@ def workers() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=workers.cache_clear)
 
 
-def _begin(work: Callable[..., Any], *args: Any) -> Future[Any]:
+def _submit(work: Callable[..., Any], *args: Any) -> Future[Any]:
     try:
         return workers().submit(work, *args)
     except RuntimeError:  # the interpreter is ending, and takes no more work
@@ -138,7 +138,8 @@ def _assembler(arch: int) -> Iterator[dict[str, str]]:
         return
     from triton.backends.nvidia import compiler
 
-    _let_threads_choose()
+    with _lock:
+        _let_threads_choose()
     compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
     _here.tool = tool
     try:
@@ -289,7 +290,7 @@ class Shot:
             key = (device, self.facts(frame))
             with _lock, torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
                 if key not in _compiled or _failed(_compiled[key]):
-                    _compiled[key] = _begin(self._built, self.described(frame), current_target())
+                    _compiled[key] = _submit(self._built, self.described(frame), current_target())
                 found = self._found = _compiled[key]
         return found
 
@@ -333,8 +334,8 @@ def make_launcher(compiled: Any) -> Any:
     return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-def _failed(found: Any) -> bool:
-    return isinstance(found, Future) and found.done() and (found.cancelled() or found.exception() is not None)
+def _failed(found: Future[Any]) -> bool:
+    return found.done() and (found.cancelled() or found.exception() is not None)
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.scan.launch import Shot, begin
 from flexsp.scan.propagate import local_launch, propagate
 
-__all__ = ["Frame", "Room", "Step", "play", "scan", "shots_of"]
+__all__ = ["Frame", "Room", "Step", "copy", "play", "scan", "shots_of"]
 
 Tensors = dict[str, torch.Tensor]
 _INTERPRETED = not isinstance(begin, triton.JITFunction)
@@ -64,6 +64,11 @@ class Frame:
 
 
 Step = Shot | Callable[[Frame], None]
+
+
+def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """As a function, for steps."""
+    to.copy_(source)
 
 
 def shots_of(steps: Sequence[Step]) -> list[Shot]:

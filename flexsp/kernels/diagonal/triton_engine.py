@@ -13,10 +13,11 @@ import torch
 
 from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
+from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.kept import keep
 from flexsp.scan.launch import Shot
-from flexsp.scan.steps import Frame, Room, Step, play, scan
+from flexsp.scan.steps import Frame, Room, Step, copy, play, scan
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -61,16 +62,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _dots(dtype: torch.dtype) -> dict[str, Any]:
-    """Operand type and precision of the kernels' matrix products.
-
-    fp16 goes the way of fp32, three tf32 products for one: its own range would overflow in states and scores.
-    """
-    import triton.language as tl
-
-    return {"DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "PREC": "tf32x3"}
-
-
 def _count(n: int, block: int) -> int:
     return -(-n // block)
 
@@ -107,7 +98,7 @@ class _Launches:
         """A walk with its tile; `constants` are its own, those of every walk are added here."""
         p = self.p
         constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.tiles.chunk, "PACKED": p.packed}
-        constants |= {"DECAY": self.decay, "GATED": self.gated, **_dots(self.tensors["q"].dtype)}
+        constants |= {"DECAY": self.decay, "GATED": self.gated, **dots(self.tensors["q"].dtype)}
         cut: list[Any] = [p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         return Shot(kernel, (programs, p.B * p.H, p.n_seg), pointers, [*numbers, *cut], constants, options)
@@ -173,7 +164,7 @@ class _Launches:
         to_k = "dk" if with_dk else "dv"
         return self.walk(
             dkv_kernel, tile, n,
-            ["q", "k", "v", "do", "decay", to_k, "dv", *sums, edges, "states", "@dstates", self.or_q(dfinal),
+            ["q", "k", "v", "do", "decay", to_k, "dv", *sums, edges, "states", "dstates", self.or_q(dfinal),
              "dinitial", "table"],
             [*self.strides("q", "k", "v", "do"), *self.gate_strides, *self.strides(to_k, "dv")],
             FINAL=dfinal is not None, INITIAL=p.packed and with_dv and self.tensors["dinitial"].numel() > 0,
@@ -270,7 +261,7 @@ def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, gro
     else:
         steps.append(lambda frame: _zero(frame["states"], frame["log_a"]))
     if given and not p.packed:
-        steps.append(lambda frame: _copy(frame["states"][:, 0], frame["initial"]))
+        steps.append(lambda frame: copy(frame["states"][:, 0], frame["initial"]))
     steps.append(make.propagate("states", False, group))
     if p.n_chunks:
         steps.append(make.output(in_walk, p.packed and want_final))
@@ -280,10 +271,6 @@ def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, gro
 def _zero(*tensors: torch.Tensor) -> None:
     for x in tensors:
         x.zero_()
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source)
 
 
 def _table(cu_seqlens: Optional, p: Plan, sp: SequenceParallel | None, device: torch.device) -> torch.Tensor:
@@ -327,14 +314,13 @@ def backward(
     }  # fmt: skip
     given |= {name: x for name, x in (("initial", s.initial), ("dfinal", dfinal)) if x is not None}
     dq = torch.empty(p.B, p.T, p.H, p.K, device=s.q.device, dtype=s.q.dtype)
+    fill = torch.zeros if p.packed else torch.empty  # rows of documents that begin elsewhere stay 0
     tensors = given | {
         "dq": dq, "dk": torch.empty_like(dq),
         "dv": torch.empty(p.B, p.T, p.H, p.V, device=s.v.device, dtype=s.v.dtype),
         "dg": torch.empty((p.B, p.H, p.T) if want_dg else 0, **f32),
-        "dinitial": torch.zeros(s.docs, p.H, p.K, p.V, **f32) if p.packed and want_dinitial else torch.empty(0, **f32),
+        "dinitial": fill((s.docs or p.B, p.H, p.K, p.V) if want_dinitial else 0, **f32),
     }  # fmt: skip
-    if want_dinitial and not p.packed:
-        tensors["dinitial"] = torch.empty(p.B, p.H, p.K, p.V, **f32)
     group, early = _chained(sp), _waited_for_by_nobody(sp)
     call = _remembered(
         ("backward", s.scale, want_dg, want_dinitial, group, early), p, given,
@@ -349,18 +335,18 @@ def _backward_call(
 ) -> _Call:
     """`early`: dq is walked before the states come in."""
     make, steps = _Launches(p, tensors, scale), list[Step]()
-    make.room.add("@dstates", _F32, p.B, p.n_seg + 1, p.H, p.K, p.V)
+    make.room.add("dstates", _F32, p.B, p.n_seg + 1, p.H, p.K, p.V)
     given = "dfinal" in tensors
     in_walk = "dfinal" if p.packed and given else None
     initial = "initial" if p.packed and "initial" in tensors else None
     if p.n_chunks:
-        steps.append(make.summarize("q", "do", "@dstates", in_walk, True, p.packed or not given))
+        steps.append(make.summarize("q", "do", "dstates", in_walk, True, p.packed or not given))
     else:
-        steps.append(lambda frame: _zero(frame["@dstates"], frame["dg"]))
+        steps.append(lambda frame: _zero(frame["dstates"], frame["dg"]))
     if given and not p.packed:
-        steps.append(lambda frame: _copy(frame["@dstates"][:, p.n_seg], frame["dfinal"]))
+        steps.append(lambda frame: copy(frame["dstates"][:, p.n_seg], frame["dfinal"]))
     dq = [make.dq(initial, want_dg)] if p.n_chunks else []
-    propagate = make.propagate("@dstates", True, group)
+    propagate = make.propagate("dstates", True, group)
     steps += [*dq, propagate] if early else [propagate, *dq]
     if p.n_chunks:
         steps.append(make.dkv(p.tiles.dk, in_walk, True, p.tiles.dv is None, want_dg))
@@ -369,7 +355,7 @@ def _backward_call(
         if want_dg:
             steps += make.gate_grad(in_walk)
     if want_dinitial and not p.packed:
-        steps.append(lambda frame: _copy(frame["dinitial"], frame["@dstates"][:, 0]))
+        steps.append(lambda frame: copy(frame["dinitial"], frame["dstates"][:, 0]))
     return _Call(p, steps, make.room)
 
 

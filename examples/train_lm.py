@@ -4,22 +4,22 @@
 
 Every rank holds the whole model and a contiguous part of every sequence; flexsp carries the recurrent state from rank
 to rank, so that the gradient is the one a single rank would compute on the whole sequence. The run folder receives
-metrics.jsonl, loss.png, sample.txt and checkpoint.pt; started again, on any number of ranks, the run goes on there.
+metrics.jsonl, loss.png, sample.txt and checkpoint.pt; started again, on any number of ranks, the run goes on there as
+if it had never stopped: the text and the learning rate of a step depend on its number and the run's settings alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,59 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from checkpoint import (
+    ADVICE,
+    Metrics,
+    UserError,
+    agree,
+    file_errors,
+    from_first_rank,
+    load_checkpoint,
+    open_metrics,
+    restore,
+    save_checkpoint,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import flexsp
+from flexsp.exceptions import NotAvailable
 from flexsp.nn import LayerCache, SequenceParallelLA, SimpleGLA
 
 SEED = 20
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class UserError(Exception):
-    """Something the person who started the run has to put right."""
+def setting(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": f"{meaning} (default: {default}, or the checkpoint's)"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run keeps to from its first step to its last, and its checkpoint holds."""
+
+    tokens: int = setting(8192, "bytes of a sequence, over all ranks")
+    dim: int = setting(160, "width")
+    layers: int = setting(4, "blocks")
+    heads: int = setting(4, "heads")
+    dtype: str = setting("float32", "float32 or float64")
+    lr: float = setting(4e-3, "highest learning rate")
+    warmup: int = setting(20, "steps in which the rate rises to that")
+    hold: int = setting(40, "step from which the rate falls, with the root of the step")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in (f.name for f in fields(self) if f.name != "dtype"):
+            value, kinds = getattr(self, name), (int, float) if name == "lr" else (int,)
+            if type(value) not in kinds or not 0 < value < math.inf:
+                raise UserError(f"--{name}: expected a number > 0, got {value!r}")
+        if self.dim % self.heads:
+            raise UserError(f"--dim: expected a multiple of --heads {self.heads}, got {self.dim}")
+
+    def learning_rate(self, step: int) -> float:
+        """Rises over the first ``warmup`` steps, stays until step ``hold``, then falls with the root of the step."""
+        return self.lr * min(1.0, (step + 1) / self.warmup, math.sqrt(self.hold / (step + 1)))
 
 
 # ---------------------------------------------------------------- text
@@ -50,7 +93,7 @@ class Text:
     held_out: torch.Tensor
     source: str
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.train.numpy().tobytes() + self.held_out.numpy().tobytes()).hexdigest()[:16]
 
@@ -71,7 +114,8 @@ def read_text(data: str | None, tokens: int) -> Text:
         if not path.exists():
             raise UserError(f"--data: expected a text file or a folder, got {data!r}, which does not exist")
         paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [content for content in (p.read_bytes() for p in paths) if content and b"\0" not in content]
+    with file_errors():
+        files = [content for content in (p.read_bytes() for p in paths) if content and b"\0" not in content]
     if len(files) >= 20:
         held = b"\n".join(files[10::20])
         train = b"\n".join(content for i, content in enumerate(files) if i % 20 != 10)
@@ -117,24 +161,17 @@ def held_out_windows(text: Text, count: int, tokens: int) -> Iterator[torch.Tens
 # ---------------------------------------------------------------- model
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    dim: int = 160
-    layers: int = 4
-    heads: int = 4
-
-
 class Block(nn.Module):
     """x + GLA(norm(x)), then x + SwiGLU(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        hidden = 32 * round(config.dim * 8 / 3 / 32)
-        self.norm_mix = nn.RMSNorm(config.dim)
-        self.mix = SimpleGLA(config.dim, num_heads=config.heads)
-        self.norm_mlp = nn.RMSNorm(config.dim)
-        self.up = nn.Linear(config.dim, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, config.dim, bias=False)
+        dim, hidden = settings.dim, 32 * max(1, round(settings.dim * 8 / 3 / 32))
+        self.norm_mix = nn.RMSNorm(dim)
+        self.mix = SimpleGLA(dim, num_heads=settings.heads)
+        self.norm_mlp = nn.RMSNorm(dim)
+        self.up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         gate, value = self.up(self.norm_mlp(x)).chunk(2, dim=-1)
@@ -148,15 +185,15 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes [B, T] -> logits of the next byte [B, T, 256]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.embed = nn.Embedding(256, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, 256, bias=False)
+        self.embed = nn.Embedding(256, settings.dim)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.dim)
+        self.head = nn.Linear(settings.dim, 256, bias=False)
         nn.init.normal_(self.embed.weight, std=0.5)
         for block in self.each_block():
-            nn.init.normal_(block.down.weight, std=0.5 / math.sqrt(block.down.in_features * config.layers))
+            nn.init.normal_(block.down.weight, std=0.5 / math.sqrt(block.down.in_features * settings.layers))
 
     def each_block(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
@@ -194,105 +231,49 @@ def mean_over_ranks(values: list[float], sp: flexsp.SequenceParallel) -> list[fl
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, text: Text, options: argparse.Namespace, sp: flexsp.SequenceParallel) -> float:
-    """Mean loss (nats a byte) over --eval-windows held-out sequences."""
+def held_out_loss(model: nn.Module, text: Text, count: int, tokens: int, sp: flexsp.SequenceParallel) -> float:
+    """Mean loss (nats a byte) over ``count`` held-out sequences."""
     model.eval()
-    losses = [shard_loss(model, w, sp).item() for w in held_out_windows(text, options.eval_windows, options.tokens)]
+    losses = [shard_loss(model, window, sp).item() for window in held_out_windows(text, count, tokens)]
     model.train()
     return sum(mean_over_ranks(losses, sp)) / len(losses)
 
 
-# ---------------------------------------------------------------- checkpoint
+# ---------------------------------------------------------------- start or resume
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Writes beside ``path`` and renames, so that a run stopped while saving keeps its previous checkpoint."""
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
-
-
-def load_checkpoint(options: argparse.Namespace, config: ModelConfig, text: Text,
-                    sp: flexsp.SequenceParallel) -> dict[str, Any] | None:
-    """The run's checkpoint, read by rank 0 and sent to the others; None where the run starts anew."""
-    path = options.folder / "checkpoint.pt"
-    found: list[Any] = [None, None]
-    if sp.rank == 0 and options.resume is not False:
-        if path.exists():
-            found = read_checkpoint(path, config, text)
-        elif options.resume:
-            found[1] = f"--resume: expected a checkpoint, got none at {path}"
-    if sp.world_size > 1:
-        dist.broadcast_object_list(found, src=sp.global_ranks[0], group=sp.cpu_group)
-    if found[1]:
-        raise UserError(found[1])
-    return found[0]
-
-
-def read_checkpoint(path: Path, config: ModelConfig, text: Text) -> list[Any]:
-    """[state, None], or [None, why the run cannot go on from it]."""
+def choose_settings(options: argparse.Namespace, state: dict[str, Any] | None) -> Settings:
+    """The checkpoint's, which the command line may repeat but not change; of a new run, the command line's."""
+    given = {f.name: getattr(options, f.name) for f in fields(Settings) if getattr(options, f.name) is not None}
+    if state is None:
+        return Settings(**given)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        problem = checkpoint_problem(path, state, config, text)
-        missing = {"model", "optimizer", "step"}.difference(state)
-    except Exception as error:  # whatever a damaged file makes torch.load say, the other ranks have to hear of it
-        detail = (str(error).splitlines() or [""])[0]
-        return [None, f"{path} cannot be read ({type(error).__name__}: {detail}): use another --name or --no-resume"]
-    if missing:
-        problem = f"{path} lacks {', '.join(sorted(missing))}: use another --name or --no-resume"
-    return [None, problem] if problem else [state, None]
+        settings = Settings(**state["settings"])
+    except (TypeError, UserError) as error:
+        raise UserError(f"{options.checkpoint}: settings: {error}; {ADVICE}") from error
+    for name, value in given.items():
+        if getattr(settings, name) != value:
+            raise UserError(f"--{name}: expected {getattr(settings, name)}, which {options.checkpoint} was trained "
+                            f"with, got {value}; leave it out, or {ADVICE}")
+    return settings
 
 
-def checkpoint_problem(path: Path, state: dict[str, Any], config: ModelConfig, text: Text) -> str | None:
-    if state["config"] != asdict(config):
-        asked = asdict(config)
-        return f"{path} holds a model with {state['config']}, asked for is {asked}: use another --name or --no-resume"
-    if state["text"] != text.digest:
-        return f"{path} was trained on other text than {text.source}: use another --name or --no-resume"
-    return None
-
-
-class Metrics:
-    """metrics.jsonl of rank 0: one object a line, the lines after ``step`` of an earlier run dropped."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.rows: list[dict[str, Any]] = []
-        if step and path.exists():
-            self.rows = [row for row in map(self.parse, path.read_text().splitlines()) if row and row["step"] <= step]
-        self.file = path.open("w")
-        for row in self.rows:
-            self.file.write(json.dumps(row) + "\n")
-
-    @staticmethod
-    def parse(line: str) -> dict[str, Any] | None:
-        """None for a line that a killed run left unfinished."""
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            return None
-        return row if isinstance(row, dict) and "step" in row else None
-
-    def add(self, **row: Any) -> None:
-        self.rows.append(row)
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-
-    def plot(self, path: Path) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4))
-        for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held out")):
-            points = [(row["step"], row[key] / math.log(2)) for row in self.rows if key in row]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
+def read_same_text(options: argparse.Namespace, tokens: int, state: dict[str, Any] | None,
+                   sp: flexsp.SequenceParallel) -> Text:
+    """The text, which every rank reads for itself, once it is seen to be the same everywhere and the checkpoint's."""
+    text, problem = None, ""
+    try:
+        text = read_text(options.data, tokens)
+    except UserError as error:
+        problem = str(error)
+    agree(problem, sp)
+    assert text is not None
+    if text.digest != from_first_rank(text.digest, sp):
+        problem = f"--data: rank {sp.rank} reads other text from {text.source} than rank 0"
+    elif state and state["text"] != text.digest:
+        problem = f"{options.checkpoint}: text: it was trained on other text than {text.source}; {ADVICE}"
+    agree(problem, sp)
+    return text
 
 
 # ---------------------------------------------------------------- training
@@ -350,13 +331,6 @@ class Budget:
         return self.elapsed() * (1 - fraction) / fraction if fraction else 0.0
 
 
-def learning_rate(options: argparse.Namespace, step: int, fraction: float) -> float:
-    """Warm-up over a run's first steps, then constant, then down to 5 % over the last --cooldown of the budget."""
-    warm = min(1.0, (step + 1) / options.warmup)
-    cool = min(1.0, (1 - fraction) / options.cooldown) if options.cooldown else 1.0
-    return options.lr * warm * max(0.05, cool)
-
-
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -364,35 +338,37 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, options: argparse.Namespace,
-          step: int, sp: flexsp.SequenceParallel, save: Any, metrics: Metrics | None, screen: Screen) -> int:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, settings: Settings,
+          options: argparse.Namespace, step: int, sp: flexsp.SequenceParallel, save: Callable[[int], None],
+          metrics: Metrics | None, screen: Screen) -> int:
     """Trains from ``step`` until the budget is used; returns the number of the last step."""
     wrapped: nn.Module = SequenceParallelLA(model, sp)
     if sp.world_size > 1:
         wrapped = DistributedDataParallel(wrapped)
     budget, saved = Budget(step, options), time.monotonic()
-    fraction = budget.fraction(step) if not options.steps or step < options.steps else 1.0
-    while fraction < 1.0:
+    done = budget.fraction(step) if not options.steps or step < options.steps else 1.0
+    while done < 1.0:
         started = time.monotonic()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step, fraction)
-        loss = shard_loss(wrapped, training_window(text, step, options.tokens), sp)
+            group["lr"] = settings.learning_rate(step)
+        loss = shard_loss(wrapped, training_window(text, step, settings.tokens), sp)
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        if not math.isfinite(norm):
+            raise UserError(f"the gradient's norm is {norm} in step {step + 1}: try a lower --lr than {settings.lr}")
         optimizer.step()
         step += 1
-        # Rank 0's clock decides for all: the others contribute nothing to the second number.
-        mine = budget.fraction(step) * sp.world_size if sp.rank == 0 else 0.0
-        mean_loss, fraction = mean_over_ranks([loss.item(), mine], sp)
-        speed = options.tokens / (time.monotonic() - started)
-        screen.update(fraction, step, mean_loss, speed, budget.left(step))
+        # Rank 0's clock decides for all: the others contribute nothing to the second and third number.
+        due = time.monotonic() - saved > SECONDS_BETWEEN_CHECKPOINTS or bool(metrics and metrics.problem)
+        mine = [budget.fraction(step) * sp.world_size, float(due)] if sp.rank == 0 else [0.0, 0.0]
+        mean_loss, done, due_mean = mean_over_ranks([loss.item(), *mine], sp)
+        speed = settings.tokens / (time.monotonic() - started)
+        screen.update(done, step, mean_loss, speed, budget.left(step))
         if metrics:
-            metrics.add(step=step, loss=mean_loss, lr=optimizer.param_groups[0]["lr"], grad_norm=norm.item(),
+            metrics.add(step=step, loss=mean_loss, lr=optimizer.param_groups[0]["lr"], grad_norm=norm,
                         tokens_per_s=round(speed), seconds=round(budget.elapsed(), 2), ranks=sp.world_size)
-        if not math.isfinite(mean_loss):
-            raise UserError(f"the loss is {mean_loss} at step {step}: try a lower --lr than {options.lr}")
-        if time.monotonic() - saved > 60:
+        if due_mean:
             save(step)
             saved = time.monotonic()
     return step
@@ -409,10 +385,10 @@ def norm(tensors: list[torch.Tensor]) -> float:
     return torch.stack([tensor.norm() for tensor in tensors]).norm().item()
 
 
-def compare_with_one_rank(model: nn.Module, config: ModelConfig, window: torch.Tensor, dtype: torch.dtype,
+def compare_with_one_rank(model: nn.Module, settings: Settings, window: torch.Tensor, dtype: torch.dtype,
                           sp: flexsp.SequenceParallel) -> list[list[str]]:
     """Loss and gradient of one sequence, cut over the ranks and whole on rank 0: rows of the closing table."""
-    cut, whole = (LanguageModel(config).to(sp.device, dtype) for _ in range(2))
+    cut, whole = (LanguageModel(settings).to(sp.device, dtype) for _ in range(2))
     for copy in (cut, whole):
         copy.load_state_dict(model.state_dict())
     loss = shard_loss(SequenceParallelLA(cut, sp), window, sp)
@@ -452,25 +428,28 @@ def generate(model: LanguageModel, prompt: str, count: int) -> str:
     return bytes(text).decode(errors="replace")
 
 
-def report(model: LanguageModel, config: ModelConfig, text: Text, options: argparse.Namespace, step: int,
+def report(model: LanguageModel, settings: Settings, text: Text, options: argparse.Namespace, step: int,
            metrics: Metrics | None, screen: Screen, sp: flexsp.SequenceParallel) -> None:
     """Evaluates, compares with one rank, generates; prints it all and draws the loss."""
-    before = held_out_loss(SequenceParallelLA(model, sp), text, options, sp)
+    held_out = held_out_loss(SequenceParallelLA(model, sp), text, options.eval_windows, settings.tokens, sp)
     rows = []
     if sp.world_size > 1:
-        for dtype in (torch.float32, torch.float64):
-            rows += compare_with_one_rank(model, config, training_window(text, step, options.tokens), dtype, sp)
+        window = training_window(text, step, settings.tokens)
+        for dtype in DTYPES.values():
+            rows += compare_with_one_rank(model, settings, window, dtype, sp)
     if metrics is None:
         return
-    metrics.add(step=step, held_out_loss=before)
+    metrics.add(step=step, held_out_loss=held_out)
+    if metrics.problem:
+        raise UserError(metrics.problem)
     metrics.plot(options.folder / "loss.png")
     losses = [row["loss"] for row in metrics.rows if "loss" in row][-20:]
     train_loss = sum(losses) / len(losses) if losses else math.nan
     screen.table(
-        f"after {step} steps of {options.tokens} bytes on {sp.world_size} ranks",
+        f"after {step} steps of {settings.tokens} bytes on {sp.world_size} ranks",
         ["", "loss (nats)", "bits per byte"],
         [[name, f"{loss:.3f}", f"{loss / math.log(2):.3f}"]
-         for name, loss in (("training, last 20 steps", train_loss), ("held out", before))],
+         for name, loss in (("training, last 20 steps", train_loss), ("held out", held_out))],
     )
     if rows:
         screen.table("the same step", ["", "1 rank", f"{sp.world_size} ranks", "difference"], rows)
@@ -482,39 +461,41 @@ def report(model: LanguageModel, config: ModelConfig, text: Text, options: argpa
     screen.console.print(f"{options.folder}: metrics.jsonl, loss.png, sample.txt, checkpoint.pt", highlight=False)
 
 
-def run(options: argparse.Namespace, text: Text, sp: flexsp.SequenceParallel) -> None:
+def run(options: argparse.Namespace, sp: flexsp.SequenceParallel) -> None:
     """One invocation: resume or start, train, save, report."""
-    config = ModelConfig(options.dim, options.layers, options.heads)
+    state = load_checkpoint(options.checkpoint, options.resume, sp)
+    settings = choose_settings(options, state)
+    text = read_same_text(options, settings.tokens, state, sp)
+    sp.set_lengths(sp.partition(settings.tokens))
     torch.manual_seed(SEED)
-    model = LanguageModel(config).to(sp.device)
-    optimizer = make_optimizer(model, options.lr)
-    step = 0
-    if state := load_checkpoint(options, config, text, sp):
-        step = state["step"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    screen = Screen(enabled=sp.rank == 0)
+    model = LanguageModel(settings).to(sp.device, DTYPES[settings.dtype])
+    optimizer = make_optimizer(model, settings.lr)
     metrics = None
-    if sp.rank == 0:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        metrics = Metrics(options.folder / "metrics.jsonl", step)
 
     def save(step: int) -> None:
-        if sp.rank == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            save_checkpoint(options.folder / "checkpoint.pt", state | {"config": asdict(config), "text": text.digest})
+        held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "step": step}
+        state = held | {"settings": asdict(settings), "text": text.digest}
+        save_checkpoint(options.checkpoint, state, metrics, sp)
 
+    if state:
+        restore(options.checkpoint, state, model, optimizer)
+    else:
+        save(0)  # a folder that cannot be written shows now, and metrics never lie beside another run's checkpoint
+    step = state["step"] if state else 0
+    metrics = open_metrics(options.folder / "metrics.jsonl", step, sp)
+    screen = Screen(enabled=sp.rank == 0)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     screen.console.print(
         f"{parameters:.2f} M parameters, {len(text.train) / 1e6:.1f} MB of {text.source}, {sp.world_size} ranks on "
-        f"{sp.device.type}, {options.tokens} bytes a sequence" + (f", resumed at step {step}" if step else ""),
+        f"{sp.device.type}, {settings.tokens} bytes a sequence" + (f", resumed at step {step}" if step else ""),
         highlight=False,
         soft_wrap=True,
     )
     with screen.bar:
-        step = train(model, optimizer, text, options, step, sp, save, metrics, screen)
+        step = train(model, optimizer, text, settings, options, step, sp, save, metrics, screen)
     save(step)
-    report(model, config, text, options, step, metrics, screen, sp)
+    with file_errors():
+        report(model, settings, text, options, step, metrics, screen, sp)
 
 
 @contextmanager
@@ -536,25 +517,25 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--name", default="demo", help="the run folder is RUNS/NAME (default: demo)")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     add("--resume", action=argparse.BooleanOptionalAction, help="insist on a checkpoint, or ignore it")
-    add("--minutes", type=float, default=4.0, help="training time of this invocation (default: 4)")
+    add("--minutes", type=float, help="training time of this invocation (default: 4, without limit beside --steps)")
     add("--steps", type=int, help="stop after this step, earlier invocations of the run counted in")
-    add("--tokens", type=int, default=8192, help="bytes of a sequence, over all ranks (default: 8192)")
-    add("--dim", type=int, default=ModelConfig.dim, help=f"width (default: {ModelConfig.dim})")
-    add("--layers", type=int, default=ModelConfig.layers, help=f"blocks (default: {ModelConfig.layers})")
-    add("--heads", type=int, default=ModelConfig.heads, help=f"heads (default: {ModelConfig.heads})")
-    add("--lr", type=float, default=4e-3, help="learning rate (default: 4e-3)")
-    add("--warmup", type=int, default=20, help="steps of linear warm-up (default: 20)")
-    add("--cooldown", type=float, default=0.4, help="last part of the budget in which lr falls (default: 0.4)")
+    for f in fields(Settings):
+        add(f"--{f.name}", type=type(f.default), help=f.metadata["help"])
     add("--eval-windows", type=int, default=16, help="held-out sequences (default: 16)")
     add("--sample", type=int, default=400, help="bytes to generate at the end (default: 400)")
     add("--prompt", default="def ", help="what the sample starts from (default: 'def ')")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is some")
     add("--transport", default="auto", help="how the states travel (default: auto, see init_sequence_parallel)")
     options = parser.parse_args(argv)
-    for name in ("tokens", "warmup", "eval_windows", "minutes", "layers"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')}: expected a number > 0, got {getattr(options, name)}")
+    for name, least in (("steps", 1), ("eval_windows", 1), ("sample", 1)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            raise UserError(f"--{name.replace('_', '-')}: expected a number >= {least}, got {getattr(options, name)}")
+    if options.minutes is None:
+        options.minutes = 4.0 if options.steps is None else math.inf
+    elif not 0 < options.minutes < math.inf:
+        raise UserError(f"--minutes: expected a number > 0, got {options.minutes}")
     options.folder = options.runs / options.name
+    options.checkpoint = options.folder / "checkpoint.pt"
     return options
 
 
@@ -563,18 +544,18 @@ def start_ranks(options: argparse.Namespace) -> flexsp.SequenceParallel:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: expected a CUDA device, torch finds none")
     device = None if options.device == "auto" else options.device
-    sp = flexsp.init_sequence_parallel(transport=options.transport, device=device)
-    sp.set_lengths(sp.partition(options.tokens))
-    return sp
+    try:
+        return flexsp.init_sequence_parallel(transport=options.transport, device=device)
+    except (ValueError, NotAvailable) as error:
+        raise UserError(str(error)) from error
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse_options(argv)
     with one_line_errors():
-        text = read_text(options.data, options.tokens)
+        options = parse_options(argv)
         sp = start_ranks(options)
         try:
-            run(options, text, sp)
+            run(options, sp)
         finally:
             sp.close()
             if dist.is_initialized():

@@ -2,9 +2,17 @@
 
 from flexsp import nn, ops
 from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
-from flexsp.exceptions import FlexspError, HeapTooSmall, NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.exceptions import (
+    FlexspError,
+    HeapTooSmall,
+    NotAvailable,
+    NotExact,
+    PeerMismatch,
+    PeerTimeout,
+    UncoveredWarning,
+)  # fmt: skip
 from flexsp.launch.bootstrap import init_sequence_parallel
-from flexsp.nn import SequenceParallelLA
+from flexsp.nn import SequenceParallelLA, verify
 
 __version__ = "0.1.0"
 
@@ -12,13 +20,16 @@ __all__ = [
     "FlexspError",
     "HeapTooSmall",
     "NotAvailable",
+    "NotExact",
     "PeerMismatch",
     "PeerTimeout",
     "SequenceParallel",
     "SequenceParallelLA",
+    "UncoveredWarning",
     "current_sp",
     "init_sequence_parallel",
     "nn",
     "ops",
     "sequence_parallel",
+    "verify",
 ]

@@ -1,10 +1,21 @@
-"""Every error flexsp raises on its own. Bad arguments are plain ``ValueError``, raised before anything is launched."""
+"""Every error flexsp raises on its own, and the checks of arguments that all rooms share.
+
+Bad arguments are plain ``ValueError`` "name: expected ..., got ...", raised before anything is launched.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import operator
+from typing import Any, NoReturn
 
-__all__ = ["FlexspError", "HeapTooSmall", "NotAvailable", "PeerMismatch", "PeerTimeout"]
+import torch
+
+__all__ = [
+    "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
+    "check_dense", "check_flag", "check_integer", "check_number", "fail",
+]  # fmt: skip
+
 
 
 class FlexspError(Exception):
@@ -79,3 +90,60 @@ class HeapTooSmall(FlexspError, ValueError):
 
 class NotAvailable(FlexspError, RuntimeError):
     """A transport or feature that this machine does not have; the message says what is missing."""
+
+
+class UncoveredWarning(UserWarning):
+    """No run of the GPU tests has covered this Triton release on this GPU. `flexsp.scan.covered` lists the runs."""
+
+
+class NotExact(FlexspError, RuntimeError):
+    """What `flexsp.verify` raises: cut over ranks a module gives something else. ``report`` is its Verification."""
+
+    def __init__(self, report: object) -> None:
+        self.report = report
+        super().__init__(str(report))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.report,))
+
+
+def fail(name: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def check_dense(name: str, x: Any, what: str = "a tensor") -> None:
+    """A tensor with strides and values; while tracing, fake ones will do."""
+    if not isinstance(x, torch.Tensor):
+        fail(name, what, type(x).__name__)
+    if x.is_nested or x.layout != torch.strided:
+        fail(name, f"{what} that is dense", "a nested one" if x.is_nested else f"layout {x.layout}")
+    if x.is_meta and type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+        fail(name, f"{what} with values", "one on the meta device")
+
+
+def check_flag(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        fail(name, "True or False", repr(x))
+
+
+def check_integer(name: str, x: Any, least: int = 0, most: int | None = None) -> int:
+    """``x`` as an integer of ``least``.. ``most``; booleans are none, floats neither."""
+    expected = f"an integer >= {least}" if most is None else f"{least}..{most}, an integer"
+    try:
+        value = operator.index(x)
+    except TypeError:
+        fail(name, expected, repr(x))
+    if isinstance(x, (bool, torch.Tensor)) or value < least or (most is not None and value > most):
+        fail(name, expected, repr(x))
+    return value
+
+
+def check_number(name: str, x: Any, above: float | None = None) -> float:
+    """``x`` as a finite float, larger than ``above``."""
+    expected = "a finite number" if above is None else f"a finite number > {above:g}"
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        fail(name, expected, f"{type(x).__name__} {x!r}")
+    value = float(x)
+    if not math.isfinite(value) or (above is not None and not value > above):
+        fail(name, expected, repr(x))
+    return value

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from flexsp.exceptions import NotAvailable
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -50,7 +47,6 @@ class Case:
     baseline: Op | None
     gated: bool
     positive: bool = False
-    baseline_backward: bool = True
     wide: bool = False
     beta: bool = False
     shared: bool = False
@@ -163,13 +159,7 @@ def _mamba2(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
-    path = Path(__file__).parents[2] / "examples" / "variants" / f"{name}.py"
-    if not path.exists():
-        raise NotAvailable(f"generated_{name} needs a checkout of flexsp with {path}")
-    spec = importlib.util.spec_from_file_location(f"flexsp_variant_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module(f"flexsp.variants.{name}")
     return module.make(H, K, V, dtype)
 
 
@@ -179,7 +169,7 @@ def variant_of(case: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
 
 
 def _generated(name: str, **names: str) -> Op:
-    """Kernels generated from examples/variants/NAME.py; `names` are the example's names of our inputs."""
+    """Kernels generated from flexsp/variants/NAME.py; `names` are the variant's names of our inputs."""
 
     def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
         H, K, V = *x["q"].shape[2:], x["v"].shape[-1]
@@ -206,7 +196,7 @@ def _fla_delta_rule(x: Inputs) -> torch.Tensor:
 CASES = {
     case.name: case
     for case in (
-        Case("simple_gla", _simple_gla, _fla_simple_gla, gated=True, baseline_backward=False),
+        Case("simple_gla", _simple_gla, _fla_simple_gla, gated=True),
         Case("linear_attn", _linear_attn(False), _fla_linear_attn(False), gated=False),
         Case("linear_attn_normalized", _linear_attn(True), _fla_linear_attn(True), gated=False, positive=True),
         Case("retention", _retention, None, gated=False),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +17,13 @@ import torch
 
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.record import environment, file_stem, save
-from flexsp.bench.timing import synchronize
+from flexsp.bench.sizes import choose
+from flexsp.bench.timing import spread, synchronize
 
-__all__ = ["run", "without_dispatcher"]
+__all__ = ["combine", "run", "without_dispatcher"]
 
 _BURST = 20  # calls between two waits for the device, so that its queue never fills
+_TIMEOUT_S = 300.0  # of one process
 FORWARD_US, RATIO = 60.0, 0.5
 
 
@@ -83,18 +88,49 @@ def _measure(name: str, args: argparse.Namespace, device: torch.device) -> list[
                 row["plain_us"] = _host_us(call, device, args.warmup, args.iterations)
         row["dispatcher_us"] = _host_us(call, device, args.warmup, args.iterations)
         rows.append(row)
-        plain = f"   without the dispatcher {row['plain_us']:7.1f} us" if "plain_us" in row else ""
-        print(f"  {name:22s} T={args.T} {mode:30s} {row['dispatcher_us']:7.1f} us{plain}", flush=True)
     return rows
+
+
+def _repeated(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """The rows of each of several fresh processes, one after the other."""
+    command = [sys.executable, "-m", "flexsp", *args.argv, "--child"]
+    runs = []
+    for _ in range(args.repeats):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise ValueError(f"bench host: a process failed: {(done.stdout + done.stderr).strip()[-600:]}")
+        runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return runs
+
+
+def combine(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row a call: median, min and max over the processes of what each of them measured."""
+    rows = []
+    for same in zip(*runs, strict=True):
+        row = dict(same[0])
+        for name in ("dispatcher_us", "plain_us"):
+            if name in row:
+                row[name] = spread([run[name] for run in same]).as_dict()
+        rows.append(row)
+    return rows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        texts = ["{median:7.1f} us [{min:.1f}, {max:.1f}]".format(**row["dispatcher_us"])]
+        if "plain_us" in row:
+            texts.append("without the dispatcher {median:.1f} us [{min:.1f}, {max:.1f}]".format(**row["plain_us"]))
+        print(f"  {row['case']:22s} T={row['T']} {row['mode']:30s} {', '.join(texts)}", flush=True)
 
 
 def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         if row["mode"] == "forward" and "plain_us" in row:
+            us, plain = row["dispatcher_us"]["median"], row["plain_us"]["median"]
             for text, limit, value in (
-                ("host microseconds of a forward", FORWARD_US, row["dispatcher_us"]),
-                ("host time / without the dispatcher", RATIO, row["dispatcher_us"] / row["plain_us"]),
+                ("host microseconds of a forward", FORWARD_US, us),
+                ("host time / without the dispatcher", RATIO, us / plain),
             ):
                 verdict = "pass" if value <= limit else "MISS"
                 found.append({"target": f"{row['case']} {text}", "limit": limit, "value": value, "verdict": verdict})
@@ -105,13 +141,19 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write JSON. 0 unless --strict and a miss."""
     if not torch.cuda.is_available():
         raise ValueError("bench host: expected a CUDA device, got none")
+    choose(args, "cuda")
     device = torch.device("cuda", torch.cuda.current_device())
+    if args.child:
+        print(json.dumps([row for name in args.ops for row in _measure(name, args, device)]))
+        return 0
     record = environment(device, args.argv)
-    rows = [row for name in args.ops for row in _measure(name, args, device)]
+    rows = combine(_repeated(args))
+    _print(rows)
     result: dict[str, Any] = {
         "kind": "host", "environment": record, "rows": rows, "targets": _targets(rows),
         "shape": {"B": args.B, "T": args.T, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
-        "method": f"host clock over bursts of {_BURST} calls, the device waited for in between; median of bursts",
+        "method": f"host clock over bursts of {_BURST} calls, the device waited for in between; the median of a "
+        f"process, then median, min and max of {args.repeats} fresh processes",
     }  # fmt: skip
     out = Path(args.out) / f"{file_stem('host', record)}.json"
     save(out, result)

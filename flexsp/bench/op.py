@@ -13,8 +13,9 @@ import torch
 
 from flexsp.bench.cases import CASES, Case, Shape, baseline_available, forward_backward, make_inputs
 from flexsp.bench.cold import first_call
-from flexsp.bench.record import environment, file_stem, save
-from flexsp.bench.timing import measure, synchronize
+from flexsp.bench.record import environment, file_stem, load_kind, save, spread_of
+from flexsp.bench.sizes import choose
+from flexsp.bench.timing import measure, spread, synchronize
 
 __all__ = ["TARGETS", "Target", "judge", "run"]
 
@@ -23,7 +24,7 @@ AHEAD_MS = 2.0
 
 
 class Target:
-    """A bound of the project's plan on `value(rows, cold)`; None means it was not measured."""
+    """An aim of the project: `value(rows, cold)` is at most `limit`. None means it was not measured."""
 
     def __init__(self, text: str, limit: float, value: Callable[[list[Row], list[Row]], float | None]) -> None:
         self.text, self.limit, self.value = text, limit, value
@@ -46,14 +47,14 @@ def _ratio(
 
 def _peak(rows: list[Row], cold: list[Row]) -> float | None:
     row = _find(rows, "simple_gla", 65536, "fwd_bwd", "flexsp")
-    return row.get("peak_gib") if row else None
+    peak = spread_of(row.get("peak_gib")) if row else None
+    return peak["median"] if peak else None
 
 
 def _first(generated: bool) -> Callable[[list[Row], list[Row]], float | None]:
     def value(rows: list[Row], cold: list[Row]) -> float | None:
-        ours = [row for row in cold if row["provider"] == "flexsp" and row.get("fwd_bwd_s") is not None]
-        of_kind = [r["fwd_bwd_s"] for r in ours if r.get("case", "").startswith("generated") == generated]
-        return max(of_kind, default=None)
+        ours = [row for row in cold if row["provider"] == "flexsp" and row["case"].startswith("generated") == generated]
+        return max((s["median"] for row in ours if (s := spread_of(row.get("fwd_bwd_s")))), default=None)
 
     return value
 
@@ -107,18 +108,24 @@ def judge(rows: list[Row], cold: list[Row]) -> list[Row]:
     return verdicts
 
 
-def _peak_gib(function: Callable[[], object], inputs: dict[str, torch.Tensor], device: torch.device) -> float | None:
+def _peak_gib(
+    function: Callable[[], object], inputs: dict[str, torch.Tensor], device: torch.device, repeats: int
+) -> dict[str, float] | None:
+    """Peak memory of a call with its inputs, over repeated calls that each start from an empty cache."""
     if device.type != "cuda":
         return None
     function()
-    synchronize(device)
-    gc.collect()
-    torch.cuda.empty_cache()
-    others = torch.cuda.memory_allocated(device) - sum(t.numel() * t.element_size() for t in inputs.values())
-    torch.cuda.reset_peak_memory_stats(device)
-    function()
-    synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - max(others, 0)) / 2**30
+    peaks = []
+    for _ in range(repeats):
+        synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        others = torch.cuda.memory_allocated(device) - sum(t.numel() * t.element_size() for t in inputs.values())
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        synchronize(device)
+        peaks.append((torch.cuda.max_memory_allocated(device) - max(others, 0)) / 2**30)
+    return spread(peaks).as_dict()
 
 
 def _functions(case: Case, inputs: dict[str, torch.Tensor], fla: bool) -> dict[tuple[str, str], Callable[[], object]]:
@@ -157,18 +164,20 @@ def _warm(functions: dict[tuple[str, str], Callable[[], object]], device: torch.
     return refused
 
 
-def _run_case(case: Case, shape: Shape, args: argparse.Namespace, device: torch.device, fla: bool) -> list[Row]:
+def _run_case(
+    case: Case, shape: Shape, args: argparse.Namespace, device: torch.device, fla: bool, gb_s: float | None
+) -> list[Row]:
     dtype = getattr(torch, args.dtype)
     inputs = make_inputs(case, shape, dtype, device)
     functions = _functions(case, inputs, fla)
     rows: list[Row] = [{"case": case.name, "T": shape.T, **row} for row in _warm(functions, device)]
     for mode in ("fwd", "fwd_bwd"):
         chosen = {provider: call for (provider, m), call in functions.items() if m == mode}
-        peaks = {provider: _peak_gib(call, inputs, device) for provider, call in chosen.items()}
+        peaks = {provider: _peak_gib(call, inputs, device, args.repeats) for provider, call in chosen.items()}
         options = {"warmup": args.warmup, "iterations": args.iterations}
         eager = measure(chosen, device, **options)
         ahead = measure(chosen, device, **options, ahead_ms=AHEAD_MS) if device.type == "cuda" else eager
-        floor = case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (args.bandwidth * 1e6)
+        floor = case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (gb_s * 1e6) if gb_s else None
         for provider, timing in eager.items():
             rows.append(
                 {
@@ -179,7 +188,7 @@ def _run_case(case: Case, shape: Shape, args: argparse.Namespace, device: torch.
                     "ms": timing.as_dict(),
                     "device_ms": ahead[provider].as_dict(),
                     "floor_ms": floor,
-                    "over_floor": timing.median / floor,
+                    "over_floor": timing.median / floor if floor else None,
                     "peak_gib": peaks[provider],
                 }
             )
@@ -193,12 +202,13 @@ def _print_rows(rows: list[Row]) -> None:
             print(f"{head} {row['error']}", flush=True)
             continue
         ms, peak = row["ms"], row["peak_gib"]
-        print(
-            f"{head}{ms['median']:9.3f} ms [{ms['p20']:.3f}, {ms['p80']:.3f}]"
-            f"  device {row['device_ms']['median']:.3f}  floor {row['floor_ms']:.3f} (x{row['over_floor']:.1f})"
-            + (f"  peak {peak:.2f} GiB" if peak is not None else ""),
-            flush=True,
-        )
+        text = f"{head}{ms['median']:9.3f} ms [{ms['p20']:.3f}, {ms['p80']:.3f}]"
+        if row["floor_ms"] is not None:
+            device = f"  device {row['device_ms']['median']:.3f}"
+            text += f"{device}  floor {row['floor_ms']:.3f} (x{row['over_floor']:.1f})"
+        if peak is not None:
+            text += f"  peak {peak['median']:.2f} GiB [{peak['min']:.2f}, {peak['max']:.2f}]"
+        print(text, flush=True)
 
 
 def _copy_bandwidth(device: torch.device) -> float | None:
@@ -210,12 +220,10 @@ def _copy_bandwidth(device: torch.device) -> float | None:
     return 2 * source.numel() / timing["copy"].median / 1e6
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen operators and lengths, write JSON after each, print the targets. 0 unless --strict and a miss."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    missing = "not asked for" if args.no_baseline else baseline_available() if device.type == "cuda" else "CPU run"
-    record = environment(device, args.argv)
-    result: dict[str, Any] = {
+def _empty_result(
+    args: argparse.Namespace, record: dict[str, Any], missing: str | None, bandwidth: float | None, copied: float | None
+) -> dict[str, Any]:
+    return {
         "kind": "op",
         "environment": record,
         "baseline_missing": missing,
@@ -223,14 +231,29 @@ def run(args: argparse.Namespace) -> int:
         "cold": [],
         "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
         "method": "CUDA events, L2 flushed before each run, providers interleaved; ms includes launch gaps, device_ms "
-        "has the host running ahead; floor = bytes of inputs and outputs / bandwidth",
-        "bandwidth_gb_s": args.bandwidth,
-        "copy_gb_s": _copy_bandwidth(device),
+        "has the host running ahead; floor = bytes of inputs and outputs / bandwidth; peak memory and first calls are "
+        "repeated, first calls in fresh processes",
+        "bandwidth_gb_s": bandwidth,
+        "copy_gb_s": copied,
     }
-    out = Path(args.out) / f"{file_stem('op', record)}.json"
-    copied = f", copy {result['copy_gb_s']:.0f} GB/s" if result["copy_gb_s"] else ""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen operators and lengths, write JSON after each, print the aims. 0 unless --strict and a miss."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    choose(args, device.type)
+    missing = "not asked for" if args.no_baseline else baseline_available() if device.type == "cuda" else "CPU run"
+    record = environment(device, args.argv)
+    copied = _copy_bandwidth(device)
+    bandwidth = args.bandwidth or copied
+    result = _empty_result(args, record, missing, bandwidth, copied)
+    stem = file_stem("op", record)
+    if args.add:
+        result, stem = _continued(Path(args.add), result), Path(args.add).stem
+    out = Path(args.out) / f"{stem}.json"
+    speed = f", copy {copied:.0f} GB/s" if copied else ""
     print(
-        f"flexsp bench op on {record['device']}{copied}; baseline flash-linear-attention: "
+        f"flexsp bench op on {record['device']}{speed}; baseline flash-linear-attention: "
         f"{record['flash_linear_attention'] if missing is None else 'none (' + missing + ')'}",
         flush=True,
     )
@@ -242,13 +265,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"  {name} T={T}: skipped, past --time-limit", flush=True)
                 continue
             fla = missing is None and name in (args.baseline_ops or args.ops) and T in (args.baseline_T or args.T)
-            rows = _run_case(CASES[name], Shape(args.B, T, args.H, args.K, args.V), args, device, fla)
+            rows = _run_case(CASES[name], Shape(args.B, T, args.H, args.K, args.V), args, device, fla, bandwidth)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             _print_rows(rows)
-            result["rows"] += rows
+            result["rows"] = [row for row in result["rows"] if (row["case"], row["T"]) != (name, T)] + rows
             save(out, result)
-    _run_cold(args, device, missing is None, result)
+    _run_cold(args, device, missing is None, result, out)
     result["targets"] = judge(result["rows"], result["cold"]) if device.type == "cuda" else []
     save(out, result)
     for verdict in result["targets"]:
@@ -258,14 +281,29 @@ def run(args: argparse.Namespace) -> int:
     return int(args.strict and any(verdict["verdict"] == "MISS" for verdict in result["targets"]))
 
 
-def _run_cold(args: argparse.Namespace, device: torch.device, fla: bool, result: dict[str, Any]) -> None:
+def _continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """The result of an earlier part of a run, to go on with; ValueError where it was another run."""
+    [old] = load_kind([path], "op")
+    for what in ("commit", "dirty", "device", "torch", "triton"):
+        if old["environment"][what] != new["environment"][what]:
+            found = (new["environment"][what], old["environment"][what])
+            raise ValueError(f"--add: expected a file of {what} {found[0]}, got {found[1]} in {path}")
+    if old["shape"] != new["shape"]:
+        raise ValueError(f"--add: expected a file of shape {new['shape']}, got {old['shape']} in {path}")
+    old.pop("skipped", None)
+    old["environment"]["command"] += "; " + new["environment"]["command"]
+    old["baseline_missing"] = old["baseline_missing"] and new["baseline_missing"]
+    return old
+
+
+def _run_cold(args: argparse.Namespace, device: torch.device, fla: bool, result: dict[str, Any], out: Path) -> None:
     wanted = [("flexsp", name) for name in args.cold] + [("fla", name) for name in args.cold_baseline if fla]
     for provider, name in wanted:
         shape = Shape(args.B, max(args.T), args.H, args.K, args.V)
         row = {"provider": provider, "case": name, "T": shape.T}
-        row.update(first_call(name, shape, args.dtype, str(device), provider, args.cold_timeout))
-        result["cold"].append(row)
-        text = row.get("error") or ", ".join(
-            f"{mode} {row[mode + '_s']:.2f} s" for mode in ("fwd", "fwd_bwd") if row[mode + "_s"] is not None
-        )
-        print(f"  first call, cold cache: {provider} {name} T={shape.T}: {text}", flush=True)
+        row.update(first_call(name, shape, args.dtype, str(device), provider, args.cold_timeout, args.repeats))
+        result["cold"] = [x for x in result["cold"] if (x["provider"], x["case"]) != (provider, name)] + [row]
+        save(out, result)
+        seconds = row.get("fwd_bwd_s")
+        text = "{median:.2f} s [{min:.2f}, {max:.2f}] of {n}".format(**seconds) if seconds else row["error"]
+        print(f"  first training step, cold cache: {provider} {name} T={shape.T}: {text}", flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 from flexsp.bench.record import case_of, load_kind
 from flexsp.bench.scale import TARGETS_US
 from flexsp.bench.table import footer, grid
-from flexsp.scan.cost import Fit, Measurement, fit
+from flexsp.scan.cost import BLOCKS, Fit, Measurement, fit
 
 __all__ = ["added_lines", "exchanges", "fit_exchanges", "report", "run"]
 
@@ -38,7 +38,9 @@ def exchanges(results: Sequence[Result]) -> dict[Key, ByRanks]:
     return found
 
 
-def fit_exchanges(measured: Mapping[Key, ByRanks], fitted: Sequence[int]) -> dict[str, Fit]:
+def fit_exchanges(
+    measured: Mapping[Key, ByRanks], fitted: Sequence[int], multiprocessors: int = BLOCKS
+) -> dict[str, Fit]:
     """The cost model of each schedule, from the ``fitted`` world sizes; nothing where no exchange was measured."""
     samples = [
         Measurement(name, nbytes, R, segments, us[R])
@@ -46,7 +48,7 @@ def fit_exchanges(measured: Mapping[Key, ByRanks], fitted: Sequence[int]) -> dic
         for R in fitted
         if R in us
     ]
-    return fit(samples) if samples else {}
+    return fit(samples, multiprocessors) if samples else {}
 
 
 def _added(results: Sequence[Result]) -> dict[Key, ByRanks]:
@@ -152,7 +154,7 @@ def report(results: Sequence[Result], ranks: int) -> str:
         raise ValueError(f"results: expected at least two world sizes besides 1 and {ranks} to fit, got {fitted}")
     measured, added = exchanges(results), _added(results)
     parts = []
-    fits = fit_exchanges(measured, fitted)
+    fits = fit_exchanges(measured, fitted, results[0]["environment"].get("sm_count", BLOCKS))
     if fits:
         measured = {key: us for key, us in measured.items() if key[0] in fits}
         parts += [_exchange_table(measured, fits, fitted, ranks), _parameter_table(fits)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["case_of", "commit", "environment", "file_stem", "load", "load_kind", "save", "version_of"]
+__all__ = ["case_of", "commit", "environment", "file_stem", "load", "load_kind", "save", "spread_of", "version_of"]
 
 
 def version_of(distribution: str) -> str | None:
@@ -115,6 +115,13 @@ def load_kind(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
     if wrong:
         raise ValueError(f"results: expected files of `flexsp bench {kind}`, got {', '.join(wrong)}")
     return results
+
+
+def spread_of(value: float | dict[str, float] | None) -> dict[str, float] | None:
+    """Median, min, max and n of a repeated measurement; the first files had one run, a bare number."""
+    if value is None or isinstance(value, dict):
+        return value
+    return {"median": value, "min": value, "max": value, "n": 1}
 
 
 def case_of(row: dict[str, Any]) -> str:

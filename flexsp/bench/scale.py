@@ -23,6 +23,7 @@ import torch.distributed as dist
 from flexsp.bench.cases import CASES, Case, Shape, forward_backward, make_inputs
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
+from flexsp.bench.sizes import choose
 from flexsp.bench.timing import synchronize
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
 
 
 def _judge(rows: list[Row], device: torch.device) -> list[Row]:
-    """T_R - T1 of the chain against the plan's bounds, which are for 4 and 8 GPUs."""
+    """T_R - T1 of the chain against the aims, which are for 4 and 8 GPUs."""
     verdicts: list[Row] = []
     if device.type != "cuda":
         return verdicts
@@ -212,6 +213,7 @@ def run(args: argparse.Namespace) -> int:
         return _under_torchrun(args.ranks, args.argv)
     opened = open_schedules(args.schedules, args.transport, args.timeout)
     aligned = Aligned(next(iter(opened.values())))
+    choose(args, aligned.sp.device.type)
     sps = opened if aligned.sp.world_size > 1 else {}
     result = _empty_result(args, aligned.sp, sps)
     out = Path(args.out) / f"{file_stem(_kind(args.case), result['environment'])}.json"

@@ -1,4 +1,4 @@
-"""`flexsp bench table`: Markdown tables from result files, so that a document's numbers are the files' numbers."""
+"""`flexsp bench table`: Markdown tables of result files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import case_of, load
+from flexsp.bench.record import case_of, load, spread_of
 
 __all__ = [
-    "footer", "grid", "host_table", "markdown", "op_table", "run", "scale_table", "states_table", "traffic_table",
+    "added_table", "aims_table", "footer", "grid", "host_table", "markdown", "op_table", "run",
+    "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -24,12 +25,12 @@ def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def footer(result: Result) -> str:
     """Where a result was measured: device, shape, versions, commit, date and command."""
-    env, shape = result["environment"], result["shape"]
+    env, shape = result["environment"], result.get("shape")
     count = f"{env['world_size']} x " if env["world_size"] > 1 else ""
-    sizes = ", ".join(f"{name}={shape[name]}" for name in "BHKV")
-    parts = [f"{count}{env['device']}", sizes, shape["dtype"], f"torch {env['torch']}"]
+    sizes = [*(f"{name}={shape[name]}" for name in "BHKV"), shape["dtype"]] if shape else []
+    parts = [f"{count}{env['device']}", *sizes, f"torch {env['torch']}"]
     parts += [f"{name} {env[key]}" for name, key in (("Triton", "triton"), ("driver", "driver")) if env.get(key)]
-    if result["kind"] == "op" and env.get("flash_linear_attention"):
+    if result["kind"] == "op" and not result["baseline_missing"] and env.get("flash_linear_attention"):
         parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
     return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{env['command']}`"
@@ -41,6 +42,15 @@ def _ms(row: Result | None) -> str:
     return f"{row['ms']['median']:.3f}" if "ms" in row else "refused"
 
 
+def shown(value: float | dict[str, float] | None, digits: int, unit: str = "") -> str:
+    """A repeated measurement: its median, then [min, max]; "one run" where it was not repeated."""
+    found = spread_of(value)
+    if found is None:
+        return ""
+    median, low, high = (f"{found[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return f"{median}{unit} (one run)" if found["n"] == 1 else f"{median}{unit} [{low}, {high}]"
+
+
 def op_table(result: Result) -> str:
     """Ours and the baseline in ms, their ratio, the memory floor, peak memory: one line per op, T and pass."""
     keyed = {(r["case"], r["T"], r.get("mode"), r["provider"]): r for r in result["rows"]}
@@ -50,25 +60,17 @@ def op_table(result: Result) -> str:
             continue
         ours, theirs = keyed[case, T, mode, "flexsp"], keyed.get((case, T, mode, "fla"))
         ratio = f"{ours['ms']['median'] / theirs['ms']['median']:.2f}" if theirs and "ms" in theirs else ""
-        peaks = [f"{r['peak_gib']:.1f}" for r in (ours, theirs) if r and r.get("peak_gib") is not None]
-        lines.append(
-            [
-                case,
-                str(T),
-                mode.replace("fwd_bwd", "fwd+bwd"),
-                _ms(ours),
-                _ms(theirs),
-                ratio,
-                f"{ours['floor_ms']:.3f}",
-                " / ".join(peaks),
-            ]
-        )
-    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio", "memory floor ms", "peak GiB"]
-    text = grid(header, lines)
-    for row in result["cold"]:
-        if row.get("fwd_bwd_s") is not None:
-            text += f"\n\nFirst call, cold cache, {row['provider']} {row['case']}: {row['fwd_bwd_s']:.1f} s."
-    return text
+        floor = "" if ours["floor_ms"] is None else f"{ours['floor_ms']:.3f}"
+        peaks = [shown(row.get("peak_gib"), 1) if row else "" for row in (ours, theirs)]
+        lines.append([case, str(T), mode.replace("fwd_bwd", "fwd+bwd"), _ms(ours), _ms(theirs), ratio, floor, *peaks])
+    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio", "memory floor ms"]
+    text = grid([*header, "peak GiB", "flash-linear-attention peak GiB"], lines)
+    first = [
+        [row["case"], row["provider"].replace("fla", "flash-linear-attention"), shown(row["fwd_bwd_s"], 1)]
+        for row in result["cold"]
+        if row.get("fwd_bwd_s") is not None
+    ]
+    return f"{text}\n\n{grid(['first training step, nothing compiled yet', 'of', 's'], first)}" if first else text
 
 
 def scale_table(result: Result) -> str:
@@ -106,14 +108,40 @@ def states_table(result: Result) -> str:
     return grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
 
 
+def added_table(result: Result) -> str:
+    """What each schedule adds to one rank's time, and the chain's efficiency, at the most tokens a rank of the file."""
+    longest = max(row["T_local"] for row in result["rows"])
+    rows = [row for row in result["rows"] if row["T_local"] == longest]
+    names = list(dict.fromkeys(row["schedule"] for row in rows if row["schedule"] != "local"))
+    lines = []
+    for case, mode in dict.fromkeys((case_of(row), row["mode"]) for row in rows):
+        found = {row["schedule"]: row for row in rows if (case_of(row), row["mode"]) == (case, mode)}
+        alone = f"{found['local']['slowest_rank_ms']:.3f}"
+        added = [f"{found[name]['added_us']:.0f}" if name in found else "" for name in names]
+        efficiency = f"{found['chain']['efficiency']:.3f}" if "chain" in found else ""
+        lines.append([case, mode.replace("fwd_bwd", "fwd+bwd"), alone, *added, efficiency])
+    header = [f"op, {longest} tokens a rank", "pass", "1 rank ms", *(f"{name} adds us" for name in names)]
+    return grid([*header, "efficiency of chain"], lines)
+
+
+def aims_table(results: Sequence[Result]) -> str:
+    """The project's aims that were measured: the limit, the measured value and whether it is kept."""
+    lines = [
+        [aim["target"], f"{aim['limit']:g}", f"{aim['value']:.2f}", aim["verdict"].replace("MISS", "**missed**")]
+        for result in results
+        for aim in result.get("targets", [])
+        if aim["value"] is not None
+    ]
+    return grid(["aim", "at most", "measured", ""], lines)
+
+
 def host_table(result: Result) -> str:
     """Host microseconds of a call, with the dispatcher and without."""
     lines = [
-        [row["case"], str(row["T"]), row["mode"], f"{row['dispatcher_us']:.0f}",
-         f"{row['plain_us']:.0f}" if "plain_us" in row else ""]
+        [row["case"], str(row["T"]), row["mode"], shown(row["dispatcher_us"], 0), shown(row.get("plain_us"), 0)]
         for row in result["rows"]
-    ]  # fmt: skip
-    return grid(["op", "T", "pass", "host us", "without the dispatcher"], lines)
+    ]
+    return grid(["op", "T", "pass", "host us", "without the dispatcher, us"], lines)
 
 
 def traffic_table(result: Result) -> str:
@@ -128,7 +156,18 @@ def traffic_table(result: Result) -> str:
     return grid(["kernel", "GB", "predicted GB", "ratio", "us", "predicted us"], lines)
 
 
-_TABLES = {"op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table}
+def sanitize_table(result: Result) -> str:
+    """What `make sanitize` found: calls, kernels, errors and failures of each of compute-sanitizer's tools."""
+    lines = [
+        [tool, str(found["calls"]), str(found["kernels"]), str(found["errors"]), str(len(found["failed"]))]
+        for tool, found in result["tools"].items()
+    ]
+    return grid(["tool", "calls", "kernels", "errors", "calls that failed"], lines)
+
+
+_TABLES = {
+    "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
+}  # fmt: skip
 
 
 def markdown(paths: Sequence[Path]) -> str:
@@ -141,7 +180,7 @@ def markdown(paths: Sequence[Path]) -> str:
         tables = [_TABLES[result["kind"]](result)]
         if result.get("states"):
             tables.append(states_table(result))
-        parts += [*tables, footer(result)]
+        parts += [*tables, f"{path.name}: {footer(result)}"]
     return "\n\n".join(parts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["L2Flush", "Stopwatch", "Timing", "busy_wait", "measure", "summarize", "synchronize"]
+__all__ = ["L2Flush", "Spread", "Stopwatch", "Timing", "busy_wait", "measure", "spread", "summarize", "synchronize"]
 
 _BUSY_CYCLES_PER_MS = 2_000_000
 
@@ -26,6 +26,26 @@ class Timing:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of `n` repeated runs."""
+
+    median: float
+    min: float
+    max: float
+    n: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Spread of a non-empty list of repeated measurements."""
+    if not values:
+        raise ValueError("values: expected at least one measurement, got none")
+    return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 def _percentile(ordered: Sequence[float], fraction: float) -> float:

@@ -16,6 +16,7 @@ import torch
 
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs, variant_of
 from flexsp.bench.record import environment, file_stem, save
+from flexsp.bench.sizes import choose
 
 __all__ = ["compare", "parse", "run"]
 
@@ -80,6 +81,7 @@ def _predicted(args: argparse.Namespace) -> list[Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Profile, print and write JSON. 0 unless --strict and a miss."""
+    choose(args, "cuda")
     if args.child:
         return _child(args)
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"

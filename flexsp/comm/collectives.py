@@ -7,19 +7,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from flexsp.comm.group import SequenceParallel, get_sp
-from flexsp.comm.process_group import compare_text, define_op, group_for, peer_errors, stamp
+from flexsp.comm.derivatives import first_only, untransformed
+from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
+from flexsp.comm.process_group import Call, begin_call, define_op, group_for, peer_errors
+from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["gather", "sum_over_ranks"]
 
+_ALONE = "compute them on one rank, where nothing has to be gathered"
 
+
+@ranks_call
 def gather(y: torch.Tensor, dim: int, sp: SequenceParallel) -> torch.Tensor:
     """Every rank's ``y`` joined along ``dim``; see :meth:`SequenceParallel.gather`."""
     if not -y.dim() <= dim < y.dim():
         raise ValueError(f"dim: expected a dimension of a tensor of shape {tuple(y.shape)}, got {dim}")
     dim %= y.dim()
+    untransformed("gather", _ALONE)
     lengths = sp.lengths_for(y.shape[dim])
     if not (y.is_floating_point() or y.is_complex()):
         return _gather(y, dim, lengths, get_sp(sp.id).order, sp.id)
@@ -31,19 +36,20 @@ def sum_over_ranks(x: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
     return _sum(x.detach(), get_sp(sp.id).order, sp.id)
 
 
-def _agree(sp: SequenceParallel, text: str, tensor: torch.Tensor) -> None:
-    """On CPU every collective is compared first: gloo would mix up the data of different calls."""
-    if not tensor.is_cuda and not sp.check_calls:
-        compare_text(sp, text)
+def _begin(sp: SequenceParallel, what: str, tensor: torch.Tensor, backward: bool = False) -> Call:
+    """Compares the call first: torch.distributed would mix up the data of different ones."""
+    call = begin_call(sp, Signature(what, travels=facts_of((tensor,)), backward=backward), tensor)
+    call.compare_on_device(tensor.device)
+    return call
 
 
 def _run_sum(x: torch.Tensor, order: torch.Tensor, sp_id: int) -> torch.Tensor:
     sp = get_sp(sp_id)
-    _agree(sp, stamp(sp, "sum over ranks", x), x)
+    call = _begin(sp, "sum over ranks", x)
     total = x.clone(memory_format=torch.contiguous_format)
     with peer_errors(sp, None, "all_reduce"):
         dist.all_reduce(total, group=group_for(sp, total))
-    return total
+    return call.end(total)
 
 
 def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
@@ -53,13 +59,13 @@ def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.
     longest = max(lengths)
     mine = y.new_zeros(longest, *rows.shape[1:])
     mine[: rows.shape[0]] = rows
-    _agree(sp, stamp(sp, f"gather (dim {dim})", mine), mine)
+    call = _begin(sp, f"gather along dim {dim}", mine)
     everyone = [torch.empty_like(mine) for _ in lengths]
     if mine.numel() > 0:
         with peer_errors(sp, None, "all_gather"):
             dist.all_gather([_bytes(t) for t in everyone], _bytes(mine), group=group_for(sp, mine))
     full = torch.cat([shard[:length] for shard, length in zip(everyone, lengths, strict=True)])
-    return full.movedim(0, dim).contiguous()
+    return call.end(full.movedim(0, dim).contiguous())
 
 
 def _run_adjoint(
@@ -68,7 +74,7 @@ def _run_adjoint(
     """Reduce-scatter: every rank receives all ranks' gradients of its slice and adds them in rank order."""
     sp = get_sp(sp_id)
     rows = d_full.movedim(dim, 0).contiguous()
-    _agree(sp, stamp(sp, f"gather (dim {dim}, backward)", rows), rows)
+    call = _begin(sp, f"gather along dim {dim}", rows, backward=True)
     received = rows.new_empty(sp.world_size, lengths[sp.rank], *rows.shape[1:])
     row = rows.shape[1:].numel() * rows.element_size()
     if rows.numel() > 0:
@@ -80,7 +86,7 @@ def _run_adjoint(
                 input_split_sizes=[length * row for length in lengths],
                 group=group_for(sp, rows),
             )
-    return received.sum(0).movedim(0, dim).contiguous()
+    return call.end(received.sum(0).movedim(0, dim).contiguous())
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
@@ -120,7 +126,7 @@ class _GatherFunction(torch.autograd.Function):
         return _gather(y, dim, lengths, get_sp(sp_id).order, sp_id)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first_only("gather", _ALONE)
         (_,) = ctx.saved_tensors
         return _gather_adjoint(d_full, ctx.dim, ctx.lengths, get_sp(ctx.sp_id).order, ctx.sp_id), None, None, None, None

@@ -1,8 +1,9 @@
 """Signals, waits and pushes for Triton kernels (import only where Triton is needed).
 
 Flags are int64, written by one rank and read by one other: ``epoch << 32 | low``, where ``low`` is a signature of 31
-bits, or has bit 31 set for a poison (``POISON | kind << 16 | rank``). A transport is a pair of functions with the
-signatures of ``push_store`` and ``signal_store``, handed to a kernel as tl.constexpr.
+bits, or has bit 31 set for a poison: whether ranks disagree, who reports it, about whom (comm/signature.py). A
+transport is a pair of functions with the signatures of ``push_store`` and ``signal_store``, handed to a kernel as
+tl.constexpr.
 """
 
 from __future__ import annotations
@@ -156,11 +157,13 @@ def signal_put(flag, pad, value, pe):
 @triton.jit
 def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse):
     """Marks this rank's communicator as failed with ``word`` (not 0); the first block to do so fills the host's record.
+    Returns 0 then, else the word of the failure before.
 
     Memory order: the acq_rel at system scope stands between the fields and ``record[0]``, which the host reads first.
     All stores to host memory are plain, since not every machine has atomics over PCIe.
     """
-    if tl.atomic_cas(failed, tl.full((), 0, tl.int64), word) == 0:
+    before = tl.atomic_cas(failed, tl.full((), 0, tl.int64), word)
+    if before == 0:
         tl.store(record + 1, peer)
         tl.store(record + 2, tile)
         tl.store(record + 3, wanted)
@@ -169,6 +172,7 @@ def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse)
         tl.debug_barrier()
         tl.atomic_add(failed, 0, sem="acq_rel", scope="sys")
         tl.store(record, kind)
+    return before
 
 
 def nvshmem_options() -> dict[str, Any]:

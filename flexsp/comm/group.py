@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import operator
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from flexsp.exceptions import FlexspError
+from flexsp.exceptions import FlexspError, check_dense, check_integer, fail
 
-__all__ = ["SequenceParallel", "current_sp", "get_sp", "resolve_sp", "sequence_parallel", "sp_over"]
+__all__ = [
+    "SequenceParallel",
+    "abandon",
+    "current_sp",
+    "get_sp",
+    "ranks_call",
+    "resolve_sp",
+    "sequence_parallel",
+    "sp_over",
+]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_NO_ERROR = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())  # ends a recomputation that is complete
 _GROUPS: dict[int, SequenceParallel] = {}
 _next_id = itertools.count()
 
@@ -54,6 +68,7 @@ class SequenceParallel:
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
+        calls: exchanges begun; ``abandoned``: calls that an error ended on this rank (:func:`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
         channels: scratch of the transports; ``records``: error record of the watchdog.
     """
@@ -80,12 +95,14 @@ class SequenceParallel:
         self.device = torch.device(device)
         self.transport, self.schedule, self.heap = transport, schedule, heap
         self.timeout_s, self.check_calls = float(timeout_s), check_calls
-        self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        with torch.inference_mode(False):  # these outlast it
+            self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.channels: dict[Any, Any] = {}
         self.records: Any = None
         self.failure: FlexspError | None = None
         self.calls = 0
+        self.abandoned = 0
         self._lengths: list[int] | None = None
         _GROUPS[self.id] = self
 
@@ -139,9 +156,7 @@ class SequenceParallel:
 
     def partition(self, total: int) -> list[int]:
         """Balanced shard lengths of ``total`` tokens; the first ranks take the remainder. Sets nothing."""
-        if total < 0:
-            raise ValueError(f"total: expected an integer >= 0, got {total}")
-        base, extra = divmod(int(total), self.world_size)
+        base, extra = divmod(check_integer("total", total), self.world_size)
         return [base + (r < extra) for r in range(self.world_size)]
 
     def lengths_for(self, T_local: int) -> list[int]:
@@ -171,6 +186,7 @@ class SequenceParallel:
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's slice (a view) of the full ``x`` along ``dim``: by :meth:`set_lengths`, else balanced."""
+        dim = _axis(x, "x", dim)
         total = x.size(dim)
         lengths = self._lengths if self._lengths is not None else self.partition(total)
         if sum(lengths) != total:
@@ -182,6 +198,7 @@ class SequenceParallel:
 
         The backward is the exact adjoint: a rank's gradient is the sum over all ranks of their gradients of its slice.
         """
+        _axis(y, "y", dim)
         if self.world_size == 1:
             return y.clone()
         from flexsp.comm.collectives import gather
@@ -202,6 +219,9 @@ class SequenceParallel:
             (sum of local losses / number of tokens on all ranks) * world_size, a scalar. Its average over the ranks
             is the mean over the whole sequence, so DDP or FSDP, which average gradients, give what one rank gives.
         """
+        check_dense("loss", loss)
+        if mask is not None:
+            check_dense("mask", mask)
         if mask is not None and mask.shape != loss.shape:
             raise ValueError(f"mask: expected the shape of loss {tuple(loss.shape)}, got {tuple(mask.shape)}")
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -226,8 +246,9 @@ class SequenceParallel:
         """
         if self.check_calls and self.world_size > 1:
             from flexsp.comm.process_group import compare_text
+            from flexsp.comm.signature import raised
 
-            compare_text(self, " ".join(str(part) for part in sig))
+            compare_text(self, " ".join(str(part) for part in sig) + raised(self.abandoned))
 
     def check(self) -> None:
         """Raise the PeerTimeout or PeerMismatch that an earlier call left behind, if any."""
@@ -251,6 +272,46 @@ class SequenceParallel:
                 if group is not None:
                     dist.destroy_process_group(group)
         self.group = self.cpu_group = None
+
+
+def abandon(error: BaseException, sp: object) -> None:
+    """Counts a call over ``sp`` that ``error`` ends on this rank.
+
+    The others may have made the call, and what they sent then still lies there: the count is part of what ranks
+    compare, so that the next exchange says so. Errors that all ranks meet alike leave the counts equal.
+    """
+    found = _ambient.sp if sp is None else sp
+    if isinstance(error, _NO_ERROR):
+        return
+    if isinstance(found, SequenceParallel) and found.world_size > 1 and not getattr(error, "_flexsp_counted", False):
+        found.abandoned += 1
+        with contextlib.suppress(AttributeError):
+            error._flexsp_counted = True  # type: ignore[attr-defined]
+
+
+def ranks_call(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator of functions with an argument ``sp`` that all ranks call together; see :func:`abandon`."""
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            with contextlib.suppress(TypeError):  # of arguments that the function does not take
+                abandon(error, inspect.signature(fn).bind(*args, **kwargs).arguments.get("sp"))
+            raise
+
+    return run
+
+
+def _axis(x: torch.Tensor, name: str, dim: int) -> int:
+    check_dense(name, x)
+    dim = check_integer("dim", dim, least=-x.dim())
+    if dim >= x.dim():
+        fail("dim", f"a dimension of a tensor of shape {tuple(x.shape)}", dim)
+    return dim
 
 
 def get_sp(sp_id: int) -> SequenceParallel:

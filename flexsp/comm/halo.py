@@ -11,14 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from flexsp.comm.group import SequenceParallel, get_sp
-from flexsp.comm.process_group import Message, define_op, greet, post, stamp, wait_all
+from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
+from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
+from flexsp.comm.process_group import Message, begin_call, define_op, post, wait_all
+from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["halo_exchange"]
 
+_NAME = "the halo exchange of a convolution over ranks"
 
+
+@ranks_call
 def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Tensor:
     """The ``width`` tokens before this rank's shard, differentiable. Collective over ``sp``, point to point only.
 
@@ -36,6 +40,7 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
         raise ValueError(f"width: expected an integer >= 0, got {width}")
     if sp.world_size == 1 or width == 0:
         return x.new_zeros(x.shape[0], width, *x.shape[2:])
+    untransformed(_NAME, ON_ONE_RANK)
     if not x.is_floating_point():
         return _halo(x, width, get_sp(sp.id).order, sp.id)
     return _HaloFunction.apply(x, sp.anchor, width, sp.id)
@@ -44,34 +49,35 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
 def _pass_on(
     sp: SequenceParallel,
     incoming: torch.Tensor,
-    text: str,
     reverse: bool,
     ready: bool,
     outgoing: Callable[[], torch.Tensor],
-) -> None:
+) -> torch.Tensor:
     """Fill ``incoming`` from one neighbour and send ``outgoing()`` to the other, at once if ``ready``, else after."""
     source, target = sp.neighbours(reverse)
-    pending = greet(sp, text, source, target, incoming)
-    messages = [] if source is None else [Message("recv", incoming, source)]
-    if ready and target is not None:
-        messages.append(Message("send", outgoing(), target))
-    pending += post(sp, *messages)
-    if not ready and target is not None:
-        wait_all(sp, pending)
-        pending = post(sp, Message("send", outgoing(), target))
-    wait_all(sp, pending)
+    signature = Signature("halo exchange", travels=facts_of((incoming,)), backward=reverse)
+    call = begin_call(sp, signature, incoming, source, target)
+    buffer = call.buffer(incoming)
+    messages = [] if source is None else [Message("recv", buffer, source)]
+    if ready and call.target is not None:
+        messages.append(Message("send", call.sealed(outgoing()), call.target))
+    wait_all(sp, post(sp, *messages))
+    if source is not None:
+        call.look_at(buffer, source)
+        incoming.copy_(call.data(buffer, incoming))
+    if not ready and call.target is not None:
+        wait_all(sp, post(sp, Message("send", call.sealed(outgoing()), call.target)))
+    return call.end(incoming)
 
 
 def _run(x: torch.Tensor, width: int, order: torch.Tensor, sp_id: int) -> torch.Tensor:
     sp, T = get_sp(sp_id), x.shape[1]
     halo = x.new_zeros(x.shape[0], width, *x.shape[2:])
-    text = stamp(sp, "halo exchange", halo)
 
     def last_tokens() -> torch.Tensor:
         return x[:, T - width :].contiguous() if width <= T else torch.cat([halo[:, T:], x], 1)
 
-    _pass_on(sp, halo, text, False, width <= T, last_tokens)
-    return halo
+    return _pass_on(sp, halo, False, width <= T, last_tokens)
 
 
 def _run_adjoint(d_halo: torch.Tensor, T: int, order: torch.Tensor, sp_id: int) -> torch.Tensor:
@@ -79,7 +85,6 @@ def _run_adjoint(d_halo: torch.Tensor, T: int, order: torch.Tensor, sp_id: int) 
     sp, width = get_sp(sp_id), d_halo.shape[1]
     d_halo = d_halo.contiguous()
     d_sent = torch.zeros_like(d_halo)
-    text = stamp(sp, "halo exchange (backward)", d_halo)
 
     def of_left_tokens() -> torch.Tensor:
         if width <= T:
@@ -88,7 +93,7 @@ def _run_adjoint(d_halo: torch.Tensor, T: int, order: torch.Tensor, sp_id: int) 
         total[:, T:] += d_sent[:, : width - T]
         return total
 
-    _pass_on(sp, d_sent, text, True, width <= T, of_left_tokens)
+    d_sent = _pass_on(sp, d_sent, True, width <= T, of_left_tokens)
     dx = d_halo.new_zeros(d_halo.shape[0], T, *d_halo.shape[2:])
     own = min(T, width)
     dx[:, T - own :] = d_sent[:, width - own :]
@@ -114,7 +119,7 @@ class _HaloFunction(torch.autograd.Function):
         return _halo(x, width, get_sp(sp_id).order, sp_id)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_halo: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first_only(_NAME, ON_ONE_RANK)
         (_,) = ctx.saved_tensors
         return _halo_adjoint(d_halo, ctx.T, get_sp(ctx.sp_id).order, ctx.sp_id), None, None, None

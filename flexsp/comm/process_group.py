@@ -1,13 +1,14 @@
-"""Transport over torch.distributed: point-to-point messages, CPU-side checks, and errors that name the peer.
+"""Transport over torch.distributed: point-to-point messages, calls compared between ranks, errors that name the peer.
 
-CPU tensors go over gloo with a short text in front of every message, so that ranks which disagree raise PeerMismatch
-instead of hanging or mixing up data. CUDA tensors go over NCCL in stream order without any host synchronisation; there
-a silent peer is NCCL's own watchdog to report.
+Before CPU tensors move over gloo, neighbours exchange the text of the call that they are in, so that ranks which
+disagree raise PeerMismatch instead of hanging or mixing up data. CUDA tensors go over NCCL in stream order without any
+host synchronisation: there the stamp of the call travels in front of the data and is compared on the device; what came
+with another stamp becomes NaN, and the next call or sp.check() raises. A silent peer is NCCL's own watchdog to report.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -15,24 +16,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from flexsp.comm import watchdog
 from flexsp.comm.group import SequenceParallel
+from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
+    "Call",
     "Message",
     "Pending",
+    "begin_call",
     "compare_text",
     "define_op",
     "exchange_ints",
-    "greet",
     "group_for",
     "peer_errors",
     "post",
-    "stamp",
     "wait_all",
 ]
 
-_TEXT_BYTES = 192
+_TEXT_BYTES = 384
+_FAILED = b"\1"  # first byte of a text that says which ranks disagree
+_COLLECTIVE = "collective "  # how texts of calls begin in which every rank talks to all
+_HEADER = 16  # bytes in front of data on CUDA
 _library = torch.library.Library("flexsp", "FRAGMENT")
 
 
@@ -62,20 +68,10 @@ def peer_errors(sp: SequenceParallel, peer: int | None, doing: str) -> Iterator[
         raise sp.failure from error
 
 
-def stamp(sp: SequenceParallel, what: str, *tensors: torch.Tensor | None) -> str:
-    """Text that must be the same on all ranks for the call about to start: its number, name, shapes and dtypes."""
-    sp.check()
-    sp.calls += 1
-    parts = ["-" if t is None else f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors]
-    text = f"call {sp.calls} {what} {', '.join(parts)}"
-    sp.check_signature((text,))
-    return text
-
-
 def _encode(text: str) -> torch.Tensor:
     raw = text.encode()
     if len(raw) > _TEXT_BYTES:
-        raw = raw[: _TEXT_BYTES - 17] + b"#" + hashlib.sha256(raw).hexdigest()[:16].encode()
+        raw = raw[: _TEXT_BYTES - 17] + b"#" + f"{digest(text):016x}".encode()
     return torch.frombuffer(bytearray(raw.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -108,7 +104,10 @@ def compare_text(sp: SequenceParallel, text: str) -> None:
 def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
     """One integer of every rank. Collective on the CPU group; never touches the GPU."""
     sp.check()
-    return _compare(sp, f"shard lengths (after call {sp.calls})", value, "exchanging shard lengths")
+    text = f"{_COLLECTIVE}shard lengths (after call {sp.calls}{raised(sp.abandoned)})"
+    if sp.device.type == "cpu" and not sp.check_calls:  # else neighbours compare nothing on the CPU group
+        _greet(sp, text, *sp.neighbours())
+    return _compare(sp, text, value, "exchanging shard lengths")
 
 
 class Message(NamedTuple):
@@ -155,16 +154,143 @@ def wait_all(sp: SequenceParallel, pending: Sequence[Pending]) -> None:
             item.work.wait()
 
 
-def greet(sp: SequenceParallel, text: str, source: int | None, target: int | None, like: torch.Tensor) -> list[Pending]:
-    """Before CPU data moves: tell ``target`` which call this is, compare with what ``source`` says (see stamp)."""
-    if like.is_cuda:
-        return []
-    ours = _encode(text)
-    leaving = post(sp, Message("send", ours, target)) if target is not None else []
+def begin_call(
+    sp: SequenceParallel, signature: Signature, like: torch.Tensor, source: int | None = None, target: int | None = None
+) -> Call:
+    """Counts an exchange and, where the data `like` is on CPU, compares it: with the neighbours that data comes from
+    and goes to, or, without them, with every rank. PeerMismatch where they are in another call."""
+    sp.check()
+    sp.calls += 1
+    collective = source is None and target is None
+    text = f"{_COLLECTIVE if collective else ''}call {sp.calls}{raised(sp.abandoned)}: {signature.text()}"
+    sp.check_signature((text,))
+    call = Call(sp, signature, like, target)
+    if not call.stamped and not collective:
+        call.error = _greet(sp, text, source, target)
+        call.target = target if call.error is None else None
+    elif not call.stamped and not sp.check_calls:  # else it has just been done
+        _greet(sp, text, *sp.neighbours())
+        compare_text(sp, text)
+    return call
+
+
+class Call:
+    """One exchange under way. On CUDA every message is bytes, its stamp in front of the data.
+
+    Attributes:
+        target: where data goes; None where the neighbour there turned out to be in another call. `end` raises then,
+            after what comes from the other side has been taken.
+        stamped: whether messages carry the stamp, to be compared on the device.
+    """
+
+    def __init__(self, sp: SequenceParallel, signature: Signature, like: torch.Tensor, target: int | None) -> None:
+        self.sp, self.signature, self.target = sp, signature, target
+        self.stamped = carries_stamp(like)
+        self.word = signature.word(sp.abandoned)
+        self.error: PeerMismatch | None = None
+        self._seen: list[torch.Tensor] = []
+        self._peers: list[int] = []
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros to receive a message in."""
+        if not self.stamped:
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return torch.zeros(_HEADER + like.numel() * like.element_size(), dtype=torch.uint8, device=like.device)
+
+    def data(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The tensor in a message."""
+        return buffer[_HEADER:].view(like.dtype).view(like.shape) if self.stamped else buffer
+
+    def sealed(self, data: torch.Tensor) -> torch.Tensor:
+        """The message with this tensor in it; once a wrong stamp has come in, it says so."""
+        if not self.stamped:
+            return data.contiguous()
+        message = self.buffer(data)
+        message[:_HEADER].view(torch.int64)[0] = self._stamp()
+        self.data(message, data).copy_(data)
+        return message
+
+    def _stamp(self) -> int | torch.Tensor:
+        if not self._seen:
+            return self.word
+        report = poison(self.sp.rank, self._peers[0])
+        return torch.where(torch.cat(self._seen).ne(self.word).any(), report, self.word)
+
+    def look_at(self, buffer: torch.Tensor, peer: int) -> None:
+        """Takes note of the stamp of what has arrived from ``peer``."""
+        if self.stamped and peer != self.sp.rank:
+            self._seen.append(buffer[:_HEADER].view(torch.int64)[:1])
+            self._peers.append(peer)
+
+    def compare_on_device(self, device: torch.device) -> None:
+        """For collectives on CUDA: every rank's stamp to every rank, in a message of its own."""
+        if self.stamped:
+            mine = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=device).view(torch.uint8)
+            everyone = [torch.empty_like(mine) for _ in range(self.sp.world_size)]
+            dist.all_gather(everyone, mine, group=group_for(self.sp, mine))
+            for peer, stamp in enumerate(everyone):
+                self.look_at(stamp, peer)
+
+    def end(self, result: torch.Tensor) -> torch.Tensor:
+        """What the exchange gave: on CUDA NaN, and a record for `sp.check`, where a stamp was another's."""
+        if self.error is not None:
+            self.sp.failure = self.error
+            raise self.error
+        if not self._seen:
+            return result
+        if self.sp.records is None:
+            self.sp.records = watchdog.ErrorRecord(self.sp.device)
+        bad = watchdog.note_stamps(self.sp, torch.cat(self._seen), self._peers, self.word, self.signature.backward)
+        return result.masked_fill(bad, float("nan")) if result.is_floating_point() else result
+
+
+def carries_stamp(data: torch.Tensor) -> bool:
+    """Whether messages with such data are compared on the device, not by texts before them."""
+    return data.is_cuda
+
+
+def _greet(sp: SequenceParallel, text: str, source: int | None, target: int | None) -> PeerMismatch | None:
+    """Tells both neighbours which call this is and compares it with theirs: PeerMismatch where the source is in another
+    one. Where only the target is, the error is returned, since the source is about to send.
+
+    Texts against the data's way are sent at once, those along it after the source's has come: a rank that disagrees
+    with its source says so to its target, instead of leaving it to wait.
+    """
+    ours, error = _encode(text), None
+    sent = post(sp, Message("send", ours, source)) if source is not None else []
     if source is not None:
-        theirs = torch.empty_like(ours)
-        wait_all(sp, post(sp, Message("recv", theirs, source)))
-        if not torch.equal(theirs, ours):
-            sp.failure = PeerMismatch(sp.rank, source, _decode(ours), _decode(theirs))
-            raise sp.failure
-    return leaving
+        error = _differs(sp, text, source)
+    if target is not None:
+        sent += post(sp, Message("send", ours if error is None else _report(error), target))
+    if error is not None:
+        with contextlib.suppress(PeerTimeout):
+            if target is not None:
+                _differs(sp, text, target)
+            wait_all(sp, sent)
+        sp.failure = error
+        raise error
+    if target is not None:
+        error = _differs(sp, text, target)
+    wait_all(sp, sent)
+    if error is not None and text.startswith(_COLLECTIVE):  # nothing comes from the source
+        sp.failure = error
+        raise error
+    return error
+
+
+def _differs(sp: SequenceParallel, text: str, peer: int) -> PeerMismatch | None:
+    """The error where the text that a neighbour sends is another. Collectives are left to `compare_text`."""
+    theirs = torch.empty(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
+    wait_all(sp, post(sp, Message("recv", theirs, peer)))
+    said = _decode(theirs)
+    both = said.startswith(_COLLECTIVE) and text.startswith(_COLLECTIVE)
+    if both or torch.equal(theirs, _encode(text)):
+        return None
+    if not said.startswith(_FAILED.decode()):
+        return PeerMismatch(sp.rank, peer, text, said)
+    about, what = said[1:].split(":", 1)
+    return PeerMismatch(sp.rank, int(about), text, f"{what} (reported by rank {peer})")
+
+
+def _report(error: PeerMismatch) -> torch.Tensor:
+    return _encode(f"{_FAILED.decode()}{error.peer}:{error.theirs}")

@@ -13,6 +13,7 @@ from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.dispatch import Recipe
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
+from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.scan.launch import workers
 
 __all__ = ["compile_ahead"]
@@ -24,23 +25,28 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
     """Compiles forward and backward for all combinations of the sizes in `meta`, into Triton's cache. How many kernels.
 
     For inputs that are contiguous and aligned, in the dtypes of `meta`, packed and not, without initial states and
-    without gradients of final ones. Sizes that have no kernels are left out.
+    without gradients of final ones. Sizes that have no kernels are left out. Plans are those of the GPU that is there,
+    else of the known one of the target's compute capability.
     """
     if not isinstance(intrinsic_kernels.inverse_kernel, triton.JITFunction):
         raise ValueError("enable_aot: expected a process without TRITON_INTERPRET, whose kernels can be compiled")
+    device = of_device() if torch.cuda.is_available() else of_arch(target.arch)
     jobs: dict[Any, Future[Any]] = {}
     choices = meta.sizes()
     lead = next(iter(meta.tokens.values())).dtype
     for values in itertools.product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
-        if code.refuses(sizes, lead, on_gpu=False) is None:
+        with planned_for(device):
+            refused = code.refuses(sizes, lead, on_gpu=False)
+        if refused is None:
             for T, docs in itertools.product(_AHEAD, (0, 4)):
                 given = {
                     name: torch.empty(_lengths(what, sizes, T), dtype=what.dtype, device="meta")
                     for name, what in (meta.tokens | meta.params).items()
                 }
                 bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
-                recipe = Recipe(code, given, None, bounds, None)
+                with planned_for(device):
+                    recipe = Recipe(code, given, None, bounds, None)
                 for shot, frame in recipe.launches(list(given.values()), None, True):
                     if (facts := shot.facts(frame)) not in jobs:
                         jobs[facts] = workers().submit(shot.build, shot.described(frame), target)

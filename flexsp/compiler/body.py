@@ -194,11 +194,11 @@ def _load_kept(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter) 
     if name not in body.kept:
         body.kept.append(name)
     body.by_row.discard(name)
-    at = f"{name}_ptr + c * {elements(sizes)}"
+    at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"
     gates = name.startswith("gates_")  # running sums, whose rows past the chunk's length are all the same
     steady = frozenset({0} if gates else ())
     if not sizes:
-        return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + c)", ()))
+        return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + row * n_chunks + c)", ()))
     if sizes[0] != "C":
         n = index(sizes[0], body)
         text = f"tl.load({at} + at_{n}, mask=at_{n} < {n}, other=0.0)"
@@ -241,7 +241,8 @@ def header(name: str, pointers: Sequence[str], numbers: Sequence[str], body: Bod
     return "\n".join([*decorator, f"def {name}(", *("    " + line for line in lines), "):\n"])
 
 
-def setup(body: Body, writes: Sequence[str]) -> list[str]:
+def setup(body: Body) -> list[str]:
+    """First lines of every kernel. `row` has 64 bits, and so what is computed with it: chunks * C * K may need them."""
     lines = [
         "b = tl.program_id(1) // H",
         "h = (tl.program_id(1) % H).to(tl.int64)",
@@ -252,8 +253,6 @@ def setup(body: Body, writes: Sequence[str]) -> list[str]:
         first = first_of(size, body)
         lines.append(f"at_{size} = {'' if first == '0' else f'{first} + '}tl.arange(0, {block(size)})")
     lines += [f"{x}_ptr += b.to(tl.int64) * {x}_sb + h * {x}_sh" for x in body.tokens]
-    kept = [*body.kept, *(w for w in writes if w in body.layout.kept)]
-    lines += [f"{x}_ptr += row * n_chunks * {elements(body.layout.kept[x])}" for x in kept]
     return lines + body.once
 
 
@@ -279,8 +278,8 @@ def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], bo
 
 def store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
     if not sizes or sizes[0] != "C":
-        return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "c")
-    at = f"{name}_ptr + c * {elements(sizes)}"
+        return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
+    at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"
     x = emitter.full(x, sizes)
     if not name.startswith("gates_"):
         x = emitter.masked(x, 0)
@@ -291,10 +290,9 @@ def store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], bo
     return f"store_rows({at}, {text}, {sizes[1]}, C, {first_of(sizes[1], body)}, C, {sizes[1]}, {block(sizes[1])})"
 
 
-def store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: Body, row: str) -> str:
+def store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
     """Stores a number or a vector that a chunk leaves as a whole in its row of [rows, ...]."""
     if not sizes:
-        return f"tl.store({base} + {row}, {x.f32})"
+        return f"tl.store({base} + row * n_chunks + c, {x.f32})"
     n = index(sizes[0], body)
-    row = f"({row})" if " " in row else row
-    return f"tl.store({base} + {row} * {n} + at_{n}, {laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"
+    return f"tl.store({base} + (row * n_chunks + c) * {n} + at_{n}, {laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"

@@ -21,12 +21,11 @@ from flexsp.compiler.intrinsic_kernels import COLUMNS
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.rewrite import dims, reverse_cumsum
 from flexsp.compiler.walks import FLIPPED, HELD
+from flexsp.devices import reads_shared
 
-__all__ = ["SHARED_LIMIT", "Load", "check_shared", "intrinsic_load", "part_load"]
+__all__ = ["Load", "intrinsic_load", "part_load", "smaller_chunk"]
 
 aten = torch.ops.aten
-SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may have from Hopper on."""
 _VIEWS = {
     aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.view.default, aten._unsafe_view.default, aten.expand.default,
@@ -35,6 +34,7 @@ _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.def
          aten.cos.default, aten.tanh.default}  # fmt: skip
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
+_BARRIERS = 2 * 1024  # of tcgen05's products
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,9 @@ class Load:
     numbers: int
 
 
-def check_shared(kernel: str, needed: int, chunk: int, smaller: int | None = None) -> None:
-    """Raises ValueError where a kernel made for chunks of `chunk` tokens needs more shared memory than a block has.
-
-    Args:
-        kernel: its name.
-        needed: bytes, `metadata.shared` of the compiled kernel.
-        smaller: the chunk size to advise; half of `chunk` if None.
-    """
-    if needed > SHARED_LIMIT:
-        advice = f"chunk_size <= {smaller or chunk // 2}" if chunk > 16 else "smaller K or V"
-        raise ValueError(
-            f"chunk_size = {chunk}: kernel `{kernel}` needs {math.ceil(needed / 1024)} KiB of shared memory, "
-            f"{math.ceil((needed - SHARED_LIMIT) / 1024)} KiB more than a block has; use {advice}"
-        )
+def smaller_chunk(chunk: int, fits: int | None = None) -> str:
+    """What to do where kernels for chunks of `chunk` tokens do not fit. `fits`: a chunk size that does, if known."""
+    return f"use chunk_size <= {fits or chunk // 2}" if chunk > 16 else "use smaller K or V"
 
 
 class _Tiles:
@@ -118,7 +107,7 @@ def _is_tile(node: Any) -> bool:
 
 def part_load(
     kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
-    dense: bool,
+    dense: bool, arch: int,
 ) -> Load:  # fmt: skip
     """Load of one part of a kernel.
 
@@ -130,23 +119,15 @@ def part_load(
         stages: of a walk's pipeline.
         wide: names of loads that are fp32 whatever the inputs are.
         dense: the transition is.
+        arch: compute capability, 90 for Hopper.
     """
     tiles, walks = _Tiles(blocks, item), HELD.get(kind, "")
     flipped = kind in FLIPPED and not dense
-    shared = _operands(nodes, tiles, walks, flipped)
-    least = 0
-    if walks:
-        held = [x for x in nodes if _held(x, walks)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
-        state = 4 * max(map(tiles.numbers, held), default=0)
-        inside = min(_SCRATCH, state) if kind in ("states", "back") else 0
-        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
-        shared = max(shared, 0 if kind == "states" or flipped else state)
-        shared += _vectors(nodes, tiles, stages)
+    if reads_shared(arch):
+        shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide)
+        shared += _BARRIERS if arch >= 100 else 0
     else:
-        least = _operands(nodes, tiles, walks, flipped, overlap=False) if blocks["C"] >= 64 and item == 2 else 0
-        shared = max(shared, _stored(nodes, tiles)) + _vectors(nodes, tiles, stages)
-    if item == 4 and blocks["C"] >= 64:  # without warp-group products, transposes are laid out anew
-        shared = shared * 8 // 5
+        shared, least = _of_warps(nodes, tiles, walks, stages, wide), 0
     flops = slow = products = loads = numbers = 0
     for node in nodes:
         if node.target is aten.mm.default:
@@ -162,6 +143,50 @@ def part_load(
         elif _is_tile(node) and node.target not in _VIEWS:
             numbers += tiles.numbers(node) * (4 if node.target in _SLOW else 1)
     return Load(shared, least, _alive(nodes, tiles, walks, wide), flops, slow, products, loads, numbers)
+
+
+def _of_groups(
+    kind: str, nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, stages: int, wide: frozenset[str]
+) -> tuple[int, int]:
+    """Bytes at most and at least where products read their operands from shared memory, as from Hopper on."""
+    C, least = tiles.blocks["C"], 0
+    shared = _operands(nodes, tiles, walks, flipped)
+    if walks:
+        state = _state(nodes, tiles, walks)
+        inside = min(_SCRATCH // 2 if flipped else _SCRATCH, state) if flipped or kind in ("states", "back") else 0
+        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
+        shared = max(shared, 0 if kind == "states" or flipped else state)
+    else:
+        least = _operands(nodes, tiles, walks, flipped, overlap=False) if C >= 64 and tiles.item == 2 else 0
+        shared = max(shared, _stored(nodes, tiles))
+    shared += _vectors(nodes, tiles, stages)
+    if tiles.item == 4 and C >= 64:  # without warp-group products, transposes are laid out anew
+        shared = shared * 8 // 5
+    return shared, least
+
+
+def _of_warps(nodes: Sequence[Any], tiles: _Tiles, walks: str, stages: int, wide: frozenset[str]) -> int:
+    """Bytes at most where products read their operands from registers, as before Hopper: shared memory has the buffers
+    of a pipeline, one less than stages, and what of one product's operands is laid out anew."""
+    loads = {x for x in nodes if x.op == "placeholder" and len(dims(x)) == 2 and not _held(x, walks)}
+    piped = loads if walks and stages > 1 else set()
+    buffers = (stages - 1) * sum(tiles.numbers(x) * (4 if x.name in wide else tiles.item) for x in piped)
+    scratch = max(
+        (sum(tiles.numbers(x) * tiles.item for x, _ in map(_source, node.args) if x not in piped)
+         for node in nodes if node.target is aten.mm.default),
+        default=0,
+    )  # fmt: skip
+    if walks:  # the state of a document that begins is laid out anew
+        ends = _state(nodes, tiles, walks)
+    else:
+        ends = max(_stored(nodes, tiles), _operands(nodes, tiles, walks, False))
+    return buffers + max(scratch, ends) + _vectors(nodes, tiles, stages)
+
+
+def _state(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
+    """Bytes in fp32 of the largest part of what a walk holds."""
+    held = [x for x in nodes if _held(x, walks)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
+    return 4 * max(map(tiles.numbers, held), default=0)
 
 
 def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:
@@ -241,11 +266,12 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
         widths = [16 << i for i in range(C.bit_length() - 5)]  # of the blocks that are joined, a level each
         pairs = [C // (2 * s) for s in widths]
         flops = sum(4 * n * s**3 for n, s in zip(pairs, widths, strict=True))
-        return Load(max(1024, C * C), 0, 7 * C * C // 4, flops, flops, 2 * sum(pairs), 4 + 3 * sum(pairs), 16 * 16 * C)
+        return Load(max(4096, C * C), 0, 7 * C * C // 4, flops, flops, 2 * sum(pairs), 4 + 3 * sum(pairs), 16 * 16 * C)
     levels, grad = C.bit_length() - 1, kind == "scores_grad"
     columns = N if grad else min(N, COLUMNS)
     flops = levels * 2 * C * C * N
     numbers = levels * (10 if grad else 8) * C * N
     products, loads = (x * N // columns for x in (levels, 3 + levels))
     alive = (5 if grad else 3) * C * columns
-    return Load(2 * C * columns * item, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)
+    shared = item * C * columns * item + (4096 if grad else 0)  # fp32 operands in parts; room for sums over warps
+    return Load(shared, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)

@@ -19,7 +19,7 @@ from torch.fx import Node
 from flexsp.compiler import primitives
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.primitives import identity, to_floating
-from flexsp.compiler.trace import CompileError, Traced, location, named
+from flexsp.compiler.trace import CompileError, Traced, first_line, location, named
 
 __all__ = ["Program", "Transition", "call", "check"]
 
@@ -43,6 +43,11 @@ class Program:
     transition: Transition
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
     parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
+
+    def call_text(self, dtype: torch.dtype, packed: bool) -> str:
+        """What ranks tell each other of a call, by which they notice that they are in different ones."""
+        names = ", ".join(x.name for x in (self.chunk, self.decay, self.merge))
+        return f"{names} on {dtype}{', packed' if packed else ''}"
 
 
 def call(traced: Traced, values: Mapping[str, torch.Tensor | float]) -> tuple[torch.Tensor, Tensors]:
@@ -159,7 +164,8 @@ class _Probe:
         """All checks; `other` are sizes to tell apart by which one the output's is."""
         base = self._first()
         if base.o.dim() != 2 or base.o.shape[0] != _CHUNK:
-            raise CompileError("merge_mode", self.merge.name, f"expected a result [C, V], got {_shape(base.o.shape)}")
+            got = f"expected a result [C, V], got {_shape(base.o.shape)} at {self.merge.line}"
+            raise CompileError("merge_mode", self.merge.name, got)
         self._check_causal(base)
         self._check_overflow()
         kind = self._classify(base)
@@ -199,7 +205,12 @@ class _Probe:
             for (role, x), traced in zip(results.items(), (self.chunk, self.decay, self.merge), strict=True)
             if not x.isfinite().all()
         )
-        raise CompileError(role, traced.name, "results are not finite, whether inputs are normal, in (0, 1) or (-1, 0)")
+        raise CompileError(
+            role,
+            traced.name,
+            f"results, computed at {traced.line}, are not finite, whether inputs are normal, in (0, 1) or (-1, 0); "
+            "what grows, such as the exponential of a positive gate, overflows in training too",
+        )
 
     def _check_causal(self, base: _Run) -> None:
         """New values for the tokens from j on must not change what comes out before j."""
@@ -213,8 +224,8 @@ class _Probe:
                     raise CompileError(
                         "merge_mode",
                         self.merge.name,
-                        f"not causal: token {j} of {name!r} changes the output of earlier tokens; "
-                        "mask the scores, for example with tril(0)",
+                        f"not causal: token {j} of {name!r} changes the output of earlier tokens, computed at "
+                        f"{self.merge.line}; mask the scores, for example with tril(0)",
                     )
 
     def _check_overflow(self) -> None:
@@ -263,8 +274,8 @@ class _Probe:
         raise CompileError(
             "decay_mode",
             self.decay.name,
-            f"affine in {STATE}, but neither elementwise nor a matrix from the left (A @ {STATE}); "
-            "write the state transposed if its matrix multiplies from the right",
+            f"the result, computed at {self.decay.line}, is affine in {STATE}, but neither elementwise nor a matrix "
+            f"from the left (A @ {STATE}); write the state transposed if its matrix multiplies from the right",
         )
 
     def _further(self) -> Iterator[_Run]:
@@ -317,7 +328,8 @@ def _tensors(traced: Traced, role: str, values: Values) -> tuple[torch.Tensor, T
         shapes = ", ".join(
             f"{name} {_shape(x.shape)}" for name in traced.arguments if isinstance(x := values[name], torch.Tensor)
         )
-        raise CompileError(role, traced.name, f"fails on one chunk of one head, {shapes}: {error}") from error
+        text = f"fails on one chunk of one head, {shapes}: {first_line(error)}"
+        raise CompileError(role, traced.name, text) from error
     for name, x in {"its result": result, **cached}.items():
         if not isinstance(x, torch.Tensor):
             raise CompileError(role, traced.name, f"expected a tensor as {name}, got {x!r}")
@@ -329,7 +341,7 @@ def _expect(traced: Traced, role: str, got: torch.Tensor, shape: torch.Size) -> 
         raise CompileError(
             role,
             traced.name,
-            f"expected the shape of the state, {_shape(shape)}, got {_shape(got.shape)} ({got.dtype})",
+            f"expected the shape of the state, {_shape(shape)}, got {_shape(got.shape)} ({got.dtype}) at {traced.line}",
         )
 
 

@@ -7,41 +7,34 @@ length T makes another recipe, but compiles nothing: no kernel is specialised on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
 
+from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
-from flexsp.compiler.capacity import check_shared
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.walks import WALKS
+from flexsp.devices import of_device
 from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
 from flexsp.scan.steps import Frame, Room, Step, copy, play, scan, shots_of
 
-__all__ = ["Recipe", "run"]
+__all__ = ["Recipe", "run", "table_of"]
 
 Tensors = dict[str, torch.Tensor]
 Strides = tuple[int, int, int]
 _F32 = torch.float32
 _ROWS = 65535
-
-
-class _Shot(Shot):
-    """A launch of a kernel made for chunks of C tokens."""
-
-    def build(self, args: tuple[Any, ...], target: Any) -> Any:
-        compiled = super().build(args, target)
-        check_shared(self.kernel.__name__, compiled.metadata.shared, self.constants["C"])
-        return compiled
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,11 @@ class Recipe:
     ) -> None:  # fmt: skip
         layout = code.layout
         self.code, self.names = code, tuple(given)
-        self.lay = _lay(given.values(), initial)
+        self.dtypes = [x.dtype for x in given.values()]
         self.others: dict[Any, Recipe] = {}
         first = next(name for name in given if name in layout.tokens)
         lead = given[first]
+        self.lay = None if isinstance(lead, FakeTensor) else _lay(given.values(), initial)  # the former have no address
         self.device, self.dtype = lead.device, lead.dtype
         self.batched = lead.dim() == len(layout.tokens[first]) + 2
         self.B = lead.shape[0] if self.batched else 1
@@ -81,7 +75,9 @@ class Recipe:
         given = given | {name: given[name].contiguous() for name in self.copied}
         self.strides = {name: self._strides(x) for name, x in given.items() if name in layout.tokens}
         self.sizes = self._sizes(given, initial)
-        self.plan = plan or code.plan(self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained)
+        self.plan = plan or code.plan(
+            self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained, of_device(self.device)
+        )
         self.state = layout.numbers(self.sizes)
         self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
         self.out = (*lead.shape[: 2 + self.batched], self.sizes[layout.cols])
@@ -153,7 +149,7 @@ class Recipe:
         options = {"num_warps": how.warps, "num_stages": how.stages}
         if how.registers is not None:
             options["maxnreg"] = how.registers
-        return [_Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
+        return [Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:
@@ -183,7 +179,7 @@ class Recipe:
         if what.kind == "inverse":
             pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
             constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-            return [_Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
+            return [Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
         *da, q, k, b = what.args
         size = self.code.layout.kept[b][1]
         kept = [x not in self.strides for x in (q, k)]
@@ -203,7 +199,7 @@ class Recipe:
             one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
             both = [self._room(f"{one[:-1]}{i}", room(one), one) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
-        return [_Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
+        return [Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
 
     def _of_states(self, name: str, room: Room) -> None:
         room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
@@ -262,7 +258,8 @@ class Recipe:
         decay, cut, A = (name if name in self.saved.places else None for name in ("@decay", "@cut", "@A"))
         kind = "dense" if A is not None else "none" if decay is None else "vector"
         shape = self.B, self.plan.n_seg, self.H, self.K, self.V
-        return scan(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1)
+        call = self.code.program.call_text(self.dtype, self.docs > 0)
+        return scan(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1, call)
 
     def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
@@ -402,8 +399,20 @@ class Recipe:
         rooms = [(self.saved, saved)]
         if self.scratch.nbytes:
             rooms.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
-        self.play(self.forward, Frame(given, rooms), self.device)
+        frame = Frame(given, rooms)
+        self.play(self.forward, frame, self.device)
+        if os.environ.get("FLEXSP_CHECK") == "1" and "@decay" in self.saved.places:
+            self._look_at_decays(frame["@decay"])
         return o, final, saved
+
+    def _look_at_decays(self, log_decay: torch.Tensor) -> None:
+        """ValueError where a segment's decay has no logarithm. Synchronises."""
+        if bool(log_decay.isnan().any()):
+            name = self.code.program.decay.name
+            raise ValueError(
+                f"{name}: expected to multiply the state by no negative number and by no NaN, since kernels carry the "
+                "logarithm from segment to segment; some input of the call makes it one"
+            )
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences; zero where documents end on other ranks, and beside the parts of one."""
@@ -453,9 +462,12 @@ class _Function(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
+        first_only(ctx.recipe.code.program.merge.name, IN_PYTORCH)
         *tensors, initial, saved, table = ctx.saved_tensors
+        same_place(ctx.recipe.device, *tensors, initial, saved, table)
+        if [x.dtype for x in tensors] != ctx.recipe.dtypes:
+            changed("dtypes", ctx.recipe.dtypes, [x.dtype for x in tensors])
         recipe: Recipe = ctx.recipe.of(tensors, initial)
         if do is None:
             do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
@@ -464,15 +476,23 @@ class _Function(torch.autograd.Function):
         return None, None, None, dinitial, *grads
 
 
+def table_of(
+    recipe: Recipe, cu_seqlens: torch.Tensor | None, shard: tuple[int, int, int]
+) -> torch.Tensor | None:  # fmt: skip
+    """The chunks of packed documents. `shard`: its first token, its end, of how many."""
+    if cu_seqlens is None:
+        return None
+    last = recipe.sp_id < 0 or get_sp(recipe.sp_id).is_last
+    return chunk_table(cu_seqlens, *shard[:2], recipe.plan.chunk, last)
+
+
 def run(
     recipe: Recipe, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     shard: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs and final states of generated kernels, differentiable. `shard`: its first token, its end, of how many."""
     sp = get_sp(recipe.sp_id) if recipe.sp_id >= 0 else None
-    table = None
-    if cu_seqlens is not None:
-        table = chunk_table(cu_seqlens, *shard[:2], recipe.plan.chunk, sp is None or sp.is_last)
+    table = table_of(recipe, cu_seqlens, shard)
     if torch.is_grad_enabled() and (
         recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
     ):

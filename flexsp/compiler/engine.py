@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import linecache
 import os
 import re
+import stat
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,15 @@ from flexsp.compiler.places import places
 from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import make_kernel
-from flexsp.compiler.stages import make_stages, split_gradients
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.stages import for_users, make_stages, split_gradients
+from flexsp.compiler.values import OURS, NotEmittable
 from flexsp.compiler.walks import WALKS
+from flexsp.devices import Device
+from flexsp.exceptions import NotAvailable
 from flexsp.scan.dense import DENSE_ROWS, MOST
 from flexsp.scan.launch import newer_assembler
 
-__all__ = ["Generated", "generated"]
+__all__ = ["Generated", "generated", "write_code"]
 
 _IMPORTS = """
 import triton
@@ -50,7 +53,6 @@ _IN_CODE = re.compile(  # variables of the code, which sizes must not be named l
     r"first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
     r"|(at|mm)_"
 )
-_OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")
 
 
 _made: weakref.WeakValueDictionary[Any, Generated] = weakref.WeakValueDictionary()
@@ -63,6 +65,22 @@ def generated(program: Program, code_dir: str | None = None, chunk_size: int | N
     if found is None:
         found = _made[key] = Generated(program, code_dir, chunk_size)
     return found
+
+
+def _refuse_transition(program: Program) -> None:
+    """NotEmittable for what kernels cannot carry from segment to segment."""
+    name, line = program.decay.name, program.decay.line
+    if program.transition == "elementwise":
+        raise NotEmittable(
+            f"the transition of {name!r} (at {line}) is elementwise, with a factor for each number of the state; "
+            "kernels take one for each head or each row, so make it of gates [C] or [C, K]; if it differs between "
+            "columns alone, write the state transposed"
+        )
+    if program.transition == "not affine":
+        raise NotEmittable(
+            f"{name!r} (at {line}) is not affine in the state, and kernels carry states as A S + F, with A and F that "
+            "do not depend on S"
+        )
 
 
 def _likeness(program: Program) -> Any:
@@ -91,8 +109,7 @@ class Generated:
         if chunk_size not in (None, *CHUNKS):
             raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
         self.dense = program.transition == "dense"
-        if program.transition in ("not affine", "elementwise"):
-            raise NotEmittable(f"no kernels are generated for a transition that is {program.transition}")
+        _refuse_transition(program)
         step = differentiate(program)
         self.stages = make_stages(step)
         given = [*self._saved(step), *(name for stage in self.stages if stage.backward for name in stage.leaves)]
@@ -111,25 +128,44 @@ class Generated:
         rows, cols = ("1", *found["S"])[-2:]
         strange = [name for name, x in kept.items() if len(x) > 1 and x[0] != "C"]
         if strange:
-            raise NotEmittable(f"{', '.join(strange)}: kernels keep tiles whose first axis is the tokens; transpose it")
+            raise NotEmittable(
+                f"{for_users(self.step, strange)}: kernels keep matrices of a chunk whose first axis is its tokens, "
+                "[C, N], so give cache_result the transpose, and compute inverses of [C, C] only"
+            )
         tokens = {name: found[name] for name in self.step.tokens} | {"do": found["do"]}
         params = {name: found[name] for name in self.step.params}
         parts = self.program.parts
         places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
         sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
-        cached = {name for name in self.program.chunk.cached if _OURS.match(name)}
-        imported = re.findall(r"\w+", _IMPORTS)
-        ours = {*_RESERVED, *imported, *(f"B{s}" for s in sizes)}
-        bad = sorted([*cached, *(s for s in sizes if s.isdigit() or s in ours or _IN_CODE.match(s))])
-        clash = sorted((_RESERVED | {rows, cols}) & {*self.step.tokens, *params, *kept})
-        if bad or clash or rows == cols or found["do"] != ("C", cols):
-            raise NotEmittable(
-                "kernels need a state [K, V] or [V] of ConstExprs and outputs [C, V], no sizes that are plain numbers "
-                f"and none of the names {sorted(_RESERVED)} or of kept values ({_OURS.pattern}), no size named like a "
-                "variable of the code (such as n, b, row) or a B before another size's name; in the way: "
-                f"{bad + clash or [rows, cols, *found['do']]}"
-            )
+        self._refuse_names(rows, cols, found["do"], sizes, {*self.step.tokens, *params, *self.program.chunk.cached})
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
+
+    def _refuse_names(
+        self, rows: str, cols: str, outputs: tuple[str, ...], sizes: set[str], names: set[str]
+    ) -> None:  # fmt: skip
+        """NotEmittable where sizes, inputs or cached results cannot be told apart in the code."""
+        numbers = sorted(s for s in sizes if s.isdigit())
+        ours = {*_RESERVED, *re.findall(r"\w+", _IMPORTS), *(f"B{s}" for s in sizes)}
+        taken = sorted(s for s in sizes - set(numbers) if s in ours or _IN_CODE.match(s))
+        clash = sorted(x for x in names if x in {*_RESERVED, rows, cols} or OURS.match(x))
+        if numbers:
+            raise NotEmittable(
+                f"the sizes {', '.join(numbers)} are plain numbers in input_meta; kernels need names, such as "
+                f"ConstExpr('K', {numbers[0]})"
+            )
+        if rows == cols:
+            raise NotEmittable(
+                f"the state is [{rows}, {cols}]; kernels need two names, such as ConstExpr('K', 64) and "
+                "ConstExpr('V', 64), whose values may be equal"
+            )
+        if taken or clash:
+            what = [f"the size {s!r}" for s in taken] + [f"the input or cached result {x!r}" for x in clash]
+            raise NotEmittable(f"{', '.join(what)} would hide a name in the code of kernels: choose another name")
+        if outputs != ("C", cols):
+            raise NotEmittable(
+                f"outputs are [{', '.join(outputs)}]; kernels need [C, {cols}], the last size of the state in the last "
+                "axis"
+            )
 
     def _make(self) -> dict[str, Kernel]:
         step, dense = self.step, self.dense
@@ -185,14 +221,17 @@ class Generated:
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
-        except (NotEmittable, KeyError) as error:
+        except KeyError as error:
+            return f"no input of the call tells the size {error}"
+        except NotEmittable as error:
             return str(error)
         return None
 
     def plan(
-        self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
-    ) -> Plan:
-        return choose_plan(self, sizes, heads, T, docs, dtype, ranks)
+        self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
+        device: Device | None = None,
+    ) -> Plan:  # fmt: skip
+        return choose_plan(self, sizes, heads, T, docs, dtype, ranks, device)
 
     def explain(self) -> list[str]:
         """The kernels with what each reads and writes, and the file they are in."""
@@ -228,14 +267,59 @@ class Generated:
 
     @cached_property
     def module(self) -> ModuleType:
-        """The generated module, written first where it is not there yet (whole, by renaming)."""
-        if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                file.write(self.source)
-            os.replace(file.name, self.path)
-        spec = importlib.util.spec_from_file_location(f"flexsp_generated_{self.path.stem}", self.path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        """The kernels, run from their source as it is here; their file is for those who read it, and for debuggers."""
+        write_code(self.path, self.source)
+        return _run(self.path, self.source)
+
+
+def write_code(path: Path, source: str) -> None:
+    """Makes `path` hold `source`: written whole, by renaming, where it is not there or holds something else.
+
+    Raises:
+        NotAvailable: other users can write to the folder, or this one cannot.
+    """
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _refuse_shared(path.parent)
+        if path.is_symlink() or not path.is_file() or path.read_bytes() != source.encode():
+            with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".tmp", delete=False) as file:
+                try:
+                    file.write(source.encode())
+                    file.flush()
+                    os.replace(file.name, path)
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+    except OSError as error:
+        raise NotAvailable(
+            f"generated kernels cannot be written to {path.parent} ({error}); FLEXSP_CODE_DIR or code_dir names "
+            "another folder"
+        ) from error
+
+
+def _refuse_shared(folder: Path) -> None:
+    """NotAvailable where users other than this one and root can write.
+
+    A group may write if it is the one that this process makes files for: with user private groups, and umask 002, that
+    is nobody else. Root may use what belongs to others, as in containers with a user's folder mounted.
+    """
+    found, user = folder.stat(), os.getuid()
+    others = bool(found.st_mode & stat.S_IWOTH)
+    group = bool(found.st_mode & stat.S_IWGRP) and found.st_gid not in (0, os.getegid())
+    owner = user != 0 and found.st_uid not in (0, user)
+    if others or group or owner:
+        who = "every user" if others else f"the group {found.st_gid}" if group else f"the user {found.st_uid}"
+        raise NotAvailable(
+            f"generated kernels are not kept in {folder}: {who} can write to it (mode {stat.S_IMODE(found.st_mode):o}, "
+            f"owner {found.st_uid}; this is user {user}). Take that away (chmod go-w), or name another folder by "
+            "FLEXSP_CODE_DIR or code_dir"
+        )
+
+
+def _run(path: Path, source: str) -> ModuleType:
+    """The module of a source that is said to be in `path`; no file is read, not by Triton either: it asks linecache."""
+    module = ModuleType(f"flexsp_generated_{path.stem}")
+    module.__file__ = str(path)
+    linecache.cache[str(path)] = len(source), None, source.splitlines(keepends=True), str(path)
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module

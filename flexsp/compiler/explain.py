@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.model import H200, Predicted, predict
+from flexsp.compiler.model import Predicted, predict
 from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan
+from flexsp.devices import Device, of_device
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
@@ -21,7 +22,7 @@ _MB = 1e6
 
 def describe(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
-    docs: int = 0, ranks: bool = False,
+    docs: int = 0, ranks: bool = False, device: Device | None = None,
 ) -> list[str]:  # fmt: skip
     """Lines on the plan of one call: schedule, chunk size and tiles with their reasons, then every launch.
 
@@ -30,32 +31,35 @@ def describe(
         heads: B * H; T is this rank's tokens.
         docs: packed documents, 0 if not packed.
         ranks: the call is chained over ranks.
+        device: the GPU; None for the one that is there, else the one that is planned for.
 
     Raises:
         NotEmittable, ValueError: no kernels are made for these sizes, or for this chunk size.
     """
-    plan = choose_plan(code, sizes, heads, T, docs, dtype, ranks)
+    device = device or of_device()
+    plan = choose_plan(code, sizes, heads, T, docs, dtype, ranks, device)
     name = str(dtype).removeprefix("torch.")
     given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
     packed = f", {docs} packed documents" if docs else ""
     lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
-    found = candidates(code, sizes, heads, T, docs, dtype, ranks)
-    lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found)]
+    found = candidates(code, sizes, heads, T, docs, dtype, ranks, device)
+    lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found, device)]
     totals: list[Predicted] = []
     for backward in (False, True):
-        rows = predict(code, plan, sizes, heads, T, dtype, docs=docs, backward=backward)
+        rows = predict(code, plan, sizes, heads, T, dtype, docs=docs, backward=backward, device=device)
         lines += [f"    {line}" for line in _table("backward" if backward else "forward", rows)]
         totals += rows
     lines.append(f"    {_line('forward + backward', '', totals)}")
     lines.append(
-        "    A tensor counts once a launch. Rates and latencies are an H200's; a launch waits for what stands last."
+        f"    Planned for {device}, with an H200's latencies. A tensor counts once a launch, which what is last bounds."
     )
     return lines
 
 
 def _decisions(
-    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Plan, float]]
-) -> list[str]:
+    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Plan, float]],
+    device: Device,
+) -> list[str]:  # fmt: skip
     walk, blocks = plan.walk, dict(plan.blocks)
     layout = code.layout
     walked = " x ".join(str(x) for x in (blocks.get(layout.rows), walk.cols) if x)
@@ -81,7 +85,7 @@ def _decisions(
     extra = 3 * 4 * heads * plan.n_chunks * math.prod(layout.numbers(sizes))
     lines.append(
         f"decoupled (each chunk's contribution in memory, a scan over chunks) is not made: {extra / _MB:.0f} MB more, "
-        f"{extra / H200.bandwidth:.0f} us"
+        f"{extra / device.bandwidth:.0f} us"
     )
     return lines
 

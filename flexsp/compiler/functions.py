@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.func import jvp, vmap
 
+from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.check import Program, call
 from flexsp.compiler.meta import CHUNK_STATE, STATE
-from flexsp.compiler.trace import CompileError, Traced
+from flexsp.compiler.trace import CompileError, Traced, first_line
 from flexsp.scan.affine import Relay, affine_exchange, tie
 
 __all__ = ["rehearse", "run"]
@@ -118,7 +119,7 @@ class _Local:
         return before, after, S
 
     def transition(self, like: torch.Tensor) -> torch.Tensor:
-        """A of the whole shard: [B, H, *state] elementwise, or [B, H, K, K] where it is dense (MATH §8, [0 | I])."""
+        """A of the whole shard: [B, H, *state], or [B, H, K, K] where it is dense (docs/math.md, section 8)."""
         dense = self.program.transition == "dense"
         K = like.shape[2]
         X = torch.ones_like(like)
@@ -182,34 +183,43 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CompileError(
-            role, traced.name, f"runs on one chunk of one head, but not on many heads and chunks at once: {error}"
-        ) from error
+        text = f"runs on one chunk of one head, but not on many heads and chunks at once: {first_line(error)}"
+        raise CompileError(role, traced.name, text) from error
 
 
 def run(
     program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, initial: torch.Tensor, *,
-    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None,
+    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, call_text: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`."""
+    """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`.
+
+    `call_text` is what ranks compare of the call.
+    """
     x = next(iter(tokens.values()))
     B, T = x.shape[:2]
     start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
+    ranks = sp if sp is not None and sp.world_size > 1 else None
+    anchor = None
+    if ranks is not None:
+        anchor, initial, *given_tensors = joined(ranks, initial, *tokens.values(), *params.values())
+        tokens = dict(zip(tokens, given_tensors, strict=False))
+        params = dict(zip(params, given_tensors[len(tokens) :], strict=True))
     chunks = _cut(bounds, start, stop, C, sp is None or sp.is_last)
     local = _Local(program, tokens, params, numbers, chunks)
     local.contribute()
     zero = initial.new_zeros(B, *initial.shape[1:])
     entering = initial if bounds is None and (sp is None or sp.is_first) else zero
     in_walk = initial if bounds is not None and given else None
-    ranks = sp if sp is not None and sp.world_size > 1 else None
-    relay = Relay(ranks) if ranks is not None and program.transition == "not affine" else None
-    arrived = None
+    arrived = relay = None
+    if ranks is not None and anchor is not None and program.transition == "not affine":
+        relay = Relay(ranks, anchor, call_text)
     if relay is not None:
         arrived = relay.from_left(entering)
         entering = arrived
-    elif ranks is not None:
+    elif ranks is not None and anchor is not None:
         F = local.walk(entering, in_walk)[2]
-        arrived = affine_exchange(F, local.transition(zero), ranks, dense=program.transition == "dense")
+        dense = program.transition == "dense"
+        arrived = affine_exchange(F, local.transition(zero), ranks, anchor, dense=dense, call=call_text)
         entering = entering + arrived
     before, after, leaving = local.walk(entering, in_walk)
     o = local.merge(before, zero)

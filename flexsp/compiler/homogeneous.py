@@ -42,8 +42,10 @@ def without(graph: Graph, name: str) -> None:
         elif _stays_zero(node, zero):
             zero.add(node)
         else:
+            at = f" at {node.meta['line']}" if "line" in node.meta else ""
             raise NotEmittable(
-                f"{node.target} of a gradient: not known to be linear, so no kernel carries states over ranks"
+                f"the derivative of decay_mode{at} goes through {node.target}, which is not known to be linear, so no "
+                "kernel carries its states over ranks"
             )
     graph.eliminate_dead_code()
     for node in zero:

@@ -108,10 +108,10 @@ def scores_kernel(
     N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,
     K_KEPT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """a = sum_d q_id k_jd e^{b_id - b_jd} for j <= i, else 0 (MATH 1); b, kept in fp32, does not increase.
+    """a = sum_d q_id k_jd e^{b_id - b_jd} for j <= i, else 0; b, kept in fp32, does not increase.
 
     The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves
-    (`_half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2. Columns come in blocks of BN.
+    (`_half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2 (docs/math.md, section 6). Columns in blocks of BN.
     """
     begin(PDL)
     c = tl.program_id(0)

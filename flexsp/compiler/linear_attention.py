@@ -6,20 +6,24 @@ import functools as ft
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
+from torch._subclasses.fake_tensor import FakeTensor
 
-from flexsp.comm.group import SequenceParallel, resolve_sp, sp_over
-from flexsp.compiler import functions
+from flexsp.comm.derivatives import transformed, untransformed
+from flexsp.comm.group import SequenceParallel, abandon, resolve_sp, sp_over
+from flexsp.compiler import functions, graph
+from flexsp.compiler.arguments import boundaries, check_boundaries, check_initial
 from flexsp.compiler.check import Program, check
+from flexsp.compiler.elsewhere import elsewhere
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
+from flexsp.exceptions import check_dense, fail
 from flexsp.scan.kept import keep
 
 if TYPE_CHECKING:
@@ -29,8 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["LinearAttention"]
 
 _CHUNK = 64
+_CPU = torch.device("cpu")
 _CALLS = 256  # signatures that are kept
 _MAKING = threading.RLock()  # tracers and forward-mode differentiation have one state for all threads
+_REMEDY = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KINDS = {
     "none": "the state is kept: ranks add up",
@@ -50,11 +56,13 @@ class LinearAttention:
     outputs [C, V]; its ``chunk_state`` is the state that enters the chunk. Arguments are inputs of ``input_meta`` or
     names given to `cache_result` in chunk_mode. On one chunk inputs are [C, ...], parameters lose their heads, states
     are [K, V] or [K].
+    Under torch.compile a call is one node of the graph; each number of tokens compiles a graph of its own.
     The notation is that of Forge (Listings 1 and 3).
 
     The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast
     says; casts of floating tensors in them are dropped. On GPUs run kernels that are generated from them at the first
-    call; `explain` names the file.
+    call; `explain` names the file. Inputs in float64 ask for the functions themselves, on GPUs too: kernels have no
+    float64. Kernels carry what ``decay_mode`` multiplies the state by as a logarithm, so it must not be negative.
 
     Args:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
@@ -73,6 +81,8 @@ class LinearAttention:
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
+        fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
+            runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
     Raises:
         CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
@@ -91,17 +101,22 @@ class LinearAttention:
         code_dir: str | None = None,
         chunk_size: int | None = None,
         autotune: bool = False,
+        fallback: str | None = None,
     ) -> None:
+        if fallback not in (None, "pytorch"):
+            raise ValueError(f'fallback: expected None or "pytorch", got {fallback!r}')
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
         self._sp, self._C, self._code_dir = _ranks(sp_group), chunk_size, code_dir
         self._told: set[str] = set()
-        self._autotune = autotune
+        self._autotune, self._fallback = autotune, fallback
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         self.program: Program = _program(meta, chunk_mode, decay_mode, merge_mode)
+        self.names = (*meta.tokens, *meta.params)
+        self.graph_name = graph.name_of(self)
         if enable_aot:
             self._compile_ahead()
 
@@ -128,34 +143,88 @@ class LinearAttention:
             [N, H, *state]; under ``sp`` without ``cu_seqlens`` None on all ranks but the last.
         """
         if torch.compiler.is_compiling():
-            return self._uncompiled(inputs, prev_s, cu_seqlens, sp)
+            if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
+                raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
+            group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+            return graph.call(self.graph_name, [inputs[name] for name in self.names], prev_s, cu_seqlens, group)
         return self._call(inputs, prev_s, cu_seqlens, sp)
-
-    @torch.compiler.disable
-    def _uncompiled(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._call(*given)
 
     def _call(
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
         sp: SequenceParallel | bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+        sp = self._sp if sp is None and self._sp is not None else sp
+        try:
+            return self._over(resolve_sp(sp), inputs, prev_s, cu_seqlens)
+        except Exception as error:
+            abandon(error, sp)
+            raise
+
+    def _over(
+        self, group: SequenceParallel | None, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         signature = _signature(inputs, prev_s, cu_seqlens, group)
-        call = self.remembered(signature)
-        if call is None:
-            call = self._checked(inputs, prev_s, cu_seqlens, group)
-            keep(self._calls, signature, call, _CALLS)
-        shard, bounds = (0, call.T, call.T), None
-        if cu_seqlens is not None:
-            shard = shard if group is None else group.shard_range(call.T)
-            bounds = _bounds(cu_seqlens, shard[2], look=call.recipe is None)
+        call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         recipe = call.recipe
         if recipe is not None:
             if self._autotune and recipe.device.type == "cuda" and not call.tuned:
                 recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard)
                 self._calls[signature] = replace(call, recipe=recipe, tuned=True)
             return self._run(recipe, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
-        return self._in_pytorch(call, inputs, prev_s, bounds, group)
+        return self.in_pytorch(call, inputs, prev_s, bounds, group)
+
+    def prepared(
+        self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+        group: SequenceParallel | None,
+    ) -> _Found:  # fmt: skip
+        """What a call in a graph of torch.compile is. Its plan is never tuned: a graph knows its sizes."""
+        inputs = dict(zip(self.names, tensors, strict=True))
+        return self.found(("graph", *_signature(inputs, prev_s, cu_seqlens, group)), inputs, prev_s, cu_seqlens, group)
+
+    def found(
+        self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None,
+    ) -> _Found:  # fmt: skip
+        """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
+        call = self.remembered(signature)
+        if call is None:
+            call = self.checked(inputs, prev_s, cu_seqlens, group)
+            keep(self._calls, signature, call, _CALLS)
+        shard, bounds = (0, call.T, call.T), None
+        if cu_seqlens is not None:
+            shard = shard if group is None else group.shard_range(call.T)
+            bounds = boundaries(cu_seqlens, shard[2], look=call.recipe is None)
+        self.same_call(inputs, call, cu_seqlens, bounds, group)
+        return call, shard, bounds
+
+    def same_call(
+        self, inputs: dict[str, torch.Tensor], call: _Call, cu_seqlens: torch.Tensor | None, bounds: list[int] | None,
+        group: SequenceParallel | None,
+    ) -> None:  # fmt: skip
+        """Under FLEXSP_CHECK=1: PeerMismatch unless all ranks make the same call."""
+        if group is not None and group.check_calls:
+            tokens = self.program.meta.tokens
+            widths = [tuple(inputs[name].shape[inputs[name].dim() - len(x.shape) + 1 :]) for name, x in tokens.items()]
+            text = self.program.call_text(inputs[next(iter(tokens))].dtype, cu_seqlens is not None)
+            group.check_signature((text, *widths, call.states, "boundaries", bounds))
+
+    def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
+        """Generates them, if calls of such tensors may need them."""
+        if _asks_for_kernels(on_gpu, dtype):
+            _ = self._generated
+
+    def width(self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None) -> int:
+        """Columns of the outputs."""
+        size = self.program.value_sizes[0]
+        tokens, params, _ = self._sorted(inputs)
+        if not isinstance(size, int):
+            return self._size(size, self._known(tokens, params), prev_s)
+        one = {name: torch.empty((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device) for name, x in tokens.items()}
+        state = None if prev_s is None else prev_s[:1]
+        call = self.checked(one | params, state, None, None)
+        with torch.no_grad():
+            return self.in_pytorch(call, one | params, state, None, None)[0].shape[-1]
 
     def _tune(
         self, recipe: Recipe, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
@@ -186,6 +255,10 @@ class LinearAttention:
         """Other processes make their kernels anew."""
         return {name: x for name, x in self.__dict__.items() if name != "_generated"} | {"_calls": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.graph_name = graph.name_of(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
         """Copies of a module run the same kernels."""
         return self
@@ -194,7 +267,7 @@ class LinearAttention:
         """What an earlier call of the signature was found to be."""
         return self._calls.get(signature)
 
-    def _in_pytorch(
+    def in_pytorch(
         self, call: _Call, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, bounds: list[int] | None,
         group: SequenceParallel | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
@@ -209,11 +282,12 @@ class LinearAttention:
             o, final = functions.run(
                 self.program, tokens, params, meta.numbers, initial,
                 given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
+                call_text=self.program.call_text(first.dtype, bounds is not None),
             )  # fmt: skip
         o = o.to(first.dtype)
         return (o if batched else o[0]), final
 
-    def _checked(
+    def checked(
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
         group: SequenceParallel | None,
     ) -> _Call:  # fmt: skip
@@ -221,19 +295,17 @@ class LinearAttention:
         meta = self.program.meta
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
-        wide = torch.float32
-        for x in (*tokens.values(), *params.values()):
-            wide = torch.promote_types(wide, x.dtype)
+        wide = _widest(*tokens.values(), *params.values())
         names = self._known(tokens, params)
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
         B, T, H = first.shape[:3]
         N = B
         if cu_seqlens is not None:
-            _check_boundaries(cu_seqlens, B, first.device)
+            check_boundaries(cu_seqlens, B, first.device)
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
-        _check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
+        check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
         code = self._kernels(first, wide, names, group, (*inputs.values(), prev_s))
         recipe = None
         if code is not None:
@@ -247,13 +319,11 @@ class LinearAttention:
     def _compile_ahead(self) -> None:
         if isinstance(self._generated, str):
             raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
-        from triton.backends.compiler import GPUTarget
-
         from flexsp.compiler.ahead import compile_ahead
-        from flexsp.scan.launch import current_target
+        from flexsp.scan.triton_private import current_target, gpu_target
 
         arch = int(os.environ.get("FLEXSP_AOT_ARCH", 90))
-        target = current_target() if torch.cuda.is_available() else GPUTarget("cuda", arch, 32)
+        target = current_target() if torch.cuda.is_available() else gpu_target(arch)
         compile_ahead(self._generated, self.program.meta, target)
 
     @ft.cached_property
@@ -264,8 +334,8 @@ class LinearAttention:
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
-            with _MAKING, _no_autocast("cpu"), _no_autocast("cuda"):
-                return generated(self._for_kernels(), self._code_dir, self._C)
+            with _MAKING:
+                return elsewhere(_CPU, lambda: generated(self._for_kernels(), self._code_dir, self._C))
         except NotEmittable as error:
             return str(error)
 
@@ -277,21 +347,53 @@ class LinearAttention:
         self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], group: SequenceParallel | None,
         given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
-        """The kernels for this call, None where the functions run in PyTorch."""
-        if wide == torch.float64 or not (first.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"):
+        """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
+        if not _asks_for_kernels(first.is_cuda, wide):
             return None
-        code = self._generated
-        ranks = group is not None and group.world_size > 1
-        reason = code if isinstance(code, str) else code.refuses(names, first.dtype, first.is_cuda, ranks)
-        if _forward_mode() or any(x is not None and _aligned(x) is None for x in given):
-            reason = "kernels have no derivatives in forward mode and no transforms of torch.func"
+        if transformed() or any(x is not None and _aligned(x) is None for x in given):
+            reason: str | None = "kernels have no derivatives in forward mode and no transforms of torch.func"
+        else:
+            reason = self._refusal(names, first.dtype, first.is_cuda, group is not None and group.world_size > 1)
         if reason is None:
+            code = self._generated
             assert not isinstance(code, str)
             return code
+        if self._fallback is None:
+            raise NotEmittable(f"{self.program.merge.name}: no kernels run this call: {reason}. {_REMEDY}")
         if reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
         return None
+
+    def _refusal(self, names: dict[str, int], dtype: torch.dtype, on_gpu: bool, ranks: bool) -> str | None:
+        """Why no kernels run calls with these sizes, or None."""
+        code = self._generated
+        return code if isinstance(code, str) else code.refuses(names, dtype, on_gpu, ranks)
+
+    def runs(
+        self, *, prev_s: torch.Tensor | None = None, sp: SequenceParallel | bool | None = None, **inputs: torch.Tensor
+    ) -> str:
+        """What runs a call with these tensors, as a sentence; nothing is computed or sent.
+
+        Raises:
+            ValueError: inputs that a call would refuse.
+        """
+        tokens, params, _ = self._sorted(inputs)
+        first = next(iter(tokens.values()))
+        wide = _widest(*tokens.values(), *params.values())
+        if not _asks_for_kernels(first.is_cuda, wide):
+            why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
+            return f"runs in PyTorch: {why}"
+        group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+        ranks = group is not None and group.world_size > 1
+        return self._outcome(self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, ranks))
+
+    def _outcome(self, reason: str | None) -> str:
+        if reason is None:
+            return "runs generated kernels"
+        if self._fallback is None:
+            return f"raises, since no kernels run it: {reason}. {_REMEDY}"
+        return f'runs in PyTorch (fallback="pytorch"): {reason}'
 
     @property
     def kernels(self) -> Generated:
@@ -313,10 +415,12 @@ class LinearAttention:
         program = self.program
         lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
         code = self._generated
-        if isinstance(code, str):
-            lines.append(f"runs: the functions in PyTorch, chunks of {self._C or _CHUNK}; no generated kernels: {code}")
-        else:
-            lines.append("runs: generated kernels on GPUs; on CPU and in float64 the functions, in PyTorch")
+        sizes, dtype = self._largest(), next(iter(self.program.meta.tokens.values())).dtype
+        of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
+        reason = self._refusal(sizes, dtype, torch.cuda.is_available(), False)
+        lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
+        lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
+        if not isinstance(code, str):
             lines += code.explain()
             lines += [*self._plan(code, T, B), *self._tuned]
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
@@ -329,12 +433,16 @@ class LinearAttention:
 
         first = next(iter(self.program.meta.tokens.values()))
         heads = first.shape[1]
-        sizes = {name: max(choices) for name, choices in self._sizes.items()}
+        sizes = self._largest()
         H = heads if isinstance(heads, int) else sizes.get(heads.name if isinstance(heads, ConstExpr) else heads, 32)
         try:
             return describe(code, {name: sizes[name] for name in code.layout.sizes}, B * H, T, first.dtype)
         except (NotEmittable, ValueError) as error:
             return [f"no plan: {error}"]
+
+    def _largest(self) -> dict[str, int]:
+        """The largest of the sizes that `input_meta` allows."""
+        return {name: max(choices) for name, choices in self._sizes.items()}
 
     def _sorted(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
         meta = self.program.meta
@@ -343,9 +451,11 @@ class LinearAttention:
             missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
             raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
         for name, x in inputs.items():
-            if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.layout != torch.strided:
-                got = f"{x.dtype} ({x.layout})" if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ValueError(f"{name}: expected a floating tensor of 16, 32 or 64 bits, got {got}")
+            check_dense(name, x, "a floating tensor of 16, 32 or 64 bits")
+            if x.dtype not in _FLOATS:
+                fail(name, "a floating tensor of 16, 32 or 64 bits", x.dtype)
+            if x.dim() and 0 in (x.shape[0] if name in meta.params else 1, *x.shape[-1:]):
+                fail(name, "sizes of 1 and more, but for tokens", list(x.shape))
         leading = next(iter(meta.tokens))
         extra = inputs[leading].dim() - len(meta.tokens[leading].shape)
         if extra not in (0, 1):
@@ -387,14 +497,29 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
+def _widest(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype of states: float64 if an input is, else float32."""
+    return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def _asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
+    """Whether kernels are for inputs of such a kind."""
+    return wide != torch.float64 and (on_gpu or os.environ.get("FLEXSP_BACKEND") == "triton")
+
+
 def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
     """The functions traced and checked."""
     inputs = {*meta.tokens, *meta.params, *meta.numbers}
-    with _MAKING:
+    untransformed("making a variant", "make it, or call what makes it, once before")
+
+    def make() -> Program:
         chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
         after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
         decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
         return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers))
+
+    with _MAKING:
+        return elsewhere(_CPU, make)
 
 
 @dataclass(frozen=True)
@@ -408,29 +533,29 @@ class _Call:
     tuned: bool = False
 
 
+_Found = tuple[_Call, tuple[int, int, int], list[int] | None]
+
+
 def _signature(
     inputs: dict[str, Any], prev_s: Any, cu_seqlens: Any, sp: SequenceParallel | None
 ) -> tuple[Any, ...]:
     """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
     facts: list[Any] = [*inputs]
     for x in (*inputs.values(), prev_s, cu_seqlens):
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
             facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
         else:
             facts.append(type(x))
-    facts += [None if sp is None else sp.id, _forward_mode()]
+    facts += [None if sp is None else sp.id, transformed()]
     if not getattr(next(iter(inputs.values()), None), "is_cuda", False):
         facts.append(os.environ.get("FLEXSP_BACKEND"))
     return tuple(facts)
 
 
-def _forward_mode() -> bool:
-    """Whether tensors may carry tangents, which kernels would lose."""
-    return forward_ad._current_level >= 0
-
-
 def _aligned(x: torch.Tensor) -> bool | None:
     """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    if isinstance(x, FakeTensor):
+        return True
     try:
         return x.data_ptr() % 16 == 0
     except RuntimeError:
@@ -452,44 +577,6 @@ def _ranks(sp_group: Any) -> SequenceParallel | None:
     return found
 
 
-def _check_initial(
-    prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, packed: bool,
-    sp: SequenceParallel | None,
-) -> None:  # fmt: skip
-    if prev_s is None:
-        return
-    if not isinstance(prev_s, torch.Tensor):
-        raise ValueError(f"{STATE}: expected a tensor {shape} or None, got {type(prev_s).__name__}")
-    if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
-        got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
-        raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
-    if sp is not None and not packed and not sp.is_first:
-        raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
-
-
 def _no_autocast(kind: str) -> AbstractContextManager[Any]:
     """States stay in the accumulation dtype."""
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-def _check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
-    integers = (torch.int32, torch.int64)
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
-        got = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__), list(getattr(cu_seqlens, "shape", ()))
-        raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of int32 or int64, got {got[0]} {got[1]}")
-    if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens: expected a tensor on {device}, got one on {cu_seqlens.device}")
-    if B != 1:
-        raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
-    if cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens: expected boundaries of one document or more, got {cu_seqlens.tolist()}")
-
-
-def _bounds(cu_seqlens: torch.Tensor, total: int, look: bool) -> list[int]:
-    """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1."""
-    if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
-        return []
-    bounds = [int(n) for n in cu_seqlens.tolist()]
-    if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
-    return bounds

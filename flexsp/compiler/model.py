@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.body import Kernel
-from flexsp.compiler.capacity import SHARED_LIMIT, Load, intrinsic_load, part_load
+from flexsp.compiler.capacity import Load, intrinsic_load, part_load
 from flexsp.compiler.intrinsic_kernels import WARPS
 from flexsp.compiler.values import is_state
 from flexsp.compiler.walks import WALKS
+from flexsp.devices import Device, of_device
+from flexsp.scan.kept import keep_with
 
 if TYPE_CHECKING:
     from flexsp.compiler.differentiate import Intrinsic
     from flexsp.compiler.engine import Generated
     from flexsp.compiler.plan import Launch, Plan
 
-__all__ = ["H200", "Device", "Predicted", "predict", "tiles_of"]
+__all__ = ["Predicted", "predict", "tiles_of"]
 
 _REGISTERS = 64 * 1024
 _THREADS = 2048
@@ -37,27 +39,14 @@ _ROOM = {True: 160, False: 240}
 """Registers a thread that tiles may have before others spill, in walks (addresses of a pipeline) and elsewhere."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """Rates of a GPU. Times are in microseconds, so rates are a microsecond's.
-
-    `bandwidth` and `flops` were measured as a copy and as a large bf16 product; the others are fitted to the measured
-    times of the generated simple GLA, GLA and DeltaNet. `share` is what one multiprocessor can take of the bandwidth,
-    in fair shares; `launch`, `product` and `memory` are latencies of a launch, of a product in a chain and of a load.
-    """
-
-    multiprocessors: int = 132
-    bandwidth: float = 4.3e6
-    flops: float = 780e6
-    numbers: float = 132 * 0.1e6
-    spill: float = 132 * 0.06e6
-    share: float = 3.0
-    launch: float = 2.0
-    product: float = 0.25
-    memory: float = 1.1
-
-
-H200 = Device()
+# Fitted to the times of the generated simple GLA, GLA and DeltaNet on an H200. Of a multiprocessor, in a microsecond:
+_NUMBERS = 0.1e6  # numbers that elementwise work makes
+_SPILLED = 0.06e6  # bytes of spilled registers
+_SHARE = 3.0  # of the bandwidth that one multiprocessor can take, in fair shares
+# Microseconds:
+_LAUNCH = 2.0
+_PRODUCT = 0.25  # of a product in a chain of them
+_MEMORY = 1.1  # of a load
 
 
 @dataclass(frozen=True)
@@ -156,23 +145,24 @@ class _Call:
 
 def predict(
     code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
-    *, docs: int = 0, backward: bool = False, device: Device = H200,
+    *, docs: int = 0, backward: bool = False, device: Device | None = None,
 ) -> list[Predicted]:  # fmt: skip
     """The launches of the forward, or of the backward, of one call.
 
     Args:
         sizes: by name; `heads` is B * H, T tokens of this rank.
         docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
+        device: the GPU; None for the one that is there, else the one that is planned for.
     """
-    call = _Call(code, plan, sizes, heads, T, docs, dtype, device)
+    call = _Call(code, plan, sizes, heads, T, docs, dtype, device or of_device())
     return [*(_backward(call) if backward else _forward(call))]
 
 
 def tiles_of(
-    code: Generated, plan: Plan, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch
+    code: Generated, plan: Plan, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch, device: Device
 ) -> list[tuple[int, int]]:
     """(registers a thread for the tiles that are alive at once, products) of each part of a kernel."""
-    loads = _loads(_Call(code, plan, sizes, 1, 1, 0, dtype, H200), kind, how)
+    loads = _loads(_Call(code, plan, sizes, 1, 1, 0, dtype, device), kind, how)
     return [(x.tiles // (32 * how.warps), x.products) for x in loads]
 
 
@@ -211,17 +201,20 @@ def _stages(call: _Call, backward: bool) -> Iterator[Predicted]:
                 yield _intrinsic(call, x)
 
 
-@functools.lru_cache(maxsize=4096)
+@keep_with(0)
 def _kernel_loads(
-    kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], dense: bool
-) -> tuple[Load, ...]:
-    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, dense) for nodes in kernel.nodes)
+    kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], dense: bool,
+    arch: int,
+) -> tuple[Load, ...]:  # fmt: skip
+    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, dense, arch) for nodes in kernel.nodes)
 
 
 def _loads(call: _Call, kind: str, how: Launch) -> tuple[Load, ...]:
     code, plan = call.code, call.plan
     blocks = dict(plan.blocks) | {"C": plan.chunk, code.layout.cols: how.cols}
-    return _kernel_loads(code.kernels[kind], tuple(blocks.items()), call.item, how.stages, call.wide, code.dense)
+    return _kernel_loads(
+        code.kernels[kind], tuple(blocks.items()), call.item, how.stages, call.wide, code.dense, call.device.arch
+    )
 
 
 def _walk(call: _Call, kind: str) -> Predicted:
@@ -299,24 +292,24 @@ def _timed(
     shared, least = max(x.shared for x in loads), max(x.least for x in loads)
     spilled = int(6 * max(0.0, registers - _ROOM[walks]))
     held = (255 if spilled else min(255, int(registers) + 60)) * threads
-    resident = max(1, min(_REGISTERS // held, SHARED_LIMIT // max(shared, 1024), _THREADS // threads))
-    rate = device.flops * (1.0 if call.item == 2 else 1 / 6)
-    waits = 0.0 if walks and call.plan.walk.stages > 1 else device.memory
+    resident = max(1, min(_REGISTERS // held, device.shared // max(shared, 1024), _THREADS // threads))
+    rate = device.flops(call.dtype)
+    waits = 0.0 if walks and call.plan.walk.stages > 1 else _MEMORY
     work = latency = 0.0
     for x in loads:
         spills = 8 * max(0.0, x.tiles / threads - _ROOM[walks]) * threads
-        own = (x.flops + x.slow) / rate + x.numbers / device.numbers + spills / device.spill
+        own = (x.flops + x.slow) / rate + (x.numbers / _NUMBERS + spills / _SPILLED) / device.multiprocessors
         work += own / len(loads)
-        latency += (own * device.multiprocessors + x.products * device.product + x.loads * waits) / len(loads)
+        latency += (own * device.multiprocessors + x.products * _PRODUCT + x.loads * waits) / len(loads)
     programs = math.prod(grid)
     at_once = max(1, min(programs, device.multiprocessors * resident))
     rounds = math.ceil(programs / at_once) if walks else programs / at_once
     busy = max(1, min(programs, device.multiprocessors)) / device.multiprocessors
     times = {
-        "memory": (read + written) / (device.bandwidth * min(1.0, device.share * busy)),
+        "memory": (read + written) / (device.bandwidth * min(1.0, _SHARE * busy)),
         "work": work * programs * steps,
-        "latency": rounds * (steps * latency + (device.memory if walks else 0.0)),
+        "latency": rounds * (steps * latency + (_MEMORY if walks else 0.0)),
     }
     bound = max(times, key=lambda x: times[x])
     flops = sum(x.flops for x in loads) * steps * programs // len(loads)
-    return Predicted(kernel, grid, read, written, flops, device.launch + times[bound], bound, shared, least, spilled)
+    return Predicted(kernel, grid, read, written, flops, _LAUNCH + times[bound], bound, shared, least, spilled)

@@ -7,7 +7,6 @@ follow from predicted times (`flexsp.compiler.model`) of the plans whose tiles f
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.capacity import SHARED_LIMIT, check_shared
+from flexsp.compiler.capacity import smaller_chunk
 from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
+from flexsp.devices import Device, check_shared, of_device
 from flexsp.scan.dense import MOST
+from flexsp.scan.kept import keep_with
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
@@ -28,7 +29,6 @@ __all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan"]
 
 CHUNKS = (16, 32, 64, 128, 256)
 """Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
-_PROGRAMS = 128
 _LONGEST = 128
 _LARGEST = 128
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
@@ -78,8 +78,9 @@ def padded(n: int) -> int:
 
 
 def choose_plan(
-    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
-) -> Plan:
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
+    device: Device | None = None,
+) -> Plan:  # fmt: skip
     """The plan of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
@@ -94,19 +95,21 @@ def choose_plan(
         heads: B * H sequences of T tokens of this rank.
         docs: packed documents, 0 if not packed.
         ranks: the call is chained over ranks, so its summary is needed.
+        device: the GPU; None for the one that is there, else the one that is planned for.
 
     Raises:
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _best(code, code.chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
+    return _best(code, code.chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
 
 
 def candidates(
-    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False
-) -> list[tuple[Plan, float]]:
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
+    device: Device | None = None,
+) -> list[tuple[Plan, float]]:  # fmt: skip
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    cut = _Cut.of(code, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks)
+    cut = _Cut.of(code, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
     return list(_candidates(cut, code.chunk, code))
 
 
@@ -126,15 +129,16 @@ class _Cut:
     panels: bool
     tiles: int
     ranks: bool
+    device: Device
 
     @classmethod
     def of(
         cls, code: Generated, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int, dtype: torch.dtype,
-        ranks: bool,
+        ranks: bool, device: Device,
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
         tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
-        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, tiles, ranks)
+        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, tiles, ranks, device)
 
     @property
     def half(self) -> bool:
@@ -157,14 +161,14 @@ class _Cut:
         while self.split and rows * width > _TILE:
             width //= 2
         if self.dense and self.split:
-            while width > _NARROWEST and self.heads * (whole // width) < _PROGRAMS:
+            while width > _NARROWEST and self.heads * (whole // width) < self.device.programs:
                 width //= 2
         return width if not self.split or (self.half and not self.panels) else min(width, _NARROWEST)
 
     def plans(self, chunk: int) -> Iterator[Plan]:
         """In segments and whole; for a dense transition, over ever narrower panels."""
         if not self.dense:
-            spread = [self.plan(chunk, self.width, programs=_SHARED * _PROGRAMS)] if self.panels else []
+            spread = [self.plan(chunk, self.width, programs=_SHARED * self.device.programs)] if self.panels else []
             plans = (self.plan(chunk, self.width), *spread, self.plan(chunk, self.width, whole=True))
             yield from dict.fromkeys(plans)
             return
@@ -179,7 +183,7 @@ class _Cut:
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
         tiles = self.heads * -(-blocks[self.cols] // width)
-        segments = max(1, min(n_chunks, max(-(-(programs or _PROGRAMS) // tiles), -(-n_chunks // _LONGEST))))
+        segments = max(1, min(n_chunks, max(-(-(programs or self.device.programs) // tiles), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
@@ -196,12 +200,12 @@ class _Cut:
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
+@keep_with(0)
 def _best(
     code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int,
-    dtype: torch.dtype, ranks: bool,
+    dtype: torch.dtype, ranks: bool, device: Device,
 ) -> Plan:  # fmt: skip
-    cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks)
+    cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks, device)
     _refuse_large(cut)
     found = _candidates(cut, chunk, code)
     if not found:
@@ -229,7 +233,7 @@ def _refuse_large(cut: _Cut) -> None:
         raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
 
 
-@functools.lru_cache(maxsize=4096)
+@keep_with(2)
 def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Plan, float], ...]:
     """Plans whose estimated shared memory a block has, each with as many stages as fit, and their microseconds."""
     found = []
@@ -239,7 +243,7 @@ def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Pl
             for stages in range(plan.walk.stages, 0, -1):
                 plan = replace(plan, walk=replace(plan.walk, stages=stages), part=_part(cut, plan, code))
                 rows = _launches(cut, plan, code)
-                if all(x.shared <= SHARED_LIMIT - (0 if x.kernel in WALKS else _SPARE) for x in rows):
+                if all(x.shared <= cut.device.shared - (0 if x.kernel in WALKS else _SPARE) for x in rows):
                     found.append((plan, sum(x.us for x in rows)))
                     break
     return tuple(found)
@@ -250,16 +254,18 @@ def _part(cut: _Cut, plan: Plan, code: Generated) -> Launch:
     the generated simple GLA, GLA, DeltaNet and Gated DeltaNet on an H200."""
     if not cut.half or len(code.layout.state) == 1:
         return plan.part
-    tiles = tiles_of(code, plan, dict(cut.sizes), cut.dtype, "grads", plan.part)
+    tiles = tiles_of(code, plan, dict(cut.sizes), cut.dtype, "grads", plan.part, cut.device)
     if any(registers > _HEAVY + _EXCHANGE * products for registers, products in tiles):
         return replace(plan.part, warps=8)
-    return replace(plan.part, registers=_THIRD) if max(registers for registers, _ in tiles) <= _LIGHT else plan.part
+    light = max(registers for registers, _ in tiles) <= _LIGHT and cut.device.wide_products
+    return replace(plan.part, registers=_THIRD) if light else plan.part
 
 
 def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:
     sizes = dict(cut.sizes)
     forward, backward = (
-        predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, docs=cut.docs, backward=x) for x in (False, True)
+        predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, docs=cut.docs, backward=x, device=cut.device)
+        for x in (False, True)
     )
     return forward + backward
 
@@ -271,5 +277,7 @@ def _last_resort(cut: _Cut, chunk: int | None, code: Generated) -> Plan:
     if chunk is not None:
         most = max(_launches(cut, plan, code), key=lambda x: x.least)
         fits = [x for x in CHUNKS if x < chunk and _candidates(cut, x, code)]
-        check_shared(most.kernel, most.least, chunk, max(fits, default=None))
+        sizes = ", ".join(f"{name} = {n}" for name, n in (("chunk_size", chunk), *cut.sizes))
+        advice = smaller_chunk(chunk, max(fits, default=None))
+        check_shared(most.kernel, most.least, cut.device.arch, sizes, advice)
     return plan

@@ -59,7 +59,7 @@ def cache_result(x: torch.Tensor, name: str) -> torch.Tensor:
 
 @primitive
 def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[q.k]_E of MATH §1: sum_d q_id k_jd e^{b_id - b_jd} for j <= i and 0 elsewhere, without overflow.
+    """sum_d q_id k_jd e^{b_id - b_jd} for j <= i and 0 elsewhere, without overflow (docs/math.md, section 1).
 
     Args:
         q, k: [C, K].

@@ -47,7 +47,7 @@ def make_kernel(
     chunkwise = kind not in WALKS
     state = HELD.get(kind)
     body = Body(layout, panels=not chunkwise or len(layout.state) == 1)
-    memory = {name: f"{name}_ptr + c * {elements(layout.kept[name])}" for name in given}
+    memory = {name: f"{name}_ptr + (row * n_chunks + c) * {elements(layout.kept[name])}" for name in given}
     made = [emitter_of(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
     if chunkwise:
         kernel = _chunkwise(kind, body, made)
@@ -83,7 +83,7 @@ def _chunkwise(kind: str, body: Body, parts: Sequence[tuple[Emitter, Mapping[str
     if len(parts) > 1:  # parts of a chunk run side by side and share what they load through the cache
         which = [f"c = tl.program_id(0) // {len(parts)}", f"part = tl.program_id(0) % {len(parts)}"]
     which += [f"v0 = tl.program_id(2) * B{body.layout.cols}"] if body.panels else []
-    lines = ["begin(PDL)", *which, *setup(body, [name for name in writes if name in body.layout.kept])]
+    lines = ["begin(PDL)", *which, *setup(body)]
     lines.append("start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)")
     source = header(kind, pointers, ["T", "H", "n_chunks"], body, ["APART"]) + indent([*lines, *code], 1)
     return kernel_of(kind, source, body, writes, contracted, len(parts))
@@ -101,5 +101,5 @@ def _store(emitter: Emitter, body: Body, name: str, x: Value) -> None:
         else:
             sizes = layout.params[source]
             x = Value(f"tl.where(length > 0, {laid_out(emitter, x, sizes)}, 0.0)", sizes)
-            line = store_of_chunk(emitter, f"{name}_ptr", x, sizes, body, "row * n_chunks + c")
+            line = store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
     emitter.lines.append(line)

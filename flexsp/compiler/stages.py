@@ -15,11 +15,11 @@ from torch.fx import Graph
 
 from flexsp.compiler.differentiate import Intrinsic, Step
 from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import is_state
+from flexsp.compiler.values import OURS, is_state
 
 GATES = ("gates_", "gated_")  # running sums and operands made with them, which the first stage leaves
 
-__all__ = ["Stage", "make_stages", "split_gradients"]
+__all__ = ["Stage", "for_users", "make_stages", "split_gradients"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,18 @@ def make_stages(step: Step) -> list[Stage]:
                 stages.append(Stage(kind, backward, writes, tuple(available), now))
             available += [*writes, *(name for x in now for name in x.results)]
     return stages
+
+
+def for_users(step: Step, names: Iterable[str]) -> str:
+    """What users know of values: inputs and cached results by their names, others by the line that computes them."""
+    named = _named(step)
+    known = []
+    for name in names:
+        node = named.get(f"keep_{name}")
+        line = None if node is None else node.meta.get("line")
+        computed = f"a value computed at {line}" if line else "a value that flexsp computes"
+        known.append(computed if OURS.match(name) else repr(name))
+    return ", ".join(dict.fromkeys(known))
 
 
 def _grad_levels(step: Step) -> dict[str, int]:

@@ -82,6 +82,12 @@ class Traced:
     def graph(self) -> Graph:
         return self.module.graph
 
+    @property
+    def line(self) -> str:
+        """Where the result is computed, as `location` says it."""
+        called = [node for node in self.graph.nodes if node.op == "call_function" and "line" in node.meta]
+        return location(called[-1]) if called else "an unknown line"
+
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -185,9 +191,14 @@ def _graph(function: Callable[..., torch.Tensor], role: str, name: str) -> Graph
         raise CompileError(
             role,
             name,
-            f"cannot be traced at {_line(error)}: {type(error).__name__}: {error}; values and sizes of tensors are not "
-            "known yet, so make tensors with ones_like, zeros_like or identity, and no loop over a size",
+            f"cannot be traced at {_line(error)}: {type(error).__name__}: {first_line(error)}; values and sizes of "
+            "tensors are not known yet, so make them with ones_like, zeros_like or identity, and no loop over a size",
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What it says, without the lists of overloads and the traces that some releases of torch add below."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def _line(error: Exception) -> str:

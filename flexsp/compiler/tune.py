@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from flexsp.compiler.dispatch import Recipe
 from flexsp.compiler.plan import Plan, candidates
+from flexsp.devices import of_device
+from flexsp.scan.triton_private import OutOfResources, PTXASError
 
 __all__ = ["Tuned", "tune"]
 
@@ -99,7 +100,7 @@ def tune(
         return min(plans, key=of)
 
     code, T, docs = usual.code, usual.T, usual.docs
-    found = candidates(code, usual.sizes, usual.B * usual.H, T, docs, usual.dtype)
+    found = candidates(code, usual.sizes, usual.B * usual.H, T, docs, usual.dtype, device=of_device(usual.device))
     least = min((us for _, us in found), default=0.0)
     best = quickest([usual.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True

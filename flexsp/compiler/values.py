@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "NotEmittable", "Value", "block", "broadcast", "index_text", "inner", "is_state", "is_turned", "limit", "number",
-    "steady_at", "turned", "type_of", "zero_at",
+    "NotEmittable", "OURS", "Value", "block", "broadcast", "index_text", "inner", "is_state", "is_turned", "limit",
+    "number", "steady_at", "turned", "type_of", "zero_at",
 ]  # fmt: skip
 
 
 class NotEmittable(NotAvailable):
     """A graph holds an operation that no kernel is made of; it runs in PyTorch."""
+
+
+OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")  # names of values of our own
 
 
 def is_state(name: str) -> bool:

@@ -31,6 +31,7 @@ from flexsp.compiler.emit import Emitter
 from flexsp.compiler.homogeneous import without
 from flexsp.compiler.places import Place
 from flexsp.compiler.rewrite import dims
+from flexsp.compiler.stages import for_users
 from flexsp.compiler.values import NotEmittable, Value, block, is_state, turned
 
 __all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
@@ -64,7 +65,7 @@ def make_walk(
     at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + elements(layout.matrix)
     ends = kind in ("summarize", "collect")
     lines = [
-        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body, []),
+        "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body),
         "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
     ]  # fmt: skip
     cuts = kind == "summarize" and not transition
@@ -221,7 +222,7 @@ def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) ->
 def make_transition(
     step: Step, given: Sequence[str], body: Body, memory: Mapping[str, str]
 ) -> tuple[Emitter, list[str]]:  # fmt: skip
-    """Programs of `summarize` that take columns of the unit matrix from right to left: A^T, stored as A (MATH 8)."""
+    """Programs of `summarize` that take the unit matrix from right to left, for A^T (docs/math.md, section 8)."""
     layout = body.layout
     V, rows = layout.cols, elements(layout.matrix[:1])
     held = [x for x in layout.places() if x.of_columns]
@@ -247,7 +248,10 @@ def _across(
         without(graph, name)
     wide = [x.name for x in graph.nodes if x.op == "placeholder" and x.users and not is_state(x.name) and V in dims(x)]
     if wide:
-        raise NotEmittable(f"{', '.join(wide)}: no kernels are made of a dense transition that differs between columns")
+        raise NotEmittable(
+            f"the matrix of decay_mode depends on {for_users(step, wide)}, of a size along the state's columns {V}; "
+            "kernels are made of matrices that are the same for all columns"
+        )
     end: Any = next(node for node in graph.nodes if node.op == "output")
     named = {f"d_S{x.suffix}": node for x, node in zip(held, end.args[0], strict=True)}
     emitter, found = emitter_of(graph, named, body, memory, "dS")
@@ -255,7 +259,10 @@ def _across(
     emitter.run(found, results.__setitem__, order=False)
     reads_in_memory(body, emitter)
     if V in emitter.contracted:
-        raise NotEmittable("no kernels are made of a dense transition that sums over columns")
+        raise NotEmittable(
+            f"decay_mode sums over the state's columns {V}; kernels are made of matrices that "
+            "multiply each column alone"
+        )
     new = {x: emitter.full(results[f"d_S{x.suffix}"], x.sizes) for x in held}
     return emitter, {x: (emitter.masked(y, 0) if len(x.sizes) == 2 else y).f32 for x, y in new.items()}
 

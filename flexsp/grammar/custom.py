@@ -111,9 +111,11 @@ class CustomTransition:
                  self.extra.items()]  # fmt: skip
         return f"custom transition {self.name}, state [K, V] and {', '.join(parts)}, in one matrix"
 
-    def program(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
+    def program(
+        self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool, fallback: str | None = None
+    ) -> LinearAttention:
         """The compiled class; `gate` is "g" for gates a head, "gk" a channel or None; `column` as in programs."""
-        key = (H, K, V, scale, gate, column)
+        key = (H, K, V, scale, gate, column, fallback)
         if key not in self._programs:
             self._programs[key] = self._make(*key)
         return self._programs[key]
@@ -121,7 +123,9 @@ class CustomTransition:
     def _is_rows(self, name: str) -> bool:
         return self.extra[name][-1] == "V"
 
-    def _make(self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool) -> LinearAttention:
+    def _make(
+        self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool, fallback: str | None
+    ) -> LinearAttention:
         h = ConstExpr("H", H)
         named: dict[Any, Any] = {"K": ConstExpr("K", K), "V": ConstExpr("V", V)}
         shapes: dict[str, Shape] = {"q": ("K",), "k": ("K",), "v": ("V",), **self.inputs}
@@ -139,9 +143,9 @@ class CustomTransition:
         in_names = meta(named, list(named.values()))
         if self.extra:
             numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
-            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra))
+            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra), fallback)
         else:
-            made = LinearAttention(in_names, phases[0], phases[1], phases[2])
+            made = LinearAttention(in_names, phases[0], phases[1], phases[2], fallback=fallback)
         for name in made.program.chunk.cached:
             if name in layout.names:
                 self._fail(f"cache_result: expected another name than {name!r}, which is part of the state")
@@ -247,9 +251,10 @@ class _Parted(LinearAttention):
     """A state of several parts: one matrix for whoever calls it, each part by itself in the kernels."""
 
     def __init__(
-        self, meta: dict[str, Any], phases: Sequence[Any], in_names: dict[str, Any], parts: tuple[Part, ...]
-    ) -> None:
-        super().__init__(meta, phases[0], phases[1], phases[2])
+        self, meta: dict[str, Any], phases: Sequence[Any], in_names: dict[str, Any], parts: tuple[Part, ...],
+        fallback: str | None,
+    ) -> None:  # fmt: skip
+        super().__init__(meta, phases[0], phases[1], phases[2], fallback=fallback)
         self._named, self._parts = InputMeta.of(in_names), parts
         self._sizes |= self._named.sizes()
         self._of_state = {name: n[0] for name, n in self._named.sizes().items() if name != "H"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.group import SequenceParallel, resolve_sp
-from flexsp.compiler import LinearAttention
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import SequenceParallel, ranks_call, resolve_sp
+from flexsp.compiler import LinearAttention, graph
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
@@ -41,6 +44,8 @@ class FlexLinearAttention:
             arrays, whose names calls give: o_i = scale sum_{j <= i} M(i, j) q_i P_ij k_j v_j, with P_ij what the
             transition does between the two tokens (1 for one_step_gd). See below.
         custom_transition: a class in place of ``transition``, with state of its own. See below.
+        fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
+            runs it in PyTorch, many times slower, and warns once. `explain` says which calls.
 
     A mask must be a product of causal (what it gives for j > i is left out; if it asks for the order of i and j it must
     be 0 there), a decay e^{G_i - G_j} that does not grow with i, and a local factor, a term of i times a term of j.
@@ -78,7 +83,11 @@ class FlexLinearAttention:
         *,
         custom_mask: Callable[..., Any] | None = None,
         custom_transition: Any = None,
+        fallback: str | None = None,
     ) -> None:
+        if fallback not in (None, "pytorch"):
+            raise ValueError(f'fallback: expected None or "pytorch", got {fallback!r}')
+        self.fallback = fallback
         for name, value, kind in (
             ("decay", decay, Decay), ("features", features, FeatureMap), ("transition", transition, Transition),
         ):  # fmt: skip
@@ -104,6 +113,12 @@ class FlexLinearAttention:
                 what = "custom_mask" if self.mask is not None else "custom_transition"
                 raise ValueError(f"{what}: expected another name than {name!r}, which calls already have")
 
+        self._name = _named(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._name = _named(self)
+
     @property
     def _custom(self) -> CustomTransition | None:
         return self.transition if isinstance(self.transition, CustomTransition) else None
@@ -114,19 +129,44 @@ class FlexLinearAttention:
         of_mask = self.mask.inputs if self.mask is not None else ()
         return (*self.decay.inputs, *self.features.inputs, *self.transition.inputs, *of_mask)
 
-    def explain(self) -> str:
-        """Which engine runs the combination, the factors of a custom mask, and what a call must bring."""
+    def explain(
+        self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+        **given: torch.Tensor,
+    ) -> str:  # fmt: skip
+        """Which engine runs the combination, the factors of a custom mask, and what a call must bring.
+
+        With the tensors of a call (q, k, v and what else it brings) also what runs that call, which depends on sizes,
+        dtype and device; only then are kernels promised. Nothing is sent to other ranks.
+        """
         lines = [f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"]
         lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
         lines += [x.explain() for x in (self.mask, self._custom) if x is not None]
         if self._on_the_diagonal_engine:
             lines.append("runs on the diagonal engine (flexsp.ops.chunk_simple_gla)")
         elif self._custom is not None and self._custom.without_kernels:
-            lines.append(f"the class's three methods run in PyTorch: {self._custom.without_kernels}")
+            lines.append(f"the class's three methods run in PyTorch, no kernels: {self._custom.without_kernels}")
+            lines += [] if self.fallback else ['on a GPU, which raises without fallback="pytorch"']
         else:
             of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
-            lines.append(f"compiled from {of}: generated kernels on GPUs, PyTorch on CPU and in float64")
+            lines.append(
+                f"compiled from {of}: PyTorch on CPU and in float64; on GPUs generated kernels, where they can be made "
+                "for the sizes of a call (give explain its tensors)"
+            )
+        if q is not None and k is not None and v is not None:
+            lines.append(f"this call {self._what_runs(q, k, v, given)}")
         return "\n".join(lines)
+
+    @torch.no_grad()
+    def _what_runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor]) -> str:
+        self._check(q, k, v, given)
+        if self._on_the_diagonal_engine:
+            kernels = q.is_cuda and q.dtype != torch.float64
+            return f"runs {'the kernels of chunk_simple_gla' if kernels else 'its reference in PyTorch'}"
+        q, k, gate, per_head, column, factors = self._operands(q, k, given, None, None)
+        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
+        sizes = (q.shape[2], q.shape[3], v.shape[3])
+        key = self._key(tokens, sizes, q.shape[3] ** -0.5, _clamped(gate, per_head, q), column, factors)
+        return self.make(*key).runs(sp=False, **tokens)
 
     @property
     def _on_the_diagonal_engine(self) -> bool:
@@ -137,6 +177,7 @@ class FlexLinearAttention:
     def _has_steps(self) -> bool:
         return self.decay.kind == "exponential" and "decay" in self.decay.inputs
 
+    @ranks_call
     def __call__(
         self,
         q: torch.Tensor,
@@ -162,8 +203,7 @@ class FlexLinearAttention:
             initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`. States of a custom
                 transition are larger, see the class.
         """
-        if given.keys() != set(self.inputs):
-            raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
+        check.check_flag("output_final_state", output_final_state)
         self._check(q, k, v, given)
         group, sizes = resolve_sp(sp), (q.shape[2], q.shape[3], v.shape[3])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
@@ -172,6 +212,39 @@ class FlexLinearAttention:
         dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[3])
+        several = group is not None and ("theta" in given or self.mask is not None)  # sums go over the ranks too
+        if group is not None and several:
+            names = tuple(given)
+            _, q, k, v, initial_state, *views = joined(group, q, k, v, initial_state, *given.values())
+            given = dict(zip(names, views, strict=True))
+        q, k, gate, per_head, column, factors = self._operands(q, k, given, cu_seqlens, group)
+        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
+        if self._on_the_diagonal_engine:
+            if column is not None:
+                v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)
+            o, final = chunk_simple_gla(
+                q, k, v, gate, per_head, scale=scale, initial_state=initial_state,
+                output_final_state=output_final_state, **common,
+            )  # fmt: skip
+            return joined(group, o, final)[1:] if group is not None and several else (o, final)
+        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
+        key = self._key(tokens, sizes, scale, _clamped(gate, per_head, q), column, factors)
+        if torch.compiler.is_compiling():
+            name, inputs = _made_for_graphs(self._name, *key)
+            o, final = graph.call(name, [tokens[x] for x in inputs], initial_state, cu_seqlens, group)
+        else:
+            o, final = self.make(*key)(prev_s=initial_state, **tokens, **common)
+        if group is not None and several:
+            _, o, final = joined(group, o, final)
+        return o, final if output_final_state else None
+
+    def _operands(
+        self, q: torch.Tensor, k: torch.Tensor, given: Tensors, cu_seqlens: torch.Tensor | None,
+        group: SequenceParallel | None,
+    ) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Factors | None
+    ]:  # fmt: skip
+        """(q, k, log gate of every token, constant log gate of every head, column factor, factors of the mask)."""
         q, k = self._map(q, k, given.get("theta"), cu_seqlens, group)
         factors = None if self.mask is None else self.mask.factors(given, q, cu_seqlens, group)
         gate, per_head = self._gate(given, q)
@@ -182,38 +255,35 @@ class FlexLinearAttention:
             column = factors.column if column is None else factors.column * column
         if gate is not None and per_head is not None:
             gate, per_head = gate + (per_head if gate.dim() == 3 else per_head.unsqueeze(-1)), None
-        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
-        if self._on_the_diagonal_engine:
-            if column is not None:
-                v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)
-            return chunk_simple_gla(
-                q, k, v, gate, per_head, scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, **common,
-            )  # fmt: skip
-        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
-        program = self._compiled(tokens, sizes, scale, _clamped(gate, per_head, q), column, factors)
-        o, final = program(prev_s=initial_state, **tokens, **common)
-        return o, final if output_final_state else None
+        return q, k, gate, per_head, column, factors
 
-    def _compiled(
+    @property
+    def make(self) -> Callable[..., LinearAttention]:
+        """Makes the compiled variant for sizes and more."""
+        if self._custom is not None:
+            return self._custom.program
+        return programs.delta if self.transition.kind == "delta_rule" else programs.linear
+
+    def _key(
         self, tokens: dict[str, Any], sizes: tuple[int, int, int], scale: float, gate: torch.Tensor | None,
         column: torch.Tensor | None, factors: Factors | None,
-    ) -> LinearAttention:  # fmt: skip
-        """The compiled variant; `tokens` gets what else it takes."""
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Arguments of `make`; `tokens` gets what else the variant takes."""
         if self._custom is not None and gate is None and self._custom.wants_gate:
             gate = tokens["q"].new_zeros((), dtype=check.accumulation_dtype(tokens["q"])).expand(tokens["q"].shape[:3])
         kind = None if gate is None else "g" if gate.dim() == 3 else "gk"
         if self._custom is not None:
             tokens |= {name: x for name, x in (("g", gate), ("column", column)) if x is not None}
-            return self._custom.program(*sizes, scale, kind, column is not None)
+            return *sizes, scale, kind, column is not None, self.fallback
         further = {"column": column} | ({} if factors is None else {"row": factors.row, "own": factors.own})
         further |= {} if kind is None else {kind: gate}
         found = {name: x for name, x in further.items() if x is not None}
         tokens |= found
-        make = programs.delta if self.transition.kind == "delta_rule" else programs.linear
-        return make(*sizes, scale, tuple(sorted(found)))
+        return *sizes, scale, tuple(sorted(found)), self.fallback
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> None:
+        if given.keys() != set(self.inputs):
+            raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
         for name, x in (("q", q), ("k", k), ("v", v)):
             check.check_tensor(name, x, None, f"[B, T, H, {'V' if name == 'v' else 'K'}]")
         if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
@@ -224,6 +294,9 @@ class FlexLinearAttention:
         for name, x in (("q", q), ("k", k), ("v", v)):
             check.check_tensor(name, x, None, "[B, T, H, K]", dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
         B, T, H, K = q.shape
+        for name, n in (("q", min(B, H, K)), ("v", v.shape[3])):
+            if n < 1:
+                check.fail(name, "one row, head and channel at least", list(q.shape if name == "q" else v.shape))
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
             "decay": ((B, T, H, K), "[B, T, H, K]") if self.decay.vector else ((B, T, H), "[B, T, H]"),
             "A": ((H,), "[H]"),
@@ -273,6 +346,22 @@ class FlexLinearAttention:
             angle = _angles(q, theta, self.features.base, cu_seqlens, sp)
             return _rotate(q, angle), _rotate(k, angle)
         return q, k
+
+
+_models: WeakValueDictionary[str, FlexLinearAttention] = WeakValueDictionary()
+_count = itertools.count()
+
+
+def _named(model: FlexLinearAttention) -> str:
+    name = f"flex {next(_count)}"
+    _models[name] = model
+    return name
+
+
+@torch.compiler.assume_constant_result
+def _made_for_graphs(name: str, *key: Any) -> tuple[str, tuple[str, ...]]:
+    """The variant's name in graphs and the names of its inputs, found while torch.compile traces."""
+    return graph.kept(lambda: _models[name].make(*key))
 
 
 def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:

@@ -100,16 +100,18 @@ def _delta_merge(
 
 def _program(functions: tuple[Callable[..., Tensor], ...], tokens: tuple[str, ...]) -> Callable[..., LinearAttention]:
     @functools.lru_cache(maxsize=64)
-    def make(H: int, K: int, V: int, scale: float, given: tuple[str, ...]) -> LinearAttention:
+    def make(
+        H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None
+    ) -> LinearAttention:
         h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
         key, number = SymbTensor(["T", h, k]), SymbTensor(["T", h])
         meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
         meta |= {name: key if name == "gk" else number for name in (*tokens, *given)}
-        return LinearAttention(meta, functions[0], functions[1], functions[2])
+        return LinearAttention(meta, functions[0], functions[1], functions[2], fallback=fallback)
 
     return make
 
 
-# Of H, K, V, the factor on q, and the names of what is given besides q, k, v (and beta).
+# Of H, K, V, the factor on q, the names of what is given besides q, k, v (and beta), and LinearAttention's fallback.
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), ())
 delta = _program((_delta_chunk, _delta_decay, _delta_merge), ("beta",))

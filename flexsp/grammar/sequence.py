@@ -36,25 +36,23 @@ def positions(T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp:
 def running_sum(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
     """x [B, T, H, ...] summed up from the start of the sequence or document to each token, itself included.
 
-    In float32, or float64 for float64; added up in float64, since what came before a document is taken off again.
+    In float32, or float64 for float64; added up in float64. What is not finite stays in its document.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     T = x.shape[1]
     place, begin, start = _places(T, x.device, cu_seqlens, sp)
-    total = x.to(torch.float64).cumsum(1)
-    if cu_seqlens is not None and T:
-        before = torch.cat([torch.zeros_like(total[:, :1]), total], 1)
-        total = total - before[:, (begin - start).clamp(min=0)]
+    total = x.to(torch.float64)
+    total = total.cumsum(1) if cu_seqlens is None else _sums_of_documents(total, place - begin)
     total = total.to(wide)
     if sp is None or sp.world_size == 1:
         return total
-    mine = total[:, -1] if T else total.new_zeros(x.shape[0], *x.shape[2:])
+    mine = total[:, -1] if T else total.sum(1)
     cut = None
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1]
         cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(x.shape[0])
-    arrived = _arrived(mine, cut, sp)
-    return total + arrived * _column(begin < start, total)
+    arrived = _arrived(mine, cut, sp, "a running sum")
+    return total + _where(begin < start, arrived.expand_as(total))
 
 
 def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
@@ -63,16 +61,28 @@ def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tor
     place, begin, _ = _places(T, x.device, cu_seqlens, sp)
     first = x.new_zeros(x.shape[0], 1, *x.shape[2:])
     if sp is not None and sp.world_size > 1:
-        mine = x[:, -1] if T else first[:, 0]
-        first = _arrived(mine, torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device), sp)
-    return torch.cat([first, x], 1)[:, :T] * _column(place > begin, x)
+        mine = x[:, -1] if T else x.sum(1)  # zeros, with a gradient
+        cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
+        first = _arrived(mine, cut, sp, "the token before")
+    return _where(place > begin, torch.cat([first, x], 1)[:, :T])
 
 
-def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel) -> torch.Tensor:
+def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel, what: str) -> torch.Tensor:
     """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before, back to the last one with a cut."""
     states = mine.reshape(*mine.shape[:2], 1, -1).contiguous()
-    return exchange(states, None, cut, sp).view(mine.shape).unsqueeze(1)
+    return exchange(states, None, cut, sp, what).view(mine.shape).unsqueeze(1)
 
 
-def _column(keep: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return keep.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
+def _sums_of_documents(x: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
+    """Running sums of x [B, T, ...] that never meet a document's neighbours; ``since`` [T] precede each in its own."""
+    step = 1
+    while step < x.shape[1]:
+        before = torch.cat([torch.zeros_like(x[:, :step]), x[:, :-step]], 1)
+        x = x + _where(since >= step, before)
+        step *= 2
+    return x
+
+
+def _where(keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, ...] where ``keep`` [T] holds, else 0, whatever stands there."""
+    return x.masked_fill(~keep.view(1, -1, *[1] * (x.dim() - 2)), 0.0)

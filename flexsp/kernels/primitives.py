@@ -3,7 +3,7 @@
 Log decays inside the kernels are in base 2 (natural gates times log2 e), so that one `exp2` applies them. Rows of a
 chunk past its length are zero in every tensor. Gates are
 clamped at -104 (natural) before the cumulative sum: e^-104 underflows in fp32, and larger magnitudes would only cost
-the sum its precision (MATH 9).
+the sum its precision (docs/math.md, section 15).
 """
 
 from __future__ import annotations

@@ -112,16 +112,21 @@ def _choice(name: str, got: str, choices: tuple[str, ...]) -> None:
 def _positive(name: str, given: float | None, variable: str, default: float) -> float:
     raw = given if given is not None else os.environ.get(variable, default)
     try:
-        value = float(raw)
+        value = -1.0 if isinstance(raw, bool) else float(raw)
     except (TypeError, ValueError):
         value = -1.0
-    if not value > 0:
+    if not 0 < value < float("inf"):
         raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
     return value
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: expected one such as 'cpu' or 'cuda:0', got {device!r}") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected the CPU or a CUDA device, got {device!r}")
     if where.type == "cuda":
         if ":" not in str(where):
             where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
@@ -138,6 +143,8 @@ def _start_distributed(where: torch.device, timeout_s: float) -> None:
 
 def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
     """Global ranks of the group in the order of the sequence."""
+    if group is not None and not isinstance(group, (DeviceMesh, dist.ProcessGroup)):
+        raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ()

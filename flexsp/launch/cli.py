@@ -1,6 +1,6 @@
-"""The `flexsp` command: `doctor`, and `bench` with `op`, `scale`, `host`, `traffic`, `table`, `plot`, `predict`.
+"""The `flexsp` command: `doctor`, which reports and tests, and `bench`, which measures and shows what was measured.
 
-The top of the import tree: benchmarks and the self-test are imported only inside the function that runs them.
+The top of the import tree: a benchmark and the self-test are imported only inside the function that runs them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from flexsp.bench.sizes import DEFAULTS
 
 __all__ = ["main", "parser"]
 
@@ -37,43 +40,48 @@ def _cases(text: str) -> list[object]:
     return list(OPS) if text == "all" else _listed(str, OPS)(text)
 
 
+def _by_device(parser: argparse.ArgumentParser, flag: str, text: str, **options: Any) -> None:
+    """An argument whose default depends on the device; `flexsp.bench.sizes.choose` fills it in."""
+    gpu, cpu = (
+        ",".join(map(str, value)) or "none" if isinstance(value, list) else value
+        for value in DEFAULTS[flag.lstrip("-").replace("-", "_")]
+    )
+    parser.add_argument(flag, help=f"{text} (default {gpu}; on a CPU {cpu})", **options)
+
+
 def _shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--B", type=int, default=1, help="batch (default 1)")
-    parser.add_argument("--H", type=int, default=32, help="heads (default 32)")
-    parser.add_argument("--K", type=int, default=128, help="key width of a head (default 128)")
-    parser.add_argument("--V", type=int, default=128, help="value width of a head (default 128)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--warmup", type=int, default=5, help="runs before timing (default 5)")
-    parser.add_argument("--iterations", type=int, default=50, help="timed runs, of which the median (default 50)")
-    parser.add_argument("--out", default="benchmarks/results", help="folder of the JSON (default benchmarks/results)")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a target is missed")
+    _by_device(parser, "--H", "heads", type=int)
+    _by_device(parser, "--K", "key width of a head", type=int)
+    _by_device(parser, "--V", "value width of a head", type=int)
+    _by_device(parser, "--dtype", "of q, k and v", choices=("bfloat16", "float16", "float32"))
+    _by_device(parser, "--warmup", "runs before timing", type=int)
+    _by_device(parser, "--iterations", "timed runs, of which the median is taken", type=int)
+    _by_device(parser, "--out", "folder of the JSON")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when an aim is missed")
 
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
     ops, lengths = _listed(str, OPS), _listed(int)
     parser.add_argument("--ops", type=ops, default=list(OPS), metavar="A,B", help=f"of {','.join(OPS)} (default all)")
-    parser.add_argument("--T", type=lengths, default=[4096, 16384, 65536], metavar="N,N", help="4096,16384,65536")
+    _by_device(parser, "--T", "tokens", type=lengths, metavar="N,N")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--no-baseline", action="store_true", help="leave flash-linear-attention out")
     parser.add_argument("--baseline-ops", type=ops, metavar="A,B", help="its ops (tuning one takes minutes)")
     parser.add_argument("--baseline-T", type=lengths, metavar="N,N", help="its lengths (default all)")
-    parser.add_argument(
-        "--cold",
-        type=ops,
-        default=["simple_gla"],
-        metavar="A,B",
-        help="ops whose first call is timed in a fresh process with an empty cache ('' for none)",
-    )
+    first = "ops whose first training step is timed, in fresh processes with an empty cache; '' for none"
+    _by_device(parser, "--cold", first, type=ops, metavar="A,B")
     parser.add_argument("--cold-baseline", type=ops, default=[], metavar="A,B", help="the same for the baseline")
     parser.add_argument("--cold-timeout", type=float, default=300.0, metavar="S", help="seconds (default 300)")
+    _by_device(parser, "--repeats", "repeated runs of first calls and of peak memory", type=int, metavar="N")
+    parser.add_argument("--add", metavar="FILE", help="go on with this result file, of the same commit and machine")
     parser.add_argument("--time-limit", type=float, metavar="S", help="start no further op after this many seconds")
     parser.add_argument(
         "--bandwidth",
         type=float,
-        default=4300.0,
         metavar="GB/S",
-        help="memory bandwidth of the floor (default 4300, an H200's copy)",
+        help="memory bandwidth of the floor (default: that of a copy, measured in the same run; none on a CPU)",
     )
 
 
@@ -86,13 +94,7 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"all, or some of {','.join(OPS)} (default simple_gla)",
     )
-    parser.add_argument(
-        "--T-local",
-        type=_listed(int),
-        default=[8192, 32768, 65536],
-        metavar="N,N",
-        help="tokens a rank (default 8192,32768,65536)",
-    )
+    _by_device(parser, "--T-local", "tokens a rank", type=_listed(int), metavar="N,N")
     parser.add_argument(
         "--schedules",
         type=_listed(str, SCHEDULES),
@@ -145,6 +147,8 @@ def parser() -> argparse.ArgumentParser:
     chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
     host.add_argument("--ops", type=_listed(str, OPS), default=chosen, metavar="A,B", help=f"of {','.join(OPS)}")
     host.add_argument("--T", type=int, default=1024, help="tokens (default 1024)")
+    _by_device(host, "--repeats", "fresh processes, of whose medians the median is taken", type=int, metavar="N")
+    host.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     traffic = bench.add_parser("traffic", help="bytes that generated kernels move, counted by ncu, and predicted")
     _shape_arguments(traffic)
     generated = [name for name in OPS if name.startswith("generated")]
@@ -154,6 +158,8 @@ def parser() -> argparse.ArgumentParser:
     traffic.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     table = bench.add_parser("table", help="Markdown tables of result files")
     table.add_argument("results", nargs="+")
+    document = bench.add_parser("document", help="write the measured parts of documents anew from result files")
+    document.add_argument("documents", nargs="+")
     plot = bench.add_parser("plot", help="weak-scaling picture of `bench scale` result files")
     plot.add_argument("results", nargs="+")
     plot.add_argument("--case", type=_cases, metavar="A,B", help="operators to draw (default all in the files)")
@@ -181,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.traffic import run
     elif args.bench == "table":
         from flexsp.bench.table import run
+    elif args.bench == "document":
+        from flexsp.bench.document import run
     elif args.bench == "plot":
         from flexsp.bench.plot import run
     else:

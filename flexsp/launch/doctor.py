@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Finding", "gpu_report", "run", "software", "transports", "triton_advice"]
+__all__ = ["Child", "Finding", "coverage", "gpu_report", "run", "software", "transports", "triton_advice"]
 
 CHILD_TIMEOUT_S = 100.0
 RANK_TIMEOUT_S = 20.0
@@ -74,6 +74,19 @@ def triton_advice(triton: str | None, numpy: str | None, hopper: bool, wanted: s
         found.append(Finding("warn", "numpy", text))
     if wanted is not None and wanted != triton:
         found.append(Finding("warn", "torch and triton", f"this torch was built for Triton {wanted}, found {triton}"))
+    return found
+
+
+def coverage(report: dict[str, Any], triton: str | None) -> list[Finding]:
+    """Whether the GPU tests have run with this Triton on these GPUs."""
+    from flexsp.scan.covered import uncovered
+
+    found = []
+    for name, capability in dict.fromkeys((gpu["name"], tuple(gpu["capability"])) for gpu in report["gpus"]):
+        if triton is not None:
+            text = uncovered(triton, capability, name)
+            passed = f"passed with Triton {triton} on GPUs like {name}"
+            found.append(Finding("warn" if text else "ok", "GPU tests", text or passed))
     return found
 
 
@@ -315,7 +328,7 @@ def run(args: argparse.Namespace) -> int:
         hopper = any(gpu["capability"][0] == 9 for gpu in report["gpus"])
         wanted = _wanted_triton() if report["gpus"] else None
         advice = triton_advice(_version("triton"), _version("numpy"), hopper, wanted)
-        _print("Triton", advice)
+        _print("Triton", [*advice, *coverage(report, _version("triton"))])
         _print("Hardware", trouble or _hardware(report))
         _print("Transports", transports(report))
         tests = [] if args.no_test else self_test(report, args.ranks, folder)

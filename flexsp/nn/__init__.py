@@ -3,6 +3,7 @@
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
+from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "SequenceParallelLA",
     "ShortConvolution",
     "SimpleGLA",
+    "Verification",
     "unwrap",
+    "verify",
 ]

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.comm.halo import halo_exchange
-from flexsp.nn.norm import accumulation_dtype
+from flexsp.exceptions import check_flag, check_integer
+from flexsp.nn.norm import accumulation_dtype, check_input
+from flexsp.ops._validate import check_cu_seqlens, check_tensor
 
 
 def tokens_since_start(
@@ -37,14 +40,7 @@ class _CausalTapsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:
         ctx.save_for_backward(padded, weight, since)
-        width = weight.shape[1]
-        length = padded.shape[1] - (width - 1)
-        taps = weight.to(accumulation_dtype(padded.dtype, weight.dtype))
-        out = padded[:, width - 1 :] * taps[:, width - 1]
-        for back in range(1, width):
-            at = width - 1 - back
-            out = out + _own_document(padded[:, at : at + length], since, back) * taps[:, at]
-        return out.to(padded.dtype)
+        return _weighted_sum(padded, weight, since)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
@@ -62,6 +58,23 @@ class _CausalTapsFunction(torch.autograd.Function):
             read = _own_document(padded[:, at : at + length], since, width - 1 - at)
             grad_taps.append((reaching * read).sum((0, 1)))
         return grad_padded.to(padded.dtype), torch.stack(grad_taps, dim=1).to(weight.dtype), None
+
+
+def _weighted_sum(padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:
+    width = weight.shape[1]
+    length = padded.shape[1] - (width - 1)
+    taps = weight.to(accumulation_dtype(padded.dtype, weight.dtype))
+    out = padded[:, width - 1 :] * taps[:, width - 1]
+    for back in range(1, width):
+        at = width - 1 - back
+        out = out + _own_document(padded[:, at : at + length], since, back) * taps[:, at]
+    return out.to(padded.dtype)
+
+
+def _taps(padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:
+    if not torch.compiler.is_compiling() and transformed():  # which autograd.Function does not take part in
+        return _weighted_sum(padded, weight, since)
+    return _CausalTapsFunction.apply(padded, weight, since)
 
 
 def _own_document(x: Tensor, since: Tensor | None, back: int) -> Tensor:
@@ -88,8 +101,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu") -> None:
         super().__init__()
-        if width < 1:
-            raise ValueError(f"width: expected at least 1 tap, got {width}")
+        dim, width = check_integer("dim", dim, least=1), check_integer("width", width, least=1)
+        check_flag("bias", bias)
         if activation not in ("silu", None):
             raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
         self.dim, self.width, self.activation = dim, width, activation
@@ -114,53 +127,50 @@ class ShortConvolution(nn.Module):
         Raises:
             ValueError: wrong shapes, or documents with B > 1.
         """
-        self._validate(x, cu_seqlens, since)
+        check_input("x", x, (None, None, self.dim))
         sp = resolve_sp(None)
         if since is None:
+            check_cu_seqlens(cu_seqlens, None, x, "x", sp)
+        else:
+            check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
+        if since is None:
             since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
+        weight, bias = self.weight, self.bias
         if self.width == 1:
-            return self._activate(_CausalTapsFunction.apply(x, self.weight, since))
+            return self._activate(_taps(x, weight, since), bias)
         if sp is None:
             before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         else:
+            _, x, weight, bias = joined(sp, x, weight, bias)
             before = halo_exchange(x, self.width - 1, sp)
-        return self._activate(_CausalTapsFunction.apply(torch.cat([before, x], dim=1), self.weight, since))
+        return self._activate(_taps(torch.cat([before, x], dim=1), weight, since), bias)
 
     def prefill(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Continue from a cache on this rank alone: x [B, T, D], cache [B, D, W] (the last W inputs, oldest first)
         -> (y [B, T, D], new cache)."""
-        self._validate(x, None, None)
-        if cache.shape != (x.shape[0], self.dim, self.width):
-            raise ValueError(f"cache: expected {[x.shape[0], self.dim, self.width]}, got {list(cache.shape)}")
+        check_input("x", x, (None, None, self.dim))
+        check_input("cache", cache, (x.shape[0], self.dim, self.width))
         seen = torch.cat([cache.transpose(1, 2).to(x.dtype), x], dim=1)
-        y = self._activate(_CausalTapsFunction.apply(seen[:, 1:], self.weight, None))
+        y = self._activate(_taps(seen[:, 1:], self.weight, None), self.bias)
         return y, seen[:, -self.width :].transpose(1, 2).to(cache.dtype)
 
     def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """One token on this rank alone: x [B, D], cache [B, D, W] -> (y [B, D], new cache)."""
+        check_input("x", x, (None, self.dim))
+        check_input("cache", cache, (x.shape[0], self.dim, self.width))
         cache = torch.cat([cache[:, :, 1:], x.unsqueeze(-1).to(cache.dtype)], dim=-1)
         wide = accumulation_dtype(x.dtype, self.weight.dtype)
-        return self._activate((cache.to(wide) * self.weight.to(wide)).sum(-1).to(x.dtype)), cache
+        return self._activate((cache.to(wide) * self.weight.to(wide)).sum(-1).to(x.dtype), self.bias), cache
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros [B, D, W]: nothing read yet."""
+        check_integer("batch", batch, least=1)
         return torch.zeros(batch, self.dim, self.width, dtype=dtype or self.weight.dtype, device=self.weight.device)
 
-    def _activate(self, y: Tensor) -> Tensor:
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
+    def _activate(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            y = y + bias.to(y.dtype)
         return F.silu(y) if self.activation == "silu" else y
-
-    def _validate(self, x: Tensor, cu_seqlens: Tensor | None, since: Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(f"x: expected [B, T, {self.dim}], got {list(x.shape)}")
-        if cu_seqlens is not None and x.shape[0] != 1:
-            raise ValueError(f"x: expected batch size 1 with cu_seqlens (documents are packed), got {x.shape[0]}")
-        if cu_seqlens is not None and (not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1):
-            got = list(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise ValueError(f"cu_seqlens: expected a 1-D tensor [N+1], got {got}")
-        if since is not None and since.shape != x.shape[1:2]:
-            raise ValueError(f"since: expected [{x.shape[1]}], got {list(since.shape)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight = state_dict.get(prefix + "weight")

@@ -7,15 +7,16 @@ Both work on packed documents, under sequence parallelism (`flexsp.nn.SequencePa
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.comm.group import resolve_sp
+from flexsp.exceptions import check_flag, check_integer, check_number
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype
+from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_input
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 
 
@@ -39,6 +40,22 @@ def _refuse_cache_under_sp(cu_seqlens: Tensor | None) -> None:
             "cache: expected None under sequence parallelism (generation is local to a rank), got a cache; use "
             "layer.step(), or flexsp.nn.unwrap(copy.deepcopy(model)) for a plain copy of the model"
         )
+
+
+def _check_cache(cache: Any, state: tuple[int, ...], conv: ShortConvolution | None) -> None:
+    """What `init_cache` or an earlier call gave, for as many sequences as the input has."""
+    if not isinstance(cache, LayerCache):
+        raise ValueError(f"cache: expected a LayerCache, see init_cache, got {type(cache).__name__}")
+    check_input("cache.state", cache.state, state)
+    if conv is not None:
+        check_input("cache.conv", cache.conv, (state[0], conv.dim, conv.width))  # type: ignore[arg-type]
+
+
+def _check_token(x: Tensor, hidden_size: int) -> Tensor:
+    """x [B, D] or [B, 1, D] as [B, 1, D]."""
+    one = isinstance(x, Tensor) and not x.is_nested and x.dim() == 3
+    check_input("x", x, (None, 1, hidden_size) if one else (None, hidden_size))
+    return x if one else x.unsqueeze(1)
 
 
 class SimpleGLA(nn.Module):
@@ -76,6 +93,17 @@ class SimpleGLA(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "conv_size": conv_size}.items():
+            check_integer(name, size, least=1)
+        for name, given in {"head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
+            if given is not None:
+                check_integer(name, given, least=1)
+        for name, flag in {
+            "use_short_conv": use_short_conv, "conv_bias": conv_bias, "use_output_gate": use_output_gate,
+        }.items():  # fmt: skip
+            check_flag(name, flag)
+        check_number("gate_logit_normalizer", gate_logit_normalizer, above=0)
+        check_number("norm_eps", norm_eps)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_k_dim = head_k_dim or _head_dim("expand_k", hidden_size, expand_k, num_heads)
         self.head_v_dim = head_v_dim or _head_dim("expand_v", hidden_size, expand_v, num_heads)
@@ -99,6 +127,9 @@ class SimpleGLA(nn.Module):
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
         """
+        check_input("x", x, (None, None, self.hidden_size))
+        if cache is not None:
+            _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
         qkv, conv_cache = self.qkv_proj(x), None
         if cache is not None:
             _refuse_cache_under_sp(cu_seqlens)
@@ -122,7 +153,8 @@ class SimpleGLA(nn.Module):
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
-        token = x if x.dim() == 3 else x.unsqueeze(1)
+        token = _check_token(x, self.hidden_size)
+        _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
         qkv, conv_cache = self.qkv_proj(token), None
         if self.conv is not None:
             assert cache.conv is not None
@@ -137,9 +169,12 @@ class SimpleGLA(nn.Module):
     def init_cache(self, batch: int) -> LayerCache:
         """The cache of an empty text."""
         weight = self.qkv_proj.weight
-        shape = (batch, self.num_heads, self.head_k_dim, self.head_v_dim)
+        shape = self._state_shape(check_integer("batch", batch, least=1))
         state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
         return LayerCache(state, None if self.conv is None else self.conv.init_cache(batch))
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.conv is None:
@@ -191,6 +226,12 @@ class Mamba2(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        sizes = {"hidden_size": hidden_size, "head_dim": head_dim, "state_size": state_size, "n_groups": n_groups}
+        for name, size in {**sizes, "conv_size": conv_size}.items():
+            check_integer(name, size, least=1)
+        check_flag("conv_bias", conv_bias)
+        check_number("expand", expand, above=0)
+        check_number("norm_eps", norm_eps)
         self.hidden_size, self.head_dim, self.state_size, self.n_groups = hidden_size, head_dim, state_size, n_groups
         self.inner_size = int(expand * hidden_size)
         if self.inner_size % head_dim:
@@ -228,6 +269,9 @@ class Mamba2(nn.Module):
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
         """
+        check_input("x", x, (None, None, self.hidden_size))
+        if cache is not None:
+            _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
         z, mixed, dt = self._project(x)
         conv_cache = None
         if cache is None:
@@ -258,7 +302,8 @@ class Mamba2(nn.Module):
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
-        token = x if x.dim() == 3 else x.unsqueeze(1)
+        token = _check_token(x, self.hidden_size)
+        _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
         z, mixed, dt = self._project(token)
         assert cache.conv is not None
         mixed, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
@@ -281,9 +326,12 @@ class Mamba2(nn.Module):
     def init_cache(self, batch: int) -> LayerCache:
         """The cache of an empty text."""
         weight = self.in_proj.weight
-        shape = (batch, self.num_heads, self.state_size, self.head_dim)
+        shape = self._state_shape(check_integer("batch", batch, least=1))
         state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
         return LayerCache(state, self.conv1d.init_cache(batch))
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.num_heads, self.state_size, self.head_dim
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
@@ -301,7 +349,7 @@ class Mamba2(nn.Module):
 
 
 def _head_dim(name: str, hidden_size: int, expand: float, num_heads: int) -> int:
-    total = int(hidden_size * expand)
-    if total % num_heads:
+    total = int(hidden_size * check_number(name, expand, above=0))
+    if total < num_heads or total % num_heads:
         raise ValueError(f"{name}: expected hidden_size * {name} = {total} divisible by num_heads={num_heads}")
     return total // num_heads

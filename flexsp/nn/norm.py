@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """float64 where an input is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
+    """A dense floating tensor of these sizes, None for any; ``...`` at the front for any axes before."""
+    shown = "[" + ", ".join({None: "*", ...: "..."}.get(n, str(n)) for n in sizes) + "]"
+    check_dense(name, x, f"a floating tensor {shown}")
+    if x.dtype not in _FLOATS:
+        fail(name, f"a floating tensor {shown}", x.dtype)
+    if sizes[0] is ...:
+        sizes = (*[None] * (x.dim() - len(sizes) + 1), *sizes[1:])
+    if x.dim() != len(sizes) or any(n is not None and n != m for n, m in zip(sizes, x.shape, strict=True)):
+        fail(name, shown, list(x.shape))
 
 
 class RMSNorm(nn.Module):
@@ -23,13 +41,17 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None) -> None:
         super().__init__()
-        self.dim, self.eps, self.group_size = dim, eps, group_size or dim
+        check_integer("dim", dim, least=1)
+        if group_size is not None:
+            check_integer("group_size", group_size, least=1)
+        self.dim, self.eps, self.group_size = dim, check_number("eps", eps), group_size or dim
         if dim % self.group_size:
             raise ValueError(f"group_size: expected a divisor of dim={dim}, got {group_size}")
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim] in x's dtype."""
+        check_input("x", x, (..., self.dim))
         return self._normalise(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
 
     def _normalise(self, x: Tensor) -> Tensor:
@@ -51,11 +73,15 @@ class GatedRMSNorm(RMSNorm):
 
     def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None, gate_first: bool = False) -> None:
         super().__init__(dim, eps, group_size)
+        check_flag("gate_first", gate_first)
         self.gate_first = gate_first
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """x [..., dim], gate [..., dim] or None (no gate) -> [..., dim] in x's dtype."""
+        check_input("x", x, (..., self.dim))
         wide = x.to(accumulation_dtype(x.dtype))
+        if gate is not None:
+            check_input("gate", gate, tuple(x.shape))
         if gate is None:
             return self._normalise(wide).to(x.dtype)
         silu = F.silu(gate.to(wide.dtype))

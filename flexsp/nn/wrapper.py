@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Collection, Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules import conv, fold, padding, pooling, rnn, upsampling
-from torch.nn.modules.batchnorm import _NormBase
 
-from flexsp.comm.group import SequenceParallel, sequence_parallel
+from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
+from flexsp.nn.exactness import Offence, offences, own_classes
 
 M = TypeVar("M", bound=nn.Module)
-
-_ATTENTION = (
-    "softmax attention reads every token of the sequence; use a layer built on flexsp.ops, or keep it outside the "
-    "wrapper, between sp.gather and sp.shard"
-)
-_REFUSED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
-    ((conv._ConvNd,), "a convolution reads tokens of other ranks; use flexsp.nn.ShortConvolution"),
-    ((rnn.RNNBase, rnn.RNNCellBase), "its recurrence starts anew on every rank; use a layer built on flexsp.ops"),
-    (
-        (
-            nn.MultiheadAttention,
-            nn.Transformer,
-            nn.TransformerEncoder,
-            nn.TransformerDecoder,
-            nn.TransformerEncoderLayer,
-            nn.TransformerDecoderLayer,
-        ),
-        _ATTENTION,
-    ),
-    ((_NormBase,), "its statistics are over this rank's tokens only; use nn.LayerNorm or nn.RMSNorm"),
-    ((torch.jit.ScriptModule,), "the code of a scripted module cannot be seen; wrap the original module"),
-)
-_REFUSED_FILES = tuple(module.__name__ for module in (fold, padding, pooling, upsampling))
-_REFUSED_CALLS = {
-    "scaled_dot_product_attention": _ATTENTION,
-    "multi_head_attention_forward": _ATTENTION,
-    "flex_attention": _ATTENTION,
-    "flash_attn_func": _ATTENTION,
-    "flash_attn_varlen_func": _ATTENTION,
-    "conv1d": "a convolution reads tokens of other ranks; use flexsp.nn.ShortConvolution",
-    "causal_conv1d_fn": "a convolution reads tokens of other ranks; use flexsp.nn.ShortConvolution",
-}
-_FOREIGN_OPS = ("fla.ops", "mamba_ssm.ops")
 
 
 class SequenceParallelLA(nn.Module):
@@ -63,17 +27,21 @@ class SequenceParallelLA(nn.Module):
     their forward enters ``sequence_parallel(sp)``, so that recomputation of a checkpointed submodule, which runs in the
     backward pass on another thread, finds it too. A checkpointed plain function must pass ``sp=`` to its ops itself
     (FlexspError otherwise).
-    Wrap before DistributedDataParallel, fully_shard, torch.compile; copy.deepcopy works, save state_dicts rather than
-    pickled modules. `unwrap` undoes it.
+    Under torch.compile a checkpointed block stays in the graph if the model around it is wrapped too, or called inside
+    ``sequence_parallel(sp)``. Wrap before DistributedDataParallel, fully_shard, torch.compile; copy.deepcopy works;
+    save state_dicts rather than pickled modules. `unwrap` undoes it.
 
     Args:
         layer: the module.
         sp: from `flexsp.init_sequence_parallel`. Wrapping again replaces it.
-        allow: paths of submodules to accept although they look inexact, with all below them.
+        allow: paths of submodules to accept although they look inexact, with all below them, unseen. What is accepted
+            so and yet needs other tokens is silently wrong on every rank but the first: try `flexsp.verify` before.
 
     Raises:
-        ValueError: a submodule cannot be exact (convolutions, RNNs, softmax attention, batch norm, pooling, ops of
-            other libraries); the message names its path and the remedy.
+        ValueError: submodules cannot be exact (convolutions, RNNs, softmax attention, batch norm, pooling, ops of
+            other libraries), or are not known to be: classes of other libraries (transformers, fla, mamba_ssm, whatever
+            was installed from an index or a repository) other than norms, MLPs and activations, whatever stands inside
+            them. The message names all their paths and the remedies.
 
     Parameters are the same on all ranks and each rank's gradient covers its own tokens. They add up: either let DDP or
     fully_shard average over the whole (dp, sp) mesh and scale the loss with `sp.token_mean`, or all-reduce
@@ -108,6 +76,9 @@ class SequenceParallelLA(nn.Module):
         """All done by `__new__`: the object is the layer, long since initialised."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and current_sp() is self._flexsp_sp:
+            # A checkpoint in a graph may change nothing outside it; its recomputation needs no context.
+            return super().forward(*args, **kwargs)
         with sequence_parallel(self._flexsp_sp):
             return super().forward(*args, **kwargs)
 
@@ -136,86 +107,31 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
     unknown = allowed.difference(path for path, _ in layer.named_modules(remove_duplicate=False))
     if unknown:
         raise ValueError(f"allow: expected paths of submodules, got {sorted(unknown)}")
-    modules = list(_accepted(layer, "", allowed))
-    for module in modules:
-        if module is layer or _own_classes(module):
+    _refuse(list(offences(layer, allowed)))
+    for module in list(layer.modules()):
+        if module is layer or own_classes(module):
             _bind(module, sp)
     return layer
 
 
-def _accepted(module: nn.Module, path: str, allow: frozenset[str]) -> Iterator[nn.Module]:
-    """`module` and all below it; ValueError at the first that cannot be exact."""
-    if path not in allow:
-        reason = _refusal(module)
-        if reason is not None:
-            raise ValueError(
-                f"layer: expected modules that can be exact over ranks, got {type(module).__name__} at "
-                f"{path or '(the layer itself)'!r}: {reason}. If it treats tokens one by one, pass allow=[{path!r}]"
-            )
-        for name, child in module.named_children():
-            yield from _accepted(child, f"{path}.{name}" if path else name, allow)
-    else:
-        yield from (child for child in module.modules() if child is not module)
-    yield module
-
-
-def _refusal(module: nn.Module) -> str | None:
-    if isinstance(module, conv._ConvNd) and set(module.kernel_size) == set(module.stride) == {1}:
-        return None
-    for types, reason in _REFUSED:
-        if isinstance(module, types):
-            return reason
-    if type(module).__module__ in _REFUSED_FILES:
-        return "it reads tokens of other ranks"
-    for cls in _own_classes(module):
-        if cls.__module__.startswith("transformers.") and cls.__name__.endswith("Attention"):
-            return _ATTENTION
-        for function in vars(cls).values():
-            if isinstance(function, FunctionType) and (found := _refused_call(function, set())) is not None:
-                return found
-    return None
-
-
-def _refused_call(function: FunctionType, seen: set[FunctionType]) -> str | None:
-    """Why `function`, or a function of the same program that it calls, cannot be exact over ranks."""
-    seen.add(function)
-    for called in _called(function.__code__, function.__globals__):
-        name, origin = getattr(called, "__name__", ""), getattr(called, "__module__", None) or ""
-        if name in _REFUSED_CALLS:
-            return f"its code calls {name}: {_REFUSED_CALLS[name]}"
-        if origin.startswith(_FOREIGN_OPS):
-            return f"its code calls {origin}.{name}, which knows nothing of ranks; use flexsp.ops"
-        if isinstance(called, FunctionType) and called not in seen and not origin.startswith(("torch.", "flexsp.")):
-            reason = _refused_call(called, seen)
-            if reason is not None:
-                return reason
-    return None
-
-
-def _called(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """The functions that `code` reaches by name, such as F.conv1d; not by attributes of its arguments (self.conv1d)."""
-    value: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            value = names.get(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-            value = getattr(value, instruction.argval, None)
-        else:
-            value = None
-        if callable(value):
-            yield value
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _called(constant, names)
-
-
-def _own_classes(module: nn.Module) -> list[type]:
-    """The classes of `module` that are not torch's, nor flexsp's wrapper."""
-    return [
-        cls
-        for cls in type(module).__mro__
-        if issubclass(cls, nn.Module) and not cls.__module__.startswith(("torch.", "flexsp.nn.wrapper"))
-    ]
+def _refuse(found: list[Offence]) -> None:
+    """ValueError that names all, one line a class and reason."""
+    if not found:
+        return
+    lines = []
+    for kind, reason in dict.fromkeys((offence.kind, offence.reason) for offence in found):
+        same = [offence.path or "(the layer itself)" for offence in found if offence[1:] == (kind, reason)]
+        more = f" and {len(same) - 1} more, to {same[-1]!r}" if len(same) > 1 else ""
+        lines.append(f"\n  {kind} at {same[0]!r}{more}: {reason}.")
+    some = [offence.path for offence in found][:3]
+    paths = ", ".join(map(repr, some)) + (", ..." if len(found) > len(some) else "")
+    raise ValueError(
+        f"layer: expected modules that are exact over ranks, got {len(found)} that are not, or not known to be:"
+        + "".join(lines)
+        + "\nflexsp.verify(layer, sp, x) runs a batch cut and whole and names the first submodule that differs. Where "
+        f"it finds none, allow=[{paths}] accepts these with all below them, unseen: a token that needs another one is "
+        "then silently wrong on every rank but the first."
+    )
 
 
 _BOUND: dict[type[nn.Module], type[SequenceParallelLA]] = {}
@@ -225,7 +141,7 @@ def _bind(module: nn.Module, sp: SequenceParallel) -> None:
     cls = type(module)
     if not issubclass(cls, SequenceParallelLA):
         if "forward" in module.__dict__:
-            if not _own_classes(module):
+            if not own_classes(module):
                 return  # torch.compile's OptimizedModule: the module inside is bound
             raise ValueError(
                 f"layer: expected forward methods of classes, got a {cls.__name__} whose forward was replaced on the "

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import resolve_sp
+from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -21,7 +23,9 @@ __all__ = [
     "accumulation_dtype",
     "check_cu_seqlens",
     "check_decay_inputs",
+    "check_flag",
     "check_gate",
+    "check_integer",
     "check_non_negative",
     "check_non_positive",
     "check_qkv",
@@ -38,10 +42,6 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 
 
-def fail(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
-
-
 def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
     """Dtype of states: float64 for float64 inputs, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -49,7 +49,7 @@ def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def readable(x: torch.Tensor) -> bool:
     """Whether looking at the values of ``x`` is possible and allowed here."""
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed():
         return False
     return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("FLEXSP_CHECK") == "1")
 
@@ -78,8 +78,8 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """``shape`` None checks only the number of dimensions that ``dims`` ("[B, T, H, K]") names."""
-    if not isinstance(x, torch.Tensor):
-        fail(name, f"a tensor {dims}", type(x).__name__)
+    check_dense(name, x, f"a tensor {dims}")
+    assert isinstance(x, torch.Tensor)
     if shape is None:
         if x.dim() != dims.count(",") + 1:
             fail(name, f"a {dims.count(',') + 1}-D tensor {dims}", f"shape {list(x.shape)}")
@@ -110,11 +110,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "q
 
 
 def check_scale(scale: float | None, K: int) -> float:
-    if scale is None:
-        return K**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        fail("scale", "a number or None", type(scale).__name__)
-    return float(scale)
+    return K**-0.5 if scale is None else check_number("scale", scale)
 
 
 def check_gate(name: str, g: torch.Tensor, shape: tuple[int, ...], dims: str, like: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops.simple_gla import chunk_simple_gla
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["chunk_lightning_attn"]
 
 
+@ranks_call
 def chunk_lightning_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,10 +58,8 @@ def chunk_lightning_attn(
         >>> state.shape  # [2, 4, 64, 64]
     """
     check.check_qkv(q, k, v)
-    if num_layers < 1:
-        check.fail("num_layers", "at least 1", num_layers)
-    if not 0 <= layer_idx < num_layers:
-        check.fail("layer_idx", f"0..{num_layers - 1}", layer_idx)
+    num_layers = check.check_integer("num_layers", num_layers, least=1)
+    layer_idx = check.check_integer("layer_idx", layer_idx, most=num_layers - 1)
     H = q.shape[2]
     slope = -8.0 / H * (1 - layer_idx / num_layers)
     g_gamma = slope * torch.arange(H, dtype=check.accumulation_dtype(q), device=q.device)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 
@@ -20,6 +22,7 @@ NORMALIZER_EPS = 1e-10
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
+@ranks_call
 def chunk_linear_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,6 +66,8 @@ def chunk_linear_attn(
         >>> o, (S, z) = chunk_linear_attn(q, k, v, output_final_state=True)
     """
     B, _, H, K, V = check.check_qkv(q, k, v)
+    check.check_flag("output_final_state", output_final_state)
+    check.check_flag("normalize", normalize)
     sp = check.resolve(sp, q)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
     N = check.number_of_states(B, cu_seqlens)
@@ -73,21 +78,27 @@ def chunk_linear_attn(
     check.same_call(sp, "linear_attn", q, H, K, V, N, normalize, cu_seqlens is None)
 
     scale = check.check_scale(scale, K)
+    if sp is not None and normalize:  # two exchanges
+        _, q, k, v, state, z = joined(sp, q, k, v, state, z)
     numerator, final = diagonal(
-        q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp
-    )
+        q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+        op="linear_attn",
+    )  # fmt: skip
     if not normalize:
         return numerator, final
     ones = v.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
     denominator, final_z = diagonal(
         q, k, ones, scale=scale, initial_state=None if z is None else z.permute(0, 2, 3, 1),
-        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="linear_attn (normaliser)",
     )  # fmt: skip
     dtype = check.accumulation_dtype(q)
-    o = numerator.to(dtype) / (denominator.to(dtype) + NORMALIZER_EPS)
+    o = (numerator.to(dtype) / (denominator.to(dtype) + NORMALIZER_EPS)).to(v.dtype)
     if final is None or final_z is None:
-        return o.to(v.dtype), None
-    return o.to(v.dtype), (final, final_z.permute(0, 3, 1, 2))
+        return o, None
+    final_z = final_z.permute(0, 3, 1, 2)
+    if sp is not None:
+        _, o, final, final_z = joined(sp, o, final, final_z)
+    return o, (final, final_z)
 
 
 def _split_state(initial_state: State, normalize: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["mamba2_ssd"]
 
 
+@ranks_call
 def mamba2_ssd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -63,12 +66,16 @@ def mamba2_ssd(
         >>> y, state = mamba2_ssd(x, dt, A, B, C, D=torch.ones(8), dt_softplus=True, output_final_state=True)
     """
     batch, H, P, N = _check_shapes(x, dt, A, B, C, D, dt_bias)
+    check.check_flag("dt_softplus", dt_softplus)
+    check.check_flag("output_final_state", output_final_state)
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
     n_states = check.number_of_states(batch, cu_seqlens)
     check.check_state("initial_state", initial_state, (n_states, H, N, P), "[B, H, N, P]", x, cu_seqlens, sp)
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
+    if sp is not None and D is not None:  # which does not lead to the exchange of states
+        x, dt, A, B, C, D, dt_bias, initial_state = joined(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
     dtype = check.accumulation_dtype(x)
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
@@ -78,6 +85,7 @@ def mamba2_ssd(
     y, final = diagonal(
         _heads(C, H), _heads(B, H), (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(dtype), scale=1.0,
         initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+        op="mamba2",
     )  # fmt: skip
     if D is not None:
         weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)

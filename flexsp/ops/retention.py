@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops.simple_gla import chunk_simple_gla
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["chunk_retention"]
 
 
+@ranks_call
 def chunk_retention(
     q: torch.Tensor,
     k: torch.Tensor,

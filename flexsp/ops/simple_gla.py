@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 
@@ -17,6 +18,7 @@ __all__ = ["chunk_simple_gla", "recurrent_simple_gla"]
 _MIN_LOG_DECAY = -104.0
 
 
+@ranks_call
 def chunk_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,6 +68,7 @@ def chunk_simple_gla(
         >>> o, state = chunk_simple_gla(q, k, v, g, output_final_state=True)
     """
     B, _, H, K, V = check.check_qkv(q, k, v)
+    check.check_flag("output_final_state", output_final_state)
     sp = check.resolve(sp, q)
     check.check_decay_inputs(q, g, g_gamma)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
@@ -74,7 +77,7 @@ def chunk_simple_gla(
     check.same_call(sp, "simple_gla", q, H, K, V, N, g is None, g_gamma is None, cu_seqlens is None)
     return diagonal(
         q, k, v, g, g_gamma, scale=check.check_scale(scale, K), initial_state=initial_state,
-        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="simple_gla",
     )  # fmt: skip
 
 
@@ -102,6 +105,7 @@ def recurrent_simple_gla(
         >>> o1, state = recurrent_simple_gla(q1, k1, v1, g1, initial_state=state, output_final_state=True)
     """
     B, T, H, K, V = check.check_qkv(q, k, v)
+    check.check_flag("output_final_state", output_final_state)
     check.check_decay_inputs(q, g, g_gamma)
     check.check_state("initial_state", initial_state, (B, H, K, V), "[B, H, K, V]", q, None, None)
     dtype = check.accumulation_dtype(q)

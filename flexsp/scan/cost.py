@@ -1,4 +1,4 @@
-"""How long one exchange of states over the ranks takes: MATH §10's latency-bandwidth model of each schedule.
+"""How long one exchange of states over the ranks takes: a latency-bandwidth model of each schedule.
 
 n is the bytes of a rank's state, R the number of ranks, S the segments that a rank folds and then writes, and the time
 is that of the slowest rank. Every form is linear in at most five parameters (:class:`Cost`), which :func:`fit` finds
@@ -28,9 +28,8 @@ from flexsp.scan.schedules import PIECES, SCHEDULES
 
 __all__ = ["Cost", "Fit", "Measurement", "fit"]
 
-# Bytes of a tile of the chain's kernel, and of the tiles that its blocks hold at a time.
-TILE = 16384
-WAVE = 128 * TILE
+TILE = 16384  # bytes of a tile of the chain's kernel
+BLOCKS = 128  # that it has at most
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Cost:
         byte: of a byte over the link, 1/be.
         memory: of a byte of the segments, read or written on the rank itself.
         apply: chain, of one segment of one tile, a hop's wait behind a block's earlier tiles; pipelined, of one piece
-            (t_c in MATH §10). The others have none.
+            (docs/math.md, section 14). The others have none.
+        blocks: of the chain's kernel, each of which holds a tile at a time.
     """
 
     name: str
@@ -52,10 +52,11 @@ class Cost:
     byte: float = 0.0
     memory: float = 0.0
     apply: float = 0.0
+    blocks: int = BLOCKS
 
     def us(self, nbytes: float, ranks: int, segments: int = 1) -> float:
         """Predicted microseconds of an exchange of ``nbytes`` a rank over ``ranks`` >= 2 ranks."""
-        counts = _counts(self.name, nbytes, ranks, segments)
+        counts = _counts(self.name, nbytes, ranks, segments, self.blocks)
         return sum(count * getattr(self, parameter) for parameter, count in counts.items())
 
     @property
@@ -98,8 +99,11 @@ class Fit:
         return max(abs(residual) / m.us for residual, m in zip(self.residuals_us, self.measurements, strict=True))
 
 
-def fit(measurements: Sequence[Measurement]) -> dict[str, Fit]:
+def fit(measurements: Sequence[Measurement], multiprocessors: int = BLOCKS) -> dict[str, Fit]:
     """Parameters >= 0 with the least sum of squared relative residuals, for each schedule that was measured.
+
+    Args:
+        multiprocessors: of the GPUs; the chain's kernel has no more blocks than these.
 
     Raises:
         ValueError: an unknown schedule, a time that is no positive number, or measurements that cannot tell the
@@ -112,11 +116,12 @@ def fit(measurements: Sequence[Measurement]) -> dict[str, Fit]:
         if not (math.isfinite(m.us) and m.us > 0):
             raise ValueError(f"measurements of {m.name}: expected positive microseconds, got {m.us}")
         of_name.setdefault(m.name, []).append(m)
-    return {name: Fit(_fit(name, found), tuple(found)) for name, found in of_name.items()}
+    blocks = min(BLOCKS, multiprocessors)
+    return {name: Fit(_fit(name, found, blocks), tuple(found)) for name, found in of_name.items()}
 
 
-def _fit(name: str, measurements: Sequence[Measurement]) -> Cost:
-    counts = [_counts(name, m.nbytes, m.ranks, m.segments) for m in measurements]
+def _fit(name: str, measurements: Sequence[Measurement], blocks: int) -> Cost:
+    counts = [_counts(name, m.nbytes, m.ranks, m.segments, blocks) for m in measurements]
     parameters = list(counts[0])
     us = torch.tensor([m.us for m in measurements], dtype=torch.float64)
     matrix = torch.tensor([list(row.values()) for row in counts], dtype=torch.float64) / us[:, None]
@@ -128,7 +133,7 @@ def _fit(name: str, measurements: Sequence[Measurement]) -> Cost:
             f"tell {', '.join(parameters)} apart, got {len(measurements)} that determine {rank}"
         )
     found = _nonnegative(matrix / size, torch.ones_like(us)) / size
-    return Cost(name, **dict(zip(parameters, found.tolist(), strict=True)))
+    return Cost(name, **dict(zip(parameters, found.tolist(), strict=True)), blocks=blocks)
 
 
 def _nonnegative(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -147,7 +152,7 @@ def _nonnegative(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return best
 
 
-def _counts(name: str, nbytes: float, ranks: int, segments: int) -> dict[str, float]:
+def _counts(name: str, nbytes: float, ranks: int, segments: int, blocks: int) -> dict[str, float]:
     """How often each parameter of a schedule counts in one exchange."""
     schedule, _, transport = name.partition(":")
     if schedule not in SCHEDULES:
@@ -162,7 +167,7 @@ def _counts(name: str, nbytes: float, ranks: int, segments: int) -> dict[str, fl
         tile, hops = min(TILE, nbytes), ranks - 1
         return {
             "launch": 1, "latency": hops, "byte": nbytes - tile + hops * tile,
-            "memory": 2.0 * segments * min(nbytes, WAVE), "apply": hops * segments * nbytes / TILE,
+            "memory": 2.0 * segments * min(nbytes, blocks * TILE), "apply": hops * segments * nbytes / TILE,
         }  # fmt: skip
     if schedule == "all_gather":
         return {"launch": 1, "latency": ranks - 1, "byte": ranks * nbytes, "memory": local}

@@ -1,8 +1,8 @@
 """Launch of Triton kernels with little host time: a repeated call goes straight to the compiled kernel.
 
-Triton's own launcher describes every argument of every call in text to find the kernel it compiled before. Here the
-numbers of a call and the types and alignments of its tensors form a tuple, and the compiled kernel it led to is kept.
-The kernels of several launches (`Shot`) are compiled side by side.
+Triton's own launcher describes every argument of every call in text to find the kernel it compiled before. Here what
+is compiled in (types, alignments, which numbers are 1 or divisible by 16) forms a tuple, and the compiled kernel it led
+to is kept. The kernels of several launches (`Shot`) are compiled side by side.
 
 From Hopper on, kernels are launched as programmatic dependents: a kernel is set up before the memory of the one before
 has settled, and waits for that in `begin`.
@@ -21,18 +21,24 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_wait
-from triton.runtime.jit import get_cache_invalidating_env_vars
 
-__all__ = ["Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "workers"]
+from flexsp.devices import check_shared, reads_shared
+from flexsp.scan import lanes
+from flexsp.scan import triton_private as private
+from flexsp.scan.covered import warn_if_uncovered
+from flexsp.scan.triton_private import current_target, make_launcher
+
+__all__ = [
+    "Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "specialisation", "workers"
+]  # fmt: skip
 
 _OLDEST = (12, 9)
 _TYPES = {
@@ -40,10 +46,10 @@ _TYPES = {
     torch.uint8: "*u8", torch.float64: "*fp64",
 }  # fmt: skip
 _WORKERS = 16
-_DIRECT = triton.__version__.startswith("3.6.")  # whose launcher's arguments are known
-_compiled: dict[Any, Any] = {}
+_REGISTERS = 64 * 1024  # of a multiprocessor
+_compiled: dict[Any, Future[Any]] = {}
+_launched: dict[Any, Any] = {}  # loaded kernels of `launch`
 _lock = threading.RLock()
-_here = threading.local()
 
 
 @triton.jit
@@ -63,11 +69,6 @@ def dependent(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def current_target() -> Any:
-    """What Triton compiles for: the current GPU."""
-    return triton.runtime.driver.active.get_current_target()
-
-
 def _version(tool: Any) -> tuple[int, ...]:
     return tuple(int(x) for x in tool.version.split("."))
 
@@ -80,14 +81,11 @@ def newer_assembler() -> Any:
     than torch's, whose cubins the driver might not load.
     """
     limit = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else 99
-    tools = []
-    for name in ("ptxas", "ptxas_blackwell"):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            tools.append(getattr(knobs.nvidia, name))
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "ptxas"
     package = Path(torch.__file__).parents[1] / "nvidia" / f"cu{limit}" / "bin" / "ptxas"
-    tools += [knobs.NvidiaTool.from_path(str(path)) for path in (toolkit, package) if path.exists()]
-    fit = [tool for tool in tools if tool is not None and _OLDEST <= _version(tool) < (limit + 1,)]
+    found = [private.tool_at(path) for path in (toolkit, package) if path.exists()]
+    tools = [*private.shipped_assemblers(), *(tool for tool in found if tool is not None)]
+    fit = [tool for tool in tools if _OLDEST <= _version(tool) < (limit + 1,)]
     return max(fit, key=_version, default=None)
 
 
@@ -119,33 +117,15 @@ def _submit(work: Callable[..., Any], *args: Any) -> Future[Any]:
         return done
 
 
-@functools.lru_cache(maxsize=1)
-def _let_threads_choose() -> None:
-    """Has Triton assemble with `_here.tool` in threads that set it. Its own setting is the whole process's, and what
-    others compile meanwhile must not find another ptxas halfway."""
-    from triton.backends.nvidia import compiler
-
-    plain = compiler.get_ptxas
-    compiler.get_ptxas = lambda arch: getattr(_here, "tool", None) or plain(arch)
-
-
 @contextmanager
 def _assembler(arch: int) -> Iterator[dict[str, str]]:
     """Lets Triton use the newer ptxas in this thread; gives what tells its cache so."""
     tool = newer_assembler() if arch == 90 else None
-    if tool is None or tool.path == knobs.nvidia.ptxas.path:
+    if tool is None or tool.path == private.assembler_for(arch).path:
         yield {}
         return
-    from triton.backends.nvidia import compiler
-
-    with _lock:
-        _let_threads_choose()
-    compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
-    _here.tool = tool
-    try:
+    with private.assembling_with(tool, arch):
         yield {"flexsp_ptxas": tool.version}
-    finally:
-        _here.tool = None
 
 
 class _Pointer(NamedTuple):
@@ -159,35 +139,76 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
     """`kernel` compiled for `target` and arguments like `args`; tensors count by dtype and alignment, on any device.
 
     Numbers that are 1 or divisible by 16 are compiled in as such, unless the kernel names them in do_not_specialize.
+
+    Raises:
+        ValueError: the kernel needs more shared memory than a block of the target has.
     """
     named = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature: dict[str, str] = {}
     fixed: dict[Any, Any] = {}
-    attrs: dict[Any, Any] = {}
-    for i, param in enumerate(kernel.params):
+    divisible = []
+    for i, param in enumerate(private.parameters(kernel)):
         value = named.get(param.name, param.default)
-        free = param.name in (kernel.do_not_specialize or ())
-        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
-            signature[param.name], fixed[(i,)] = "constexpr", value
-            continue
-        signature[param.name], aligned = _describe(value)
-        if aligned and not free:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attrs)
-    with _assembler(target.arch) as told:
-        return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | told)
+        kind = _CONSTANT if param.constant else _kind(value, param.free)
+        signature[param.name] = kind.type
+        if kind.type == "constexpr":
+            fixed[(i,)] = value
+        elif kind.divisible:
+            divisible.append(i)
+    if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
+        options = {"maxnreg": min(255, _REGISTERS // (32 * options.get("num_warps", 4)))} | options
+    with _assembler(target.arch) as told, private.editing_llvm(lanes.drop_lane_flags):
+        told = told | {"flexsp_lane_flags": "dropped"}
+        compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
+    sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
+    check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
+    return compiled
 
 
-def _describe(value: Any) -> tuple[str, bool]:
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """What a kernel is compiled for, of an argument. All there are stand below: they are compared by identity."""
+
+    type: str
+    divisible: bool = False
+
+
+_CONSTANT, _ONE = _Kind("constexpr"), _Kind("constexpr")
+_BOOL, _FLOAT = _Kind("i1"), _Kind("fp32")
+_NARROW, _WIDE = [(_Kind(text), _Kind(text, True)) for text in ("i32", "i64")]
+_POINTERS = {dtype: (_Kind(text), _Kind(text, True)) for dtype, text in _TYPES.items()}
+
+
+def _kind(value: Any, free: bool) -> _Kind:
+    if type(value) is int:
+        if value == 1 and not free:
+            return _ONE
+        return (_NARROW if -(2**31) <= value < 2**31 else _WIDE)[value % 16 == 0 and not free]
+    if value is None:
+        return _CONSTANT
     if isinstance(value, torch.Tensor):
-        value = _looks(value)
+        return _POINTERS[value.dtype][_aligned(value) and not free]
     if isinstance(value, _Pointer):
-        return _TYPES[value.dtype], value.aligned
+        return _POINTERS[value.dtype][value.aligned and not free]
     if isinstance(value, bool):
-        return "i1", False
+        return _BOOL
     if isinstance(value, float):
-        return "fp32", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+        return _FLOAT
+    raise TypeError(f"argument of a kernel: expected a tensor, an int, a float, a bool or None, got {type(value)}")
+
+
+def specialisation(
+    kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What decides which compiled kernel `build` gives, but for the device: as many as there are kernels, not calls."""
+    kinds = tuple(map(_kind, args, private.freedom(kernel)))
+    how = [(k, tuple(v.items()) if type(v) is dict else v) for k, v in options.items()]
+    return kernel, kinds, *constants.items(), *how
+
+
+def _described(args: Sequence[Any]) -> tuple[Any, ...]:
+    """`args` as `build` needs them, without the memory."""
+    return tuple([_looks(x) if isinstance(x, torch.Tensor) else x for x in args])
 
 
 def launch(
@@ -212,27 +233,20 @@ def launch(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, options, prepare)
-    pdl = dependent(device)
-    fixed = (*[constants[name] for name in kernel.arg_names[len(args) : -1]], pdl)
-    how = tuple([tuple(v.items()) if isinstance(v, dict) else v for v in options.values()])
-    facts, values = [], []
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            address = x.data_ptr()
-            facts.append((x.dtype, address % 16 == 0))
-            values.append(address if x.is_cuda else x)  # the driver need not look up what is known to be on the GPU
-        else:
-            facts.append(x)
-            values.append(x)
-    key = (kernel, device, tuple(facts), fixed, how)
-    compiled = _compiled.get(key)
+    pdl, key = dependent(device), (device, specialisation(kernel, args, constants, options))
+    compiled = _launched.get(key)
     if compiled is None:
-        compiled = build(kernel, args, constants | {"PDL": pdl}, options | {"launch_pdl": pdl}, current_target())
-        if prepare is not None:
-            compiled._init_handles()
-            prepare(compiled)
-        _compiled[key] = compiled
-    compiled[grid + (1,) * (3 - len(grid))](*values, *fixed)
+        what = (kernel, _described(args), constants | {"PDL": pdl}, options | {"launch_pdl": pdl})
+        compiled = _outcome(_begin(key, functools.partial(build, *what)))
+        with _lock:
+            if key not in _launched:
+                _load(compiled, device)
+                if prepare is not None:
+                    prepare(compiled)
+                _launched[key] = compiled
+    fixed = [constants[name] for name in kernel.arg_names[len(args) : -1]]
+    values = [x.data_ptr() if isinstance(x, torch.Tensor) and x.is_cuda else x for x in args]
+    compiled[grid + (1,) * (3 - len(grid))](*values, *fixed, pdl)
 
 
 class Shot:
@@ -253,7 +267,6 @@ class Shot:
         self.compiled: Any = None
         self._found: Future[Any] | None = None
         self._start: Any = None
-        self._lead: tuple[Any, ...] = ()
         self._after: tuple[Any, ...] = ()
 
     def __call__(self, frame: Any) -> None:
@@ -266,17 +279,17 @@ class Shot:
 
     def described(self, frame: Any) -> tuple[Any, ...]:
         """`arguments` as `build` needs them, without the memory."""
-        return tuple([_looks(x) if isinstance(x, torch.Tensor) else x for x in self.arguments(frame)])
+        return _described(self.arguments(frame))
 
     def fire(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
         """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
         if self.compiled is None:
             self._compile(frame)
-        enter = knobs.runtime.launch_enter_hook
-        if enter is not None and enter.calls:  # a profiler listens
-            self.compiled[self.grid](*self._pick(at), *self._after)
-            return
-        self._start(*self.grid, stream, *self._lead, *self._pick(at), *self._after)
+        args = (*self._pick(at), *self._after)
+        if private.profiled():
+            self.compiled[self.grid](*args)
+        else:
+            self._start(self.grid, stream, args)
 
     def build(self, args: tuple[Any, ...], target: Any) -> Any:
         """The kernel compiled for a target, which need not be here, and arguments as `described`."""
@@ -288,66 +301,66 @@ class Shot:
         found = self._found
         if found is None or _failed(found):
             key = (device, self.facts(frame))
-            with _lock, torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
-                if key not in _compiled or _failed(_compiled[key]):
-                    _compiled[key] = _submit(self._built, self.described(frame), current_target())
-                found = self._found = _compiled[key]
+            with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
+                found = self._found = _begin(key, functools.partial(self.build, self.described(frame)))
         return found
-
-    def _built(self, args: tuple[Any, ...], target: Any) -> Any:
-        """The kernel, and in Triton's cache what launches it, which is compiled too."""
-        compiled = self.build(args, target)
-        make_launcher(compiled)
-        return compiled
 
     def facts(self, frame: Any) -> tuple[Any, ...]:
         """What decides which compiled kernel it is, but for the device."""
-        facts: list[Any] = [None if name is None else _looks(frame[name]) for name in self.pointers]
-        names = self.kernel.arg_names[len(self.pointers) :]
-        free = self.kernel.do_not_specialize or ()
-        for name, n in zip(names, self.numbers, strict=False):
-            facts.append((abs(n) >= 2**31, *(() if name in free else (n % 16 == 0, n == 1))))
-        constants = tuple(self.constants[name] for name in names[len(self.numbers) :] if name in self.constants)
-        return (self.kernel, tuple(facts), constants, tuple(sorted(self.options.items())))
+        return specialisation(self.kernel, self.arguments(frame), self.constants, self.options)
 
     def _compile(self, frame: Any) -> None:
         device = torch.cuda.current_device()
-        found = self.prepare(frame, device)
-        error = found.exception()
-        if error is not None:  # dropped, since its traceback will hold the frames of this call
-            self._found = None
-            with _lock:
-                for key in [key for key, other in _compiled.items() if other is found]:
-                    del _compiled[key]
-            raise error.with_traceback(None)
-        compiled = found.result()
-        compiled._init_handles()
+        found, self._found = self.prepare(frame, device), None  # kept, a failure would keep the frames of this call
+        compiled = _outcome(found)
+        with _lock:
+            _load(compiled, device)
         constants = self.constants | {"PDL": dependent(device)}
         fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
-        self._start, self._lead = _entry(compiled)
+        self._start = private.starter(compiled)
         self._after = (*self.numbers, *fixed)
         self.compiled = compiled  # last: another thread that sees it finds what it is launched with
 
 
-def make_launcher(compiled: Any) -> Any:
-    """Triton's launcher of a kernel: C code that is compiled for its signature, into the cache."""
-    return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+def _begin(key: Any, work: Callable[[Any], Any]) -> Future[Any]:
+    """The kernel that `work` builds for the current GPU, begun in another thread unless that was done before."""
+    with _lock:
+        found = _compiled.get(key)
+        if found is None or _failed(found):
+            found = _compiled[key] = _submit(_built, work, current_target())
+        return found
+
+
+def _built(work: Callable[[Any], Any], target: Any) -> Any:
+    """The kernel, and in Triton's cache what launches it, which may be compiled too."""
+    compiled = work(target)
+    make_launcher(compiled)
+    return compiled
+
+
+def _outcome(found: Future[Any]) -> Any:
+    """The compiled kernel. A failure is raised, and forgotten: its traceback will hold the frames of this call."""
+    error = found.exception()
+    if error is None:
+        return found.result()
+    with _lock:
+        for key in [key for key, other in _compiled.items() if other is found]:
+            del _compiled[key]
+    raise error.with_traceback(None)
+
+
+def _load(compiled: Any, device: int) -> None:
+    private.load(compiled)
+    warn_if_uncovered(triton.__version__, device)
 
 
 def _failed(found: Future[Any]) -> bool:
     return found.done() and (found.cancelled() or found.exception() is not None)
 
 
-def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What launches a kernel, and its arguments between the stream and the kernel's own.
-
-    Triton's launcher in C where nothing is to be allocated for the kernel, else the one in Python around it.
-    """
-    run, rest = compiled.run, (compiled.packed_metadata, None, None, None)
-    if _DIRECT and getattr(run, "global_scratch_size", 1) == 0 and getattr(run, "profile_scratch_size", 1) == 0:
-        return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *rest)
-    return run, (compiled.function, *rest)
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 or x.device.type == "meta"
 
 
 def _looks(x: torch.Tensor) -> _Pointer:
-    return _Pointer(x.dtype, x.device.type == "meta" or x.data_ptr() % 16 == 0)
+    return _Pointer(x.dtype, _aligned(x))

@@ -12,8 +12,6 @@ sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
 
 from __future__ import annotations
 
-import functools
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,31 +20,36 @@ import triton
 import triton.language as tl
 
 from flexsp.comm import device as dev
+from flexsp.comm import signature as sig
 from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
+from flexsp.comm.group import ranks_call
+from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.scan.affine import dense_over_process_group
 from flexsp.scan.dense import MOST, check_dense, load_dense, through
 from flexsp.scan.launch import begin, launch
+from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
 __all__ = ["local_launch", "propagate"]
 
-MAX_BLOCKS = 128  # of a kernel that waits for a neighbour
+MAX_BLOCKS = 128  # of a kernel that waits for a neighbour; at most one a multiprocessor, so that all are resident
 # SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
 # together, and every hop would wait for the whole state; one after another, the hops overlap.
 PACE = 160
-CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
-LOCAL_TILE = 1024
 CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
 COUNTERS = 16  # int64 in front of the epochs: the failure mark, scratch for the time, the rest unused
 
 _TILE = tl.constexpr(CHAIN_TILE)
 _WORDS = tl.constexpr(CONTROL_WORDS)
 _COUNTERS = tl.constexpr(COUNTERS)
-_POISON = tl.constexpr(1 << 31)
+_POISON = tl.constexpr(sig.POISON)
+_MISMATCH_BIT = tl.constexpr(sig.MISMATCH_BIT)
+_RANK_BITS = tl.constexpr(sig.RANK_BITS)
+_RANK_MASK = tl.constexpr((1 << sig.RANK_BITS) - 1)
 _MISMATCH = tl.constexpr(watchdog.MISMATCH)
 _POISON_TIMEOUT = tl.constexpr(watchdog.POISON_TIMEOUT)
 _TIMEOUT_READY = tl.constexpr(watchdog.TIMEOUT_READY)
@@ -173,22 +176,26 @@ def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
     kind = tl.where(seen_low == low, 0, _MISMATCH)
     if EXACT:
         kind = tl.where((seen >> 32) == epoch, kind, _MISMATCH)
-    kind = tl.where((seen_low & _POISON) != 0, _POISON_TIMEOUT + ((seen_low >> 16) & 1).to(tl.int32), kind)
+    kind = tl.where((seen_low & _POISON) != 0, _POISON_TIMEOUT + ((seen_low & _MISMATCH_BIT) != 0).to(tl.int32), kind)
     return tl.where((seen >> 32) < epoch, timeout_kind, kind)
 
 
 @triton.jit
-def _fail(counters, record, kind, seen, epoch, low, peer, tile, REVERSE: tl.constexpr):
-    """Records a failure; returns the low word of the poison that tells the neighbours whom it is about."""
+def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, REVERSE: tl.constexpr):
+    """Records a failure; returns the low word of the poison that tells the neighbours of it: who reports, about whom.
+
+    That of the first failure counts for all tiles: after it, the others no longer wait, which is no silence of a peer.
+    """
     poisoned = kind >= _POISON_TIMEOUT
-    origin = tl.where(poisoned, (seen & 0xFFFF).to(tl.int32), peer)
+    about = (seen & _RANK_MASK).to(tl.int32)
+    about = tl.where(about == rank, ((seen >> _RANK_BITS) & _RANK_MASK).to(tl.int32), about)
     mismatch = (kind == _MISMATCH) | (kind == _POISON_TIMEOUT + 1)
-    word = _POISON + tl.where(mismatch, 1 << 16, 0).to(tl.int64) + origin
-    of_words = kind == _MISMATCH
-    wanted = tl.where(of_words, low.to(tl.int64), epoch)
-    was = tl.where(of_words, seen & 0xFFFFFFFF, seen >> 32)
-    first_failure(counters, word, record, kind, origin, tile, wanted, was, REVERSE)
-    return word
+    own = _POISON + tl.where(mismatch, _MISMATCH_BIT, 0).to(tl.int64) + (rank.to(tl.int64) << _RANK_BITS) + peer
+    word = tl.where(poisoned, seen & 0xFFFFFFFF, own)
+    wanted = tl.where(mismatch, low.to(tl.int64), epoch)
+    was = tl.where(kind == _MISMATCH, seen & 0xFFFFFFFF, seen >> 32)
+    before = first_failure(counters, word, record, kind, tl.where(poisoned, about, peer), tile, wanted, was, REVERSE)
+    return tl.where(before == 0, word, before)
 
 
 @triton.jit
@@ -215,13 +222,13 @@ def _wait_neighbours(
         seen = wait_epoch(control + 8, epoch - 2, counters, timeout_ns, CLOCK, CHECK_EVERY)
         kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
         if kind != 0:
-            word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, REVERSE)
+            word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, rank, REVERSE)
     if HAS_IN:  # noqa: SIM102 - one is constexpr, the other is not
         if word == 0:
             seen = wait_epoch(control + (epoch & 1) * 4, epoch, counters, timeout_ns, CLOCK, CHECK_EVERY)
             kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
             if kind != 0:
-                word = _fail(counters, record, kind, seen, epoch, signature, rank - step, tile, REVERSE)
+                word = _fail(counters, record, kind, seen, epoch, signature, rank - step, tile, rank, REVERSE)
     return word
 
 
@@ -330,33 +337,6 @@ _CHECK_EVERY = 1 if _INTERPRETED else 32
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    """A tile is ``rows`` rows of a state and all V columns, padded to ``cols``; if dense, all rows, some columns."""
-
-    rows: int
-    cols: int
-    count: int
-    warps: int
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def of(B: int, H: int, K: int, V: int, size: int) -> _Tiles:
-        warps = 8 if size == CHAIN_TILE else 4
-        if V % 4:
-            size //= 2  # no 16-byte loads: an address for every element, and registers run out
-        cols = triton.next_power_of_2(V)
-        rows = max(1, min(triton.next_power_of_2(K), size // cols))
-        return _Tiles(rows, cols, B * H * triton.cdiv(K, rows), warps)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def dense(B: int, H: int, K: int, V: int) -> _Tiles:
-        rows = max(16, triton.next_power_of_2(K))
-        cols = max(16, min(triton.next_power_of_2(V), CHAIN_TILE // rows))
-        return _Tiles(rows, cols, B * H * triton.cdiv(V, cols), 8)
-
-
-@dataclass(frozen=True)
 class _Edge:
     """Arenas of one direction, float32, from where its region starts."""
 
@@ -425,11 +405,12 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
     )
 
 
-def signature_of(B: int, H: int, K: int, V: int, decay: str, reverse: bool) -> int:
-    """31 bits, not zero, that both ends of a hop compare."""
-    return (zlib.crc32(f"{B},{H},{K},{V},{decay},{reverse}".encode()) & 0x7FFFFFFF) or 1
+def signature_of(B: int, H: int, K: int, V: int, decay: str, reverse: bool, call: str = "") -> sig.Signature:
+    """What both ends of a hop must agree on."""
+    return sig.Signature("state exchange", call, f"{(B, H, K, V)} float32", decay, reverse, "chain")
 
 
+@ranks_call
 def propagate(
     states: torch.Tensor,
     log_a: torch.Tensor | None,
@@ -439,6 +420,7 @@ def propagate(
     A: torch.Tensor | None = None,
     reverse: bool = False,
     passes: bool = True,
+    call: str = "",
 ) -> None:
     """Replaces the contributions of segments by the states at their boundaries, over all ranks. In place, no autograd.
 
@@ -457,6 +439,7 @@ def propagate(
         A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1, K <= 128; zero
             where a document starts in the segment.
         passes: False keeps the scan on this rank although ``sp`` is given.
+        call: the op that needs it, the same text on every rank.
 
     Raises:
         ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
@@ -473,9 +456,9 @@ def propagate(
     if not chained or sp is None:
         _launch(states, log_a, cut, kind, reverse)
     elif sp.transport == "process_group" or sp.schedule != "chain":
-        _over_process_group(states, log_a, cut, kind, reverse, sp)
+        _over_process_group(states, log_a, cut, kind, reverse, sp, call)
     else:
-        _launch(states, log_a, cut, kind, reverse, sp=sp)
+        _launch(states, log_a, cut, kind, reverse, sp=sp, call=call)
 
 
 def _validate(
@@ -514,6 +497,7 @@ def _launch(
     reverse: bool,
     *,
     sp: SequenceParallel | None = None,
+    call: str = "",
     folded: torch.Tensor | None = None,
     seeded: bool = True,
 ) -> None:
@@ -528,12 +512,15 @@ def _launch(
             launch(kernel, grid, (states, log_a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
     channel = _channel(sp)
-    tiles = _Tiles.dense(B, H, K, V) if kind == "dense" else _Tiles.of(B, H, K, V, CHAIN_TILE)
+    tiles = Tiles.dense(B, H, K, V) if kind == "dense" else Tiles.of(B, H, K, V, CHAIN_TILE)
     if tiles.count == 0:
         return
     if tiles.count > channel.max_tiles:
         raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
     edge = channel.edges[reverse]
+    signature = signature_of(B, H, K, V, kind, reverse, call)
+    if sp.check_calls:
+        sp.check_signature((signature.text(),))
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {
         "HAS_IN": edge.has_in, "HAS_OUT": edge.has_out, "REGIONS": channel.regions, "PUSH": channel.push,
         "SIGNAL": channel.signal,
@@ -541,17 +528,17 @@ def _launch(
     }  # fmt: skip
     launch(
         _propagate_kernel,
-        (min(tiles.count, MAX_BLOCKS),),
+        (min(tiles.count, MAX_BLOCKS, of_device(states.device).multiprocessors),),
         (states, log_a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
          slots - 1, H, tiles.count, channel.max_tiles, int(sp.timeout_s * 1e9),
-         signature_of(B, H, K, V, kind, reverse), sp.rank, edge.pe_in, edge.pe_out),
+         signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out),
         constants,
         {"num_warps": tiles.warps, "num_stages": 1} | channel.options,
         channel.prepare,
     )  # fmt: skip
 
 
-def _constants(tiles: _Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
+def _constants(tiles: Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
     """Constants of the kernel; those of the neighbours are for a rank that has none."""
     return {
         "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "DENSE": kind == "dense",
@@ -566,7 +553,7 @@ def local_launch(
     has_in: bool = False,
 ) -> tuple[Any, tuple[int], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(kernel, grid, numbers after the nine pointers, constants, options) of the scan over this rank's segments."""
-    tiles = _Tiles.dense(B, H, K, V) if kind == "dense" else _Tiles.of(B, H, K, V, LOCAL_TILE)
+    tiles = Tiles.dense(B, H, K, V) if kind == "dense" else Tiles.of(B, H, K, V, LOCAL_TILE)
     numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0)
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {"FOLD_ONLY": folded, "HAS_IN": has_in}
     # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
@@ -581,20 +568,21 @@ def _over_process_group(
     kind: str,
     reverse: bool,
     sp: SequenceParallel,
+    call: str,
 ) -> None:
     """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
     from flexsp.scan.schedules import incoming_state
 
     B, slots, H, K, V = states.shape
     if kind == "dense" and log_a is not None:
-        dense_over_process_group(states, log_a, reverse, sp)
+        dense_over_process_group(states, log_a, reverse, sp, call)
         return
     alone = sp.rank == (sp.world_size - 1 if reverse else 0)
     folded = states.new_empty(B, H, K, V)
     _launch(states, log_a, cut, kind, reverse, folded=folded, seeded=alone)
     total = None if log_a is None else log_a.sum(1)
     any_cut = None if cut is None else (cut != 0).any(1)
-    arrived = incoming_state(folded, total, any_cut, sp, reverse)
+    arrived = incoming_state(folded, total, any_cut, sp, reverse, call)
     if not alone:
         states[:, slots - 1 if reverse else 0].copy_(arrived)
     _launch(states, log_a, cut, kind, reverse)

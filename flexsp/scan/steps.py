@@ -15,6 +15,7 @@ from flexsp.comm.group import get_sp
 from flexsp.exceptions import NotAvailable
 from flexsp.scan.launch import Shot, begin
 from flexsp.scan.propagate import local_launch, propagate
+from flexsp.scan.triton_private import current_stream
 
 __all__ = ["Frame", "Room", "Step", "copy", "play", "scan", "shots_of"]
 
@@ -87,7 +88,7 @@ def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
         with torch.cuda.device(device):
             return play(steps, frame, device)
     at = frame.addresses()
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    stream = current_stream(device.index)
     for step in steps:
         if isinstance(step, Shot):
             if step.compiled is None:
@@ -100,13 +101,14 @@ def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
 
 def scan(
     states: str, decay: str | None, cut: str | None, shape: tuple[int, int, int, int, int], kind: str, reverse: bool,
-    sp_id: int,
+    sp_id: int, call: str = "",
 ) -> Step:  # fmt: skip
     """`propagate` on named tensors: over segments, and over the ranks of the group `sp_id` (-1: none).
 
     Args:
         decay: log decay, or A where `kind` is "dense"; None where it is "none".
         shape: B, NSEG, H, K, V.
+        call: the op that needs it, the same text on every rank.
     """
     B, n_seg, H, K, V = shape
     if sp_id >= 0:
@@ -116,7 +118,7 @@ def scan(
             dense = kind == "dense"
             propagate(
                 frame[states].view(B, -1, H, K, V), None if dense else found, None if cut is None else frame[cut],
-                get_sp(sp_id), A=found if dense else None, reverse=reverse,
+                get_sp(sp_id), A=found if dense else None, reverse=reverse, call=call,
             )  # fmt: skip
 
         return over_ranks

@@ -1,7 +1,8 @@
-"""What a stretch of tokens does to the state that enters it: S' = A S + F with a diagonal A, or a reset.
+"""What a stretch of tokens does to the state that enters it: S' = A S + F.
 
-A is carried as its logarithm (natural log, <= 0) and a document boundary as the flag ``cut`` (A = 0), never as -inf:
-sums and differences of logs stay finite (MATH §0). The adjoint runs the same algebra from right to left with A^T.
+A diagonal A of the fused kernels is carried as its logarithm (natural log, <= 0) and a document boundary as the flag
+``cut`` (A = 0), never as -inf: sums and differences of logs stay finite (docs/math.md, section 3). What PyTorch
+functions compute comes as A itself. The adjoint runs the same algebra from right to left with A^T.
 """
 
 from __future__ import annotations
@@ -11,26 +12,38 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Kind", "Transition"]
+__all__ = ["Kind", "Transition", "times"]
 
-Kind = Literal["none", "scalar", "vector"]
+Kind = Literal["none", "scalar", "vector", "elementwise", "dense"]
+
+
+def times(a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """A S with a diagonal A; nothing passes where it is 0, not even what is not finite."""
+    return (a * state).masked_fill(a == 0, 0.0)
+
+
+def _matmul(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    """A S; nothing passes an A of zeros, not even what is not finite."""
+    return (A @ S).masked_fill((A == 0).all(-1).all(-1)[..., None, None], 0.0)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A diagonal A over states [..., H, K, V].
+    """A over states [..., H, K, V].
 
-    ``log_a`` is None (A = 1), [..., H] (one decay a head: "scalar") or [..., H, K] (one a key channel: "vector");
-    ``cut`` is None or [...], nonzero where the stretch contains the start of a document, so nothing passes through.
+    Diagonal: ``log_a`` is None (A = 1, "none"), [..., H] (one decay a head, "scalar") or [..., H, K] (one a key
+    channel, "vector"); ``cut`` is None or [...], nonzero where the stretch contains the start of a document, so nothing
+    passes through. Else ``A`` itself: "elementwise", broadcastable to the states, or "dense", [..., H, K, K].
     """
 
     kind: Kind
     log_a: torch.Tensor | None = None
     cut: torch.Tensor | None = None
+    A: torch.Tensor | None = None
 
     @classmethod
     def of(cls, state: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None = None) -> Transition:
-        """The transition over ``state`` [..., H, K, V], its kind read off the shape of ``log_a``."""
+        """The diagonal transition over ``state`` [..., H, K, V], its kind read off the shape of ``log_a``."""
         lead, heads, channels = state.shape[:-3], state.shape[-3], state.shape[-2]
         kinds: dict[tuple[int, ...], Kind] = {(*lead, heads): "scalar", (*lead, heads, channels): "vector"}
         if log_a is not None and tuple(log_a.shape) not in kinds:
@@ -39,39 +52,58 @@ class Transition:
             raise ValueError(f"cut: expected shape {tuple(lead)}, got {tuple(cut.shape)}")
         return cls("none" if log_a is None else kinds[tuple(log_a.shape)], log_a, cut)
 
+    @classmethod
+    def linear(cls, state: torch.Tensor, A: torch.Tensor, dense: bool) -> Transition:
+        """The transition with this A, which must have the state's shape or, if ``dense``, [..., K, K]."""
+        shape = (*state.shape[:-1], state.shape[-2]) if dense else tuple(state.shape)
+        if tuple(A.shape) != shape:
+            raise ValueError(f"A: expected shape {shape}, got {tuple(A.shape)}")
+        return cls("dense" if dense else "elementwise", A=A)
+
     def factor(self, like: torch.Tensor) -> torch.Tensor | None:
-        """A itself in the dtype of ``like``, broadcastable to [..., H, K, V]; None for the identity."""
+        """A itself in the dtype of ``like``, broadcastable to the states unless dense; None for the identity."""
+        if self.A is not None:
+            return self.A.to(like.dtype)
         a = None
         if self.log_a is not None:
             a = self.log_a.to(like.dtype).exp()
             a = a[..., None, None] if self.kind == "scalar" else a[..., None]
         if self.cut is not None:
-            keep = (self.cut == 0).to(like.dtype)[..., None, None, None]
-            a = keep if a is None else a * keep
+            dropped = (self.cut != 0)[..., None, None, None]
+            a = (~dropped).to(like.dtype) if a is None else a.masked_fill(dropped, 0.0)
         return a
 
     def apply(self, state: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
         """A S, or A S + F."""
         a = self.factor(state)
-        out = state if a is None else a * state
+        out = state if a is None else self.times(a, state)
         return out if plus is None else out + plus
 
-    def then(self, later: Transition) -> Transition:
-        """The transition of this stretch followed by ``later``: A_later A_self."""
-        if self.kind != later.kind:
-            raise ValueError(f"later: expected a transition of kind {self.kind!r}, got {later.kind!r}")
-        log_a = None if self.log_a is None or later.log_a is None else self.log_a + later.log_a
-        cuts = [c != 0 for c in (self.cut, later.cut) if c is not None]
-        cut = None if not cuts else cuts[0] if len(cuts) == 1 else cuts[0] | cuts[1]
-        return Transition(self.kind, log_a, cut)
+    def times(self, a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """a S of a factor `a` of this kind."""
+        return _matmul(a, state) if self.kind == "dense" else times(a, state)
 
     def transpose(self) -> Transition:
         """A^T, for the adjoint: a diagonal is its own."""
+        if self.kind == "dense" and self.A is not None:
+            return Transition("dense", A=self.A.mT)
         return self
 
+    def split(self, state: torch.Tensor, pieces: int) -> list[tuple[torch.Tensor, Transition]]:
+        """``state`` in parts that do not depend on each other, each with its transition: some columns where A is dense,
+        else some rows of [..., V]. `join` puts such parts together."""
+        if self.kind == "dense":
+            return [(part, self) for part in state.chunk(pieces, dim=-1)]
+        rows = state.reshape(-1, state.shape[-1]).chunk(pieces)
+        a = self.factor(state)
+        if a is None:
+            return [(part, Transition("none")) for part in rows]
+        a = a.expand(*state.shape[:-1], a.shape[-1])
+        parts = a.reshape(-1, a.shape[-1]).chunk(pieces)
+        return [(part, Transition("elementwise", A=x)) for part, x in zip(rows, parts, strict=True)]
 
-def compose(
-    first: tuple[Transition, torch.Tensor], later: tuple[Transition, torch.Tensor]
-) -> tuple[Transition, torch.Tensor]:
-    """(A2, F2) after (A1, F1): (A2 A1, A2 F1 + F2)."""
-    return first[0].then(later[0]), later[0].apply(first[1], later[1])
+    def join(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """The state of this shape from its parts."""
+        if len(parts) == 1:
+            return parts[0].view(shape)
+        return torch.cat(parts, dim=-1 if self.kind == "dense" else 0).view(shape)

@@ -1,4 +1,4 @@
-"""How close a kernel must come to the float64 oracle: DESIGN's rule instead of hand-tuned tolerances.
+"""How close a kernel must come to the float64 oracle: one rule instead of hand-tuned tolerances.
 
 The error of an op (relative, in the 2-norm, outputs, final states and every gradient alike) may be at most twice the
 error of a low-precision reference plus one rounding: of the result, or of float32 arithmetic where that is coarser.
@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexsp.comm.derivatives import first_only
 from flexsp.testing.oracles import Engine, token_loop
 
 __all__ = [
@@ -46,6 +47,7 @@ class Report:
     error: float
     low_error: float
     rounding: float
+    size: float = 0.0  # norm of the oracle's, where the tensor has few numbers that may cancel by chance; else 0
 
     @property
     def bound(self) -> float:
@@ -276,16 +278,28 @@ def _run(
 
 
 class RoundedProducts(TorchDispatchMode):
-    """Rounds the operands of matrix products to a dtype: the low-precision reference of functions in PyTorch."""
+    """Rounds the operands of matrix products to a dtype, or to the 22 bits that three tf32 products for one keep of
+    float32 ("tf32x3"): the low-precision reference of functions in PyTorch."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | Literal["tf32x3"]) -> None:
         super().__init__()
         self.dtype = dtype
 
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.dtype, torch.dtype):
+            return x.to(self.dtype).to(x.dtype)
+        large = _tf32(x)
+        return large + _tf32(x - large)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default):
-            args = [x.to(self.dtype).to(x.dtype) for x in args]
+            args = [self._rounded(x) for x in args]
         return func(*args, **(kwargs or {}))
+
+
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 x rounded to the 10 bits of mantissa that tf32 has."""
+    return ((x.float().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
 
 
 def low_precision(
@@ -301,8 +315,8 @@ def low_precision(
     """:func:`flexsp.testing.oracles.token_loop` as matrix products with operands in q's dtype.
 
     Quadratic form for each document, float32 accumulation and elementwise work, o in v's dtype, states float32; the
-    backward pass by the formulas of MATH 1.D with the same rounding. Gates are summed as integers plus remainders, so
-    that a gate of -104 costs the sums after it no precision.
+    backward pass by the formulas of docs/math.md, section 5, with the same rounding. Gates are summed as integers plus
+    remainders, so that a gate of -104 costs the sums after it no precision.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]
@@ -347,6 +361,7 @@ class _LowPrecisionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):  # type: ignore[no-untyped-def]
+        first_only("the low-precision reference", "the token loop has them")
         q, k, v, g, state, scores, decay, since_start, to_end, final = ctx.saved_tensors
         dot, scale = ctx.dot, ctx.scale
         dscores = scale * dot(do, v.mT) * decay

@@ -1,4 +1,4 @@
-"""Compile the kernels a host function would launch for sm_90 on a machine without a GPU.
+"""Compile the kernels a host function would launch on a GPU, on a machine without one.
 
 Run it in a process without TRITON_INTERPRET. The host code runs on meta tensors; each launch is recorded and compiled
 instead, with the specialisation (divisibility by 16, ones) that Triton would choose.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-__all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches"]
+from flexsp.scan.triton_private import SharedMemory, compiling_to_shared_memory, gpu_target, record_launches, tool
+
+__all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
+
+Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,51 +40,51 @@ class Compiled:
         return memory is not None and len(waits) == 1 and waits[0] < memory.start()
 
 
-@contextmanager
-def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Collects (kernel, args, kwargs) of every Triton launch in the block instead of running it."""
-    from triton.runtime.jit import JITFunction
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int = 90) -> Compiled:
+    """Compiles one recorded launch as `launch` would; reads registers, spills, shared memory and PTX.
 
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    original: Callable[..., Any] = JITFunction.__getitem__
-
-    def record(self: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: launches.append((self, args, kwargs))
-
-    JITFunction.__getitem__ = record  # type: ignore[method-assign]
-    try:
-        yield launches
-    finally:
-        JITFunction.__getitem__ = original  # type: ignore[method-assign]
+    `arch`: compute capability, 90 for Hopper.
+    """
+    return _resources(kernel.__name__, _build(kernel, args, kwargs, arch))
 
 
-def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
-    """Compiles one recorded launch as `launch` would for sm_90; reads registers, spills, shared memory and PTX."""
-    from triton.backends.compiler import GPUTarget
-
-    from flexsp.scan.launch import build
-
-    constants = {k: v for k, v in kwargs.items() if k in kernel.arg_names} | {"PDL": True}
-    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names} | {"launch_pdl": True}
-    return _resources(kernel.__name__, build(kernel, args, constants, options, GPUTarget("cuda", 90, 32)))
-
-
-def compile_launches(launches: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Compiled]:
+def compile_launches(launches: Iterable[Launched], arch: int = 90) -> list[Compiled]:
     """`compile_launch` of all of them, side by side."""
     from flexsp.scan.launch import workers
 
-    return [*workers().map(lambda launch: compile_launch(*launch), launches)]
+    return [*workers().map(lambda launch: compile_launch(launch[0], launch[1], launch[2], arch), launches)]
+
+
+def shared_of(launches: Iterable[Launched], arch: int) -> list[int]:
+    """Bytes of shared memory of each, side by side; nothing is compiled further than that is known."""
+    from flexsp.scan.launch import workers
+
+    def found(launch: Launched) -> int:
+        try:
+            return _build(*launch, arch).metadata.shared  # compiled before
+        except SharedMemory as known:
+            return known.args[0]
+
+    with compiling_to_shared_memory():
+        return [*workers().map(found, launches)]
+
+
+def _build(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:
+    from flexsp.scan.launch import build
+
+    pdl = arch >= 90
+    constants = {k: v for k, v in kwargs.items() if k in kernel.arg_names} | {"PDL": pdl}
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names} | {"launch_pdl": pdl}
+    return build(kernel, args, constants, options, gpu_target(arch))
 
 
 def _resources(name: str, out: Any) -> Compiled:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cuobjdump = tool("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(out.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
     toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION

@@ -246,15 +246,19 @@ def check(
     one_rank: Tensors | None = None,
     oracle: Tensors | None = None,
     device: torch.device | str = "cpu",
+    oracle_device: torch.device | str = "cpu",
 ) -> list[Report]:
     """Reports of every tensor of `found` against the float64 token loop, by the rule of flexsp.testing.compare.
 
     `problem` must be `rounded(dtype)`. With `one_rank`, the same op's answer without ranks, the yardstick is whichever
     of it and the low-precision reference is further from the oracle; in float32 four times that, since the kernels
     multiply in tf32x3 there. `oracle` replaces the token loop, whose steps are slow where T is large; `device` is
-    where the low-precision reference runs.
+    where the low-precision reference runs, `oracle_device` where the token loop does.
     """
-    want = oracle if oracle is not None else solve(problem, call=partial(_oracle, problem.op, oracles.token_loop))
+    if oracle is None:
+        loop = partial(_oracle, problem.op, oracles.token_loop)
+        oracle = solve(problem, device=oracle_device, call=loop)
+    want = oracle
     if found.keys() != want.keys():
         raise AssertionError(f"{problem.op}: expected {sorted(want)}, got {sorted(found)}")
     low = dict.fromkeys(want, 0.0)
@@ -273,21 +277,26 @@ def check(
         if dtype != torch.float64:
             rounding = max(relative_error(exact.to(kept), exact), FLOAT32_ROUNDING)
         error = relative_error(found[name], exact)
-        reports.append(Report(f"{problem.op} {name}", error, _UNIT.get(dtype, 1.0) * yardstick, rounding))
+        size = exact.double().norm().item() if exact.numel() < FEW else 0.0
+        reports.append(Report(f"{problem.op} {name}", error, _UNIT.get(dtype, 1.0) * yardstick, rounding, size))
     return reports
 
 
 def together(draws: Sequence[Sequence[Report]]) -> list[Report]:
     """One report a tensor, root mean squares over several draws of a problem.
 
-    A gradient of few numbers may cancel by chance in one draw and tell nothing. What is wrong in one draw of n alone
-    counts 1 / sqrt(n).
+    What is wrong in one draw of n alone counts 1 / sqrt(n). A gradient of few numbers may cancel by chance in one draw
+    and tell nothing: its errors are measured against its size in all draws. The reference's few numbers may also be
+    right by luck: they are credited with its largest error in any of the draws.
     """
 
-    def mean(numbers: Sequence[float]) -> float:
-        return (sum(x * x for x in numbers) / len(numbers)) ** 0.5
+    def mean(of: str, same: Sequence[Report]) -> float:
+        weights = [r.size for r in same] if all(r.size for r in same) else [1.0] * len(same)
+        squares = [(getattr(r, of) * w) ** 2 for r, w in zip(same, weights, strict=True)]
+        return (sum(squares) / sum(w**2 for w in weights)) ** 0.5
 
-    return [
-        Report(same[0].name, *(mean([getattr(r, field) for r in same]) for field in ("error", "low_error", "rounding")))
-        for same in zip(*draws, strict=True)
-    ]
+    reports = []
+    for same in zip(*draws, strict=True):
+        low = max(r.low_error for r in same) if same[0].size else mean("low_error", same)
+        reports.append(Report(same[0].name, mean("error", same), low, mean("rounding", same), same[0].size))
+    return reports

@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -92,26 +94,55 @@ def close_pools() -> None:
     """End the processes of all pools."""
     while _pools:
         _pools.popitem()[1].close()
+    while _origins:
+        _origins.popitem()[1].close()
+
+
+class _Origin:
+    """A process with its own environment that has imported flexsp once and started no threads: ranks are its forks."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.channel, there = context.Pipe()
+        names = {"env": env, "channel": there}
+        self.process = context.Process(target=exec, args=(_ORIGIN, names), daemon=True)
+        self.process.start()
+        there.close()
+
+    def fork(self, pipe: Connection, *args: Any) -> int:
+        """The id of a new process that runs ``_serve(pipe, *args)``; it alone holds that end of the pipe."""
+        self.channel.send(args)
+        send_handle(self.channel, pipe.fileno(), self.process.pid)
+        pipe.close()
+        return self.channel.recv()
+
+    def end(self, pids: list[int], grace: float) -> None:
+        """Wait for processes to end, and kill those that have not after ``grace`` seconds."""
+        with contextlib.suppress(EOFError, OSError):
+            self.channel.send((pids, grace))
+            self.channel.recv()
+
+    def close(self) -> None:
+        self.channel.close()
+        self.process.join(timeout=_GRACE_S)
 
 
 class _Pool:
     """Processes of one default process group, waiting for tasks on pipes."""
 
     def __init__(self, world_size: int, device: str, env: dict[str, str]) -> None:
-        # Children come from a server process that has imported torch once and started no threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        key = tuple(sorted(env.items()))
+        if key not in _origins or not _origins[key].process.is_alive():
+            _origins[key] = _Origin(env)
+        self.origin = _origins[key]
         self.folder = tempfile.mkdtemp(prefix="flexsp-ranks-")
         self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
+        self.pids: list[int] = []
         for rank in range(world_size):
-            here, there = context.Pipe()
-            names = {"env": env, "call": (there, rank, world_size, self.folder, device)}
-            process = context.Process(target=exec, args=(_CHILD, names), daemon=True)
-            process.start()
-            there.close()
+            here, there = multiprocessing.Pipe()
+            self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device))
             self.pipes.append(here)
-            self.processes.append(process)
         self.started = False
 
     def run(
@@ -139,23 +170,16 @@ class _Pool:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        self._clean()
+        self._end(0.0)
 
     def close(self) -> None:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        for process in self.processes:
-            process.join(timeout=_GRACE_S)
-            if process.is_alive():
-                process.kill()
-        self._clean()
+        self._end(_GRACE_S)
 
-    def _clean(self) -> None:
-        for process in self.processes:
-            process.join(timeout=_GRACE_S)
+    def _end(self, grace: float) -> None:
+        self.origin.end(self.pids, grace)
         for pipe in self.pipes:
             pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -186,12 +210,46 @@ def _raise_failures(answers: dict[int, tuple[bool, Any]], world_size: int, timeo
 
 
 # The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all.
-_CHILD = """
+_ORIGIN = """
 import os
 os.environ.update(env)
-from flexsp.testing.ranks import _serve
-_serve(*call)
+from flexsp.testing.ranks import _fork_ranks
+_fork_ranks(channel)
 """
+
+
+def _fork_ranks(channel: Connection) -> None:
+    """Body of an origin: forks ranks and ends them, as asked, until there is nobody to ask."""
+    for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops"):
+        importlib.import_module(name)
+    while True:
+        try:
+            asked = channel.recv()
+        except EOFError:
+            os._exit(0)
+        if isinstance(asked[0], list):
+            _end(*asked)
+            channel.send(None)
+            continue
+        handle = recv_handle(channel)
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            _serve(Connection(handle), *asked)
+        os.close(handle)
+        channel.send(pid)
+
+
+def _end(pids: list[int], grace: float) -> None:
+    """These children are not waited for elsewhere, so that no id is another process's by now."""
+    deadline = time.monotonic() + grace
+    alive = list(pids)
+    while alive and time.monotonic() < deadline:
+        alive = [pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        time.sleep(0.01)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str) -> None:
@@ -202,9 +260,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: st
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from flexsp.testing.interpreter import quicken
+        from flexsp.scan.triton_private import quicken_interpreter
 
-        quicken()
+        quicken_interpreter()
     made: dict[Any, Any] = {}
     while True:
         try:
@@ -307,6 +365,7 @@ def _subgroup(world_size: int) -> tuple[Any, bool]:
 
 
 _pools: dict[_Key, _Pool] = {}
+_origins: dict[tuple[tuple[str, str], ...], _Origin] = {}
 _made_in_place: dict[int, dict[Any, Any]] = {}
 _subgroups: dict[int, list[Any]] = {}
 atexit.register(close_pools)

@@ -1,4 +1,4 @@
-"""Step 3 backward: dq walks left to right with S in registers; dk and dv walk right to left with dS (MATH 1.D).
+"""Step 3 backward (docs/math.md, section 5): dq walks left to right with S in registers, dk, dv right to left with dS.
 
 The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). The usual reverse cumulative sum of
 q.dq - k.dk subtracts nearly equal numbers, which leaves noise at closed gates; here each pair is counted once: both

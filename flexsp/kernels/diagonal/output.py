@@ -54,7 +54,7 @@ def output_kernel(
     PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """o = scale (tril(q k^T . E) v + e^b q S), MATH 1.D merge.
+    """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
     The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexsp.devices import Device, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
@@ -34,17 +35,17 @@ class Plan:
 
 
 def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Plan:
-    """Plan for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed)."""
+    """Plan for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed), on the GPU that q is on."""
     sizes = (*q.shape, v.shape[-1], docs)
     build = _build if all(type(n) is int for n in sizes) else _build.__wrapped__  # symbolic sizes have no hash
-    return build(q.dtype, *sizes, tiles._PROGRAMS)
+    return build(q.dtype, *sizes, of_device(q.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _build(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, programs: int) -> Plan:
-    choice = tiles.choose(dtype, K, V)
+def _build(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Plan:
+    choice = tiles.choose(dtype, K, V, device, docs > 0)
     n_chunks = -(-T // choice.chunk) + docs
-    per_seg = tiles.segment_length(n_chunks, B * H, programs)
+    per_seg = tiles.segment_length(n_chunks, B * H, device.programs)
     return Plan(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
 
 

@@ -1,8 +1,11 @@
 """Diagonal engine in plain PyTorch: chunked, differentiable by autograd, any float dtype, CPU or GPU.
 
-Defines what the Triton kernels must compute (MATH 1.D) and is what runs where they cannot. All chunks are computed
-at once with batched matrix products; the states between chunks come from a scan that is itself a matrix product
-over groups of chunks, so the number of operations does not grow with the sequence length.
+Defines what the Triton kernels compute (docs/math.md, section 2) and runs where they cannot. All chunks are computed
+at once with batched matrix products; the states between chunks come from a scan that walks groups of chunks side by
+side, so the number of operations hardly grows with the sequence length.
+
+What is not finite stays in its document, from its token's chunk on: where nothing passes, a state is replaced by zeros
+and never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from flexsp.comm.derivatives import joined
 from flexsp.kernels.table import chunk_table
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ def diagonal_reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     sp: SequenceParallel | None = None,
+    call: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t.
 
@@ -50,6 +55,7 @@ def diagonal_reference(
         output_final_state: whether the state after the last token is returned.
         cu_seqlens: [N+1] global document boundaries; B must be 1.
         sp: the ranks that share the sequence; T is then this rank's part of it.
+        call: what ranks compare of the call, besides the states that they exchange.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] or None. With ``sp`` and without
@@ -57,6 +63,8 @@ def diagonal_reference(
         documents that end in its shard.
     """
     B, T, H, _ = q.shape
+    if sp is not None:
+        _, q, k, v, g, g_gamma, initial_state = joined(sp, q, k, v, g, g_gamma, initial_state)
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = _layout(cu_seqlens, B, T, sp)
     qc = layout.chunks(q, dtype) * scale
@@ -76,7 +84,7 @@ def diagonal_reference(
         reads = qc * since_start.exp().unsqueeze(-1)
         log_a = since_start[..., -1].clamp(min=MIN_LOG_DECAY)
     summaries = writes.transpose(-1, -2) @ vc
-    entering, final = _states(summaries, log_a, layout, initial_state, output_final_state, gates is not None, sp)
+    entering, final = _states(summaries, log_a, layout, initial_state, output_final_state, gates is not None, sp, call)
     o = scores @ vc + reads @ entering
     return layout.tokens(o).to(v.dtype), final
 
@@ -184,6 +192,7 @@ def _states(
     output_final_state: bool,
     decays: bool,
     sp: SequenceParallel | None,
+    call: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """States entering every chunk [B, H, NC, K, V], and the final states [N, H, K, V] or None."""
     K, V = summaries.shape[-2:]
@@ -197,15 +206,19 @@ def _states(
             summaries = summaries + log_a.exp()[..., None, None] * started
     boundary = _scan(summaries.flatten(-2), log_a, first).unflatten(-1, (K, V))
     carried = initial_state if table is None else None
-    through = _decay_from_start(log_a, first)
+    ended = None if first is None else F.pad(first.cumsum(0) > 0, (1, 0))  # what enters the shard has ended before
+    through = _decay_from_start(log_a, ended)
     if sp is not None:
         leaving = boundary[:, :, -1]
         if carried is not None:
             leaving = leaving + through[:, :, -1, None, None] * carried
-        received = _exchange(leaving, log_a.sum(-1) if decays else None, first, sp)
+        received = _exchange(leaving, log_a.sum(-1) if decays else None, first, sp, call)
         carried = received if carried is None else carried + received
     if carried is not None:
-        boundary = boundary + through[..., None, None] * carried.unsqueeze(2)
+        carried = carried.unsqueeze(2)
+        if ended is not None:
+            carried = carried.expand_as(boundary).masked_fill(ended[:, None, None], 0.0)
+        boundary = boundary + through[..., None, None] * carried
     entering = boundary[:, :, :-1]
     if first is not None:
         entering = entering.masked_fill(first[:, None, None], 0.0)
@@ -217,13 +230,13 @@ def _states(
 
 
 def _exchange(
-    leaving: torch.Tensor, log_a: torch.Tensor | None, first: torch.Tensor | None, sp: SequenceParallel
+    leaving: torch.Tensor, log_a: torch.Tensor | None, first: torch.Tensor | None, sp: SequenceParallel, call: str
 ) -> torch.Tensor:
     from flexsp.scan.exchange import exchange
 
     if log_a is not None:
         log_a = log_a.expand(leaving.shape[:2])
-    return exchange(leaving, log_a, None if first is None else first.any().view(1), sp)
+    return exchange(leaving, log_a, None if first is None else first.any().view(1), sp, call)
 
 
 def _final_states(boundary: torch.Tensor, layout: _Layout, sp: SequenceParallel | None) -> torch.Tensor | None:
@@ -238,39 +251,50 @@ def _final_states(boundary: torch.Tensor, layout: _Layout, sp: SequenceParallel 
     return states.masked_fill((after == 0)[:, None, None, None], 0.0)
 
 
-def _decay_from_start(log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
-    """Decay from the start of the shard to each of the NC + 1 boundaries; 0 after a cut."""
+def _decay_from_start(log_a: torch.Tensor, ended: torch.Tensor | None) -> torch.Tensor:
+    """Decay from the start of the shard to each of the NC + 1 boundaries; 0 where ``ended``."""
     through = F.pad(log_a.cumsum(-1), (1, 0))
-    if cut is not None:
-        through = through.masked_fill(F.pad(cut.cumsum(0) > 0, (1, 0)), float("-inf"))
-    return through.exp()
+    return (through if ended is None else through.masked_fill(ended, float("-inf"))).exp()
 
 
 def _scan(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
     """Boundary states [.., NC + 1, D] of S_{c+1} = e^{a_c} S_c + F_c (S_c dropped where cut_c), starting from zero."""
     n = summaries.shape[-2]
-    if n <= _SCAN_DIRECT:
-        return _scan_direct(summaries, log_a, cut)
+    if n < _SCAN_DIRECT:
+        if not torch.compiler.is_compiling():
+            return _walk(summaries, log_a, cut, n)
+        # n may be symbolic: as many steps for all, so that they share a graph
+        longer = F.pad(summaries, (0, 0, 0, _SCAN_DIRECT)).narrow(-2, 0, _SCAN_DIRECT)
+        longer_a = F.pad(log_a, (0, _SCAN_DIRECT)).narrow(-1, 0, _SCAN_DIRECT)
+        longer_cut = None if cut is None else F.pad(cut, (0, _SCAN_DIRECT)).narrow(0, 0, _SCAN_DIRECT)
+        return _walk(longer, longer_a, longer_cut, _SCAN_DIRECT)[..., : n + 1, :]
     pad = -n % _SCAN_GROUP
     grouped = F.pad(summaries, (0, 0, 0, pad)).unflatten(-2, (-1, _SCAN_GROUP))
     grouped_a = F.pad(log_a, (0, pad)).unflatten(-1, (-1, _SCAN_GROUP))
     grouped_cut = None if cut is None else F.pad(cut, (0, pad)).unflatten(0, (-1, _SCAN_GROUP))
-    inside = _scan_direct(grouped, grouped_a, grouped_cut)
+    inside = _walk(grouped, grouped_a, grouped_cut, _SCAN_GROUP)
     total_a = grouped_a.sum(-1).clamp(min=MIN_LOG_DECAY)
     outer = _scan(inside[..., -1, :], total_a, None if grouped_cut is None else grouped_cut.any(-1))
+    entering = outer[..., :-1, :].unsqueeze(-2)
     through = F.pad(grouped_a[..., :-1].cumsum(-1), (1, 0))
     if grouped_cut is not None:
-        through = through.masked_fill(F.pad(grouped_cut[:, :-1].cumsum(1) > 0, (1, 0)), float("-inf"))
-    entering = inside[..., :-1, :] + through.exp().unsqueeze(-1) * outer[..., :-1, :].unsqueeze(-2)
-    return torch.cat([entering.flatten(-3, -2)[..., :n, :], outer[..., -1:, :]], dim=-2)
+        ended = F.pad(grouped_cut[:, :-1].cumsum(1) > 0, (1, 0))
+        through = through.masked_fill(ended, float("-inf"))
+        entering = entering.expand_as(inside[..., :-1, :]).masked_fill(ended.unsqueeze(-1), 0.0)
+    boundary = inside[..., :-1, :] + through.exp().unsqueeze(-1) * entering
+    return torch.cat([boundary.flatten(-3, -2)[..., :n, :], outer[..., -1:, :]], dim=-2)
 
 
-def _scan_direct(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
-    n = summaries.shape[-2]
-    whole, part = _split_cumsum(log_a)
-    boundary = torch.arange(n + 1, device=summaries.device)
-    mask = boundary[1:] <= boundary[:, None]
+def _walk(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None, steps: int) -> torch.Tensor:
+    """`_scan` chunk after chunk, ``steps`` chunks, all groups at once."""
+    decay = log_a.exp()
     if cut is not None:
-        cuts = cut.cumsum(-1)
-        mask = mask & (F.pad(cuts, (1, 0)).unsqueeze(-1) == cuts.unsqueeze(-2))
-    return _decay_between(F.pad(whole, (1, 0)), F.pad(part, (1, 0)), whole, part, mask) @ summaries
+        decay = decay.masked_fill(cut, 0.0)
+    state = torch.zeros_like(summaries[..., 0, :])
+    states = [state]
+    for c in range(steps):
+        if cut is not None:
+            state = state.masked_fill(cut[..., c, None], 0.0)
+        state = decay[..., c, None] * state + summaries[..., c, :]
+        states.append(state)
+    return torch.stack(states, dim=-2)

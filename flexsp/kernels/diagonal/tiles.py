@@ -1,17 +1,22 @@
 """Tile choices of the diagonal engine: a deterministic table, no autotuning.
 
 `choose` is what the ops use; `all_configs` lists every choice the table can make, for tests and benchmarks.
+
+From Hopper on, products read their operands from shared memory, and a walk may have wide tiles. Before, operands come
+from registers, where those of 64 tokens beside a state spill kilobytes a thread: chunks have 32 tokens or 16 there, dk
+and dv have a walk each, and all fits the 99 KiB that a block has on the smallest of these GPUs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from flexsp.devices import H200, Device
+
 __all__ = ["Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
-_PROGRAMS = 128
 _LONGEST = 128
 
 
@@ -50,13 +55,22 @@ def _block(n: int, smallest: int) -> int:
     return next(size for size in (smallest, 64, 128, 256) if n <= size)
 
 
-def choose(dtype: torch.dtype, K: int, V: int) -> Tiles:
+def choose(dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False) -> Tiles:
     """Tiles for inputs of `dtype` and head sizes K, V in 1..256.
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
+    Where documents are packed, each sets the state anew: in tensor memory no release of Triton pipelines that.
     """
     bk, bv = _block(K, 64), _block(V, 16)
-    return _half_tiles(bk, bv) if dtype == torch.bfloat16 else _single_tiles(bk, bv)
+    if dtype != torch.bfloat16:
+        return _single_tiles(bk, bv)
+    found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
+    return _one_stage(found) if packed and device.tensor_memory else found
+
+
+def _one_stage(tiles: Tiles) -> Tiles:
+    walks = {name: replace(x, stages=1) for name, x in vars(tiles).items() if isinstance(x, Tile)}
+    return replace(tiles, **walks)  # type: ignore[arg-type]
 
 
 def _half_tiles(bk: int, bv: int) -> Tiles:
@@ -71,24 +85,35 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
 
 
+def _small_half_tiles(bk: int, bv: int) -> Tiles:
+    """For products whose operands are in registers: none was measured, all were chosen for few spills."""
+
+    def tile(k: int, v: int, stages: int = 2) -> Tile:
+        return Tile(k, v, 8 if k * v > 64 * 64 else 4, stages)
+
+    summarize, output = tile(min(bk, 128), min(bv, 128), 3), tile(bk, min(bv, 128 if bk <= 128 else 64))
+    dq, dk, dv = tile(min(bk, 128 if bv <= 128 else 64), bv), tile(64, bv), tile(bk, min(bv, 64))
+    return Tiles(32 if max(bk, bv) <= 128 else 16, summarize, output, dq, dk, dv)
+
+
 def _single_tiles(bk: int, bv: int) -> Tiles:
     walk = Tile(bk, min(bv, 32), 4 if bk <= 128 else 8, 1)
     across = Tile(32, bv, 4 if bv <= 128 else 8, 1)
     return Tiles(chunk=16, summarize=Tile(64, min(bv, 64), 4, 2), output=walk, dq=across, dk=across, dv=walk)
 
 
-def all_configs() -> list[tuple[torch.dtype, int, int, Tiles]]:
-    """Every distinct choice with one (dtype, K, V) that leads to it."""
+def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tiles]]:
+    """Every distinct choice for a GPU with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for K in (64, 128, 256):
             for V in (16, 64, 128, 256):
-                tiles = choose(dtype, K, V)
+                tiles = choose(dtype, K, V, device)
                 seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())
 
 
-def segment_length(n_chunks: int, heads: int, programs: int = _PROGRAMS) -> int:
+def segment_length(n_chunks: int, heads: int, programs: int) -> int:
     """Chunks a segment: about `programs` programs a tile over heads (B * H) and segments, at most `_LONGEST` chunks.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.

@@ -194,11 +194,11 @@ class _Launches:
         numbers = [*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
         return [*steps, Shot(gate_grad_kernel, (p.B * p.H, p.n_seg, 1), pointers, numbers, constants, {"num_warps": 2})]
 
-    def propagate(self, states: str, reverse: bool, sp_id: int) -> Step:
+    def propagate(self, states: str, reverse: bool, sp_id: int, call: str) -> Step:
         p = self.p
         log_a, kind = ("log_a", "scalar") if self.gated else (None, "none")
         shape = p.B, p.n_seg, p.H, p.K, p.V
-        return scan(states, log_a, "cut" if p.packed else None, shape, kind, reverse, sp_id)
+        return scan(states, log_a, "cut" if p.packed else None, shape, kind, reverse, sp_id, call)
 
 
 def _document_edges(final: torch.Tensor, dfinal: torch.Tensor, out: torch.Tensor) -> None:
@@ -221,8 +221,12 @@ def forward(
     sp: SequenceParallel | None,
     scale: float,
     want_final: bool,
+    call: str = "",
 ) -> tuple[torch.Tensor, ...]:
-    """(o, final, states, log_a, cut, table, cumulative log2 decay); what does not apply comes back empty."""
+    """(o, final, states, log_a, cut, table, cumulative log2 decay); what does not apply comes back empty.
+
+    ``call``: what ranks compare of the call, besides the states that they exchange.
+    """
     q, k, v = _rows(q), _rows(k), _rows(v)
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     p = make_plan(q, v, docs)
@@ -241,16 +245,17 @@ def forward(
         "decay": torch.empty(0 if g is None else (p.B, p.H, row), device=q.device, dtype=decay_dtype(q.dtype)),
     }
     group = _chained(sp)
-    call = _remembered(
-        ("forward", scale, want_final, group), p, given, lambda: _forward_call(p, tensors, scale, want_final, group)
-    )
-    call.run(tensors, q.device)
+    found = _remembered(
+        ("forward", scale, want_final, group, call), p, given,
+        lambda: _forward_call(p, tensors, scale, want_final, group, call),
+    )  # fmt: skip
+    found.run(tensors, q.device)
     if want_final and not p.packed:
         tensors["final"] = tensors["states"][:, p.n_seg].clone()
     return tuple(tensors[name] for name in ("o", "final", "states", "log_a", "cut", "table", "decay"))
 
 
-def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, group: int) -> _Call:
+def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, group: int, call: str) -> _Call:
     make, steps = _Launches(p, tensors, scale), list[Step]()
     given = "initial" in tensors
     in_walk = "initial" if p.packed and given else None
@@ -262,7 +267,7 @@ def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, gro
         steps.append(lambda frame: _zero(frame["states"], frame["log_a"]))
     if given and not p.packed:
         steps.append(lambda frame: copy(frame["states"][:, 0], frame["initial"]))
-    steps.append(make.propagate("states", False, group))
+    steps.append(make.propagate("states", False, group, call))
     if p.n_chunks:
         steps.append(make.output(in_walk, p.packed and want_final))
     return _Call(p, steps, make.room)
@@ -302,8 +307,9 @@ class Saved:
 
 
 def backward(
-    s: Saved, do: torch.Tensor, dfinal: Optional, sp: SequenceParallel | None, want_dg: bool, want_dinitial: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    s: Saved, do: torch.Tensor, dfinal: Optional, sp: SequenceParallel | None, want_dg: bool, want_dinitial: bool,
+    call: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, dg [B, H, T] fp32, dinitial); the last two empty unless wanted."""
     s.q, s.k, s.v, do = _rows(s.q), _rows(s.k), _rows(s.v), _rows(do)
     p = make_plan(s.q, s.v, s.docs)
@@ -322,16 +328,16 @@ def backward(
         "dinitial": fill((s.docs or p.B, p.H, p.K, p.V) if want_dinitial else 0, **f32),
     }  # fmt: skip
     group, early = _chained(sp), _waited_for_by_nobody(sp)
-    call = _remembered(
-        ("backward", s.scale, want_dg, want_dinitial, group, early), p, given,
-        lambda: _backward_call(p, tensors, s.scale, want_dg, want_dinitial, group, early),
+    found = _remembered(
+        ("backward", s.scale, want_dg, want_dinitial, group, early, call), p, given,
+        lambda: _backward_call(p, tensors, s.scale, want_dg, want_dinitial, group, early, call),
     )  # fmt: skip
-    call.run(tensors, s.q.device)
+    found.run(tensors, s.q.device)
     return tensors["dq"], tensors["dk"], tensors["dv"], tensors["dg"], tensors["dinitial"]
 
 
 def _backward_call(
-    p: Plan, tensors: Tensors, scale: float, want_dg: bool, want_dinitial: bool, group: int, early: bool
+    p: Plan, tensors: Tensors, scale: float, want_dg: bool, want_dinitial: bool, group: int, early: bool, call: str
 ) -> _Call:
     """`early`: dq is walked before the states come in."""
     make, steps = _Launches(p, tensors, scale), list[Step]()
@@ -346,7 +352,7 @@ def _backward_call(
     if given and not p.packed:
         steps.append(lambda frame: copy(frame["dstates"][:, p.n_seg], frame["dfinal"]))
     dq = [make.dq(initial, want_dg)] if p.n_chunks else []
-    propagate = make.propagate("dstates", True, group)
+    propagate = make.propagate("dstates", True, group, call)
     steps += [*dq, propagate] if early else [propagate, *dq]
     if p.n_chunks:
         steps.append(make.dkv(p.tiles.dk, in_walk, True, p.tiles.dv is None, want_dg))

@@ -1,0 +1,86 @@
+"""What flexsp's own backward passes ask of autograd: first derivatives only, and the same messages on every rank."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import NotAvailable
+
+__all__ = ["IN_PYTORCH", "ON_ONE_RANK", "changed", "first_only", "joined", "same_place", "transformed", "untransformed"]
+
+ON_ONE_RANK = "compute them on one rank, with the whole sequence and sp=False"
+IN_PYTORCH = "float64 inputs and CPU tensors run in PyTorch, which has them"
+
+
+def first_only(what: str, instead: str) -> None:
+    """First statement of a backward pass that cannot be differentiated itself: NotAvailable where autograd records it.
+
+    Autograd turns grad mode on in a backward pass under ``create_graph=True`` and only there. The gradients that come
+    in tell less: they may need no gradient where the saved tensors do.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotAvailable(
+            f"{what}: second derivatives (create_graph=True) are not available, its backward pass is not "
+            f"differentiable; {instead}"
+        )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way."""
+    return bool(forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
+
+
+def untransformed(what: str, instead: str) -> None:
+    """NotAvailable inside vmap, jvp and the other transforms of torch.func, and in forward mode."""
+    if not torch.compiler.is_compiling() and transformed():
+        raise NotAvailable(
+            f"{what}: transforms of torch.func (vmap, grad, jvp, ...) and forward-mode differentiation are not "
+            f"available; {instead}"
+        )
+
+
+def changed(what: str, kept: object, got: object) -> NoReturn:
+    raise ValueError(
+        f"saved tensors: expected those that the forward pass kept, with {what} {kept}, but hooks "
+        f"(torch.autograd.graph.saved_tensors_hooks) gave back {got}"
+    )
+
+
+def same_place(device: torch.device, *saved: torch.Tensor | None) -> None:
+    """ValueError where hooks gave back a saved tensor on another device, which kernels would read as their own."""
+    for x in saved:
+        if x is not None and x.device != device:
+            changed("device", device, x.device)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([x.view_as(x) for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads
+
+
+def joined(sp: SequenceParallel, *tensors: Any) -> tuple[Any, ...]:
+    """(the group's anchor, *tensors), with every path of gradients to one of them leading to all of them.
+
+    A backward pass runs only the nodes between the outputs that a loss used and the tensors that were asked for. A call
+    whose inputs come from here, and whose outputs pass here where one does not lead to all of its exchanges, exchanges
+    the same whatever each rank uses and asks for: the neighbours wait for it. What is no floating tensor comes back as
+    it is. A compiled backward pass always runs whole.
+    """
+    if sp.world_size > 1:
+        untransformed("calls over ranks", ON_ONE_RANK)
+    if sp.world_size == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return (sp.anchor, *tensors)
+    floating = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in tensors]
+    anchor, *views = _Joined.apply(sp.anchor, *[x for x, joins in zip(tensors, floating, strict=True) if joins])
+    found = iter(views)
+    return (anchor, *(next(found) if joins else x for x, joins in zip(tensors, floating, strict=True)))

@@ -1,0 +1,51 @@
+"""Checks of a call's initial states and document boundaries."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.compiler.meta import STATE
+from flexsp.exceptions import check_dense, fail
+
+__all__ = ["boundaries", "check_boundaries", "check_initial"]
+
+
+def check_initial(
+    prev_s: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, packed: bool,
+    sp: SequenceParallel | None,
+) -> None:  # fmt: skip
+    if prev_s is None:
+        return
+    check_dense(STATE, prev_s, f"a tensor {shape} or None")
+    if tuple(prev_s.shape) != shape or prev_s.device != device or prev_s.dtype != dtype:
+        got = f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}"
+        raise ValueError(f"{STATE}: expected {shape} of {dtype} on {device}, got {got}")
+    if sp is not None and not packed and not sp.is_first:
+        raise ValueError(f"{STATE}: expected on the first rank only, got one on rank {sp.rank}")
+
+
+def check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
+    integers = (torch.int32, torch.int64)
+    check_dense("cu_seqlens", cu_seqlens, "a tensor [N + 1] of int32 or int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in integers:
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        fail("cu_seqlens", "a tensor [N + 1] of int32 or int64", got)
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected a tensor on {device}, got one on {cu_seqlens.device}")
+    if B != 1:
+        raise ValueError(f"cu_seqlens: expected batch size 1, got {B}")
+    if cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens: expected boundaries of one document or more, got {cu_seqlens.tolist()}")
+
+
+def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool) -> list[int]:
+    """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1."""
+    if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
+        return []
+    bounds = [int(n) for n in cu_seqlens.tolist()]
+    if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
+    return bounds

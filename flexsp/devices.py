@@ -1,0 +1,201 @@
+"""What a GPU offers to kernels. Plans, predicted times and messages are made of it; offline planning takes a known one.
+
+Only the H200 was measured. The rates of the others are nine tenths of their memory's bandwidth and four fifths of their
+matrix products' peak, which is how the H200 compares with its own data sheet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = ["A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "Device", "check_shared", "of_arch", "of_device",
+           "of_properties", "planned_for", "shared_of_arch"]  # fmt: skip
+
+_KIB = 1024
+_SHARED = {
+    80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
+"""KiB of shared memory that a block may have, by compute capability."""
+_OLDEST = 80
+_ADVICE = "use smaller K or V, or a smaller chunk_size where one was given"
+_COPIED = 0.9  # of the memory's peak, that a copy takes
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as plans see it. Times are in microseconds, so rates are a microsecond's.
+
+    Attributes:
+        capability: compute capability, (9, 0) for Hopper.
+        multiprocessors: how many; each runs one or several blocks of a kernel at a time.
+        shared: bytes of shared memory that a block may have.
+        bandwidth: bytes of device memory, read and written, as of a large copy.
+        half, single: floating-point operations of large matrix products of bf16 and of tf32 numbers.
+        programs: blocks that a walk is cut into, so that they fill the multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+    bandwidth: float
+    half: float
+    single: float
+    programs: int
+
+    @property
+    def arch(self) -> int:
+        """The capability as one number, 90 for (9, 0)."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    def __str__(self) -> str:
+        memory = f"{self.shared // _KIB} KiB a block, {self.bandwidth / 1e6:g} TB/s"
+        return f"{self.name} ({self.multiprocessors} SMs, {memory})"
+
+    @property
+    def dependent(self) -> bool:
+        """Whether kernels can be launched as programmatic dependents."""
+        return self.capability >= (9, 0)
+
+    @property
+    def wide_products(self) -> bool:
+        """Whether matrix products read their operands from shared memory, not from registers."""
+        return reads_shared(self.arch)
+
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether accumulators of matrix products are kept in tensor memory (tcgen05)."""
+        return 100 <= self.arch < 120
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Floating-point operations of products of inputs in `dtype`: three tf32 products make one of fp16 or fp32."""
+        return self.half if dtype == torch.bfloat16 else self.single / 3
+
+
+def _filling(multiprocessors: int) -> int:
+    """Programs that fill so many multiprocessors: a multiple of what heads usually come in."""
+    step = 32 if multiprocessors >= 64 else 16
+    return max(step, multiprocessors // step * step)
+
+
+def _known(name: str, arch: int, multiprocessors: int, bandwidth: float, half: float) -> Device:
+    shared, programs = _SHARED[arch] * _KIB, _filling(multiprocessors)
+    return Device(name, divmod(arch, 10), multiprocessors, shared, bandwidth, half, half / 2, programs)
+
+
+A100 = _known("A100", 80, 108, 1.8e6, 250e6)
+A10 = _known("A10", 86, 72, 0.54e6, 100e6)
+L4 = _known("L4", 89, 58, 0.27e6, 95e6)
+H100 = _known("H100", 90, 132, 3.0e6, 780e6)
+H200 = _known("H200", 90, 132, 4.3e6, 780e6)
+B200 = _known("B200", 100, 148, 7.2e6, 1780e6)
+KNOWN = (A100, A10, L4, H100, H200, B200)
+_OF_ARCH = {x.arch: x for x in KNOWN}  # the last one of a capability: the H200 for 90
+
+_planned: ContextVar[Device] = ContextVar("planned", default=H200)
+
+
+@contextmanager
+def planned_for(device: Device) -> Iterator[None]:
+    """Plans of tensors that are on no GPU (meta tensors, the interpreter's) are made for `device`; else for an H200."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def of_device(device: torch.device | None = None) -> Device:
+    """What the GPU `device` offers; for others, or None where no GPU is there, what is planned for.
+
+    Raises:
+        ValueError: kernels are not made for a GPU as old as this.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return _planned.get()
+    return _of_index(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_index(index: int) -> Device:
+    return of_properties(torch.cuda.get_device_properties(index))
+
+
+def of_properties(found: Any) -> Device:
+    """What a GPU offers, from what `torch.cuda.get_device_properties` says of it.
+
+    The rates of matrix products are those of the known GPU of its capability, by multiprocessors; so is the memory's
+    bandwidth where torch does not say it.
+    """
+    arch = 10 * found.major + found.minor
+    like, count = of_arch(arch, found.name), found.multi_processor_count
+    if re.search(r"\bH200\b", found.name) and count == H200.multiprocessors:
+        return H200
+    clock, width = (getattr(found, key, 0) or 0 for key in ("memory_clock_rate", "memory_bus_width"))
+    # kHz of a memory that sends twice a clock, bits
+    bandwidth = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else like.bandwidth
+    more = count / like.multiprocessors
+    return Device(
+        found.name, (found.major, found.minor), count,
+        getattr(found, "shared_memory_per_block_optin", 0) or like.shared,
+        bandwidth, like.half * more, like.single * more, _filling(count),
+    )  # fmt: skip
+
+
+def of_arch(arch: int, name: str = "") -> Device:
+    """The known GPU of a compute capability, 90 for Hopper; where there is none, rates of a near one.
+
+    Raises:
+        ValueError: kernels are not made for a GPU as old as this.
+    """
+    if arch < _OLDEST:
+        called = f"{name} of " if name else ""
+        raise ValueError(
+            f"GPU: expected compute capability {_OLDEST / 10} or newer, got {called}{arch / 10}; kernels are made for "
+            f"{', '.join(f'sm_{x}' for x in _SHARED)}"
+        )
+    like = _OF_ARCH.get(arch) or _OF_ARCH[max(x for x in _OF_ARCH if x <= arch)]
+    if like.arch == arch:
+        return like
+    return replace(like, name=f"sm_{arch}", capability=divmod(arch, 10), shared=shared_of_arch(arch))
+
+
+def reads_shared(arch: int) -> bool:
+    """Whether matrix products of a compute capability read their operands from shared memory, not from registers.
+
+    wgmma and tcgen05 do, on Hopper and data-center Blackwell; GPUs of capability 12 have neither.
+    """
+    return 90 <= arch < 120
+
+
+def shared_of_arch(arch: int) -> int:
+    """Bytes of shared memory that a block may have; of a capability that is not known yet, the least of all."""
+    return _SHARED.get(arch, min(_SHARED.values())) * _KIB
+
+
+def check_shared(kernel: str, needed: int, arch: int, sizes: str, advice: str = _ADVICE) -> None:
+    """Raises ValueError where a compiled kernel needs more shared memory than a block of the GPU has.
+
+    Args:
+        kernel: its name.
+        needed: bytes, `metadata.shared` of the compiled kernel.
+        sizes: what it was compiled for, as text.
+    """
+    limit = shared_of_arch(arch)
+    if needed > limit:
+        raise ValueError(
+            f"{sizes}: kernel `{kernel}` needs {math.ceil(needed / _KIB)} KiB of shared memory, "
+            f"{math.ceil((needed - limit) / _KIB)} KiB more than the {limit // _KIB} KiB that a block has on "
+            f"sm_{arch}; {advice}"
+        )

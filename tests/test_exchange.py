@@ -16,6 +16,7 @@ from flexsp.exceptions import PeerMismatch, PeerTimeout
 from flexsp.scan.exchange import exchange
 from flexsp.scan.schedules import SCHEDULES
 from flexsp.testing import RankFailure, run_ranks
+from tests.marks import slow
 
 Tensors = list[torch.Tensor]
 
@@ -85,7 +86,7 @@ def _frozen(sp: SequenceParallel, F: torch.Tensor, mode: str) -> Any:
 def test_a_rank_where_nothing_requires_grad(mode: str) -> None:
     """Its neighbours' backward passes still need its answer."""
     F = torch.randn(3, 1, 2, 3, 3, dtype=torch.float64)
-    grads = run_ranks(_frozen, 3, F, mode, sp_timeout_s=20.0)
+    grads = run_ranks(_frozen, 3, F, mode, sp_timeout_s=90.0)
     assert grads[1] is None
     torch.testing.assert_close(grads[0], F[0].exp() + 2 * F[0] + 2 * (F[0] + F[1]))
 
@@ -140,12 +141,11 @@ def _one_process(xs: Tensors) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.parametrize(
     "mode",
-    ["eager", "compile", "checkpoint", "checkpoint reentrant", "compile checkpoint"]
-    + ["compile inductor"] * (os.environ.get("ALL_TESTS") == "1"),
+    ["eager", "compile", "checkpoint", "checkpoint reentrant", "compile checkpoint", *slow("compile inductor")],
 )
 def test_layers_with_an_empty_shard(mode: str) -> None:
     xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (5, 0, 4)]
-    got = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=60.0 if "inductor" in mode else 20.0)
+    got = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=90.0)
     ys, grads = _one_process(xs)
     recomputed = 2 if "checkpoint" in mode else 0
     for r in range(3):
@@ -161,8 +161,10 @@ def _unread(sp: SequenceParallel, xs: Tensors, mode: str) -> tuple:
     def model(x: torch.Tensor) -> torch.Tensor:
         return layer(layer(x))
 
-    if "compile" in mode:
-        model = torch.compile(model, fullgraph=True, backend="inductor" if "inductor" in mode else "aot_eager")
+    if mode == "compile":
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    elif mode == "compile inductor" and sp.rank == 1:  # where the code is dead; the other rank need not take its time
+        model = torch.compile(model, fullgraph=True, backend="inductor")
     with torch.no_grad():
         return model(xs[sp.rank]), sp.calls - before
 
@@ -199,8 +201,8 @@ def test_a_rank_that_never_arrives(schedule: str) -> None:
         error, seconds = results[r]
         assert isinstance(error, PeerTimeout), error
         assert error.rank == r
-        assert error.peer == (None if schedule == "all_gather" else 1)
-        assert seconds < 10
+        assert error.peer == 1
+        assert 3 <= seconds < 60  # far below the default, with time for a busy machine
 
 
 def _dies(sp: SequenceParallel) -> Any:
@@ -214,7 +216,7 @@ def _dies(sp: SequenceParallel) -> Any:
 
 def test_a_rank_that_dies() -> None:
     with pytest.raises(RankFailure, match="rank 0 failed:\nthe process ended") as caught:
-        run_ranks(_dies, 2, env={"FLEXSP_TEST_POOL": "failures"}, sp_timeout_s=20.0)
+        run_ranks(_dies, 2, env={"FLEXSP_TEST_POOL": "failures"}, sp_timeout_s=60.0)
     assert "told of the death of rank 0" in str(caught.value)
 
 
@@ -236,7 +238,8 @@ def _disagree(sp: SequenceParallel, how: str) -> Any:
 @pytest.mark.parametrize("how", ["shape", "dtype"])
 def test_ranks_that_disagree(how: str) -> None:
     """Without FLEXSP_CHECK the receiving rank finds out from the text before the data."""
-    results = run_ranks(_disagree, 2, how, sp_timeout_s=3.0, fresh_sp=True, env={"FLEXSP_TEST_POOL": "failures"})
+    options = {"sp_timeout_s": 8.0, "fresh_sp": True, "env": {"FLEXSP_TEST_POOL": "failures"}}
+    results = run_ranks(_disagree, 2, how, **options)
     assert isinstance(results[1], PeerMismatch), results
     assert (results[1].rank, results[1].peer) == (1, 0)
     assert "float32" in str(results[1].theirs) and "state exchange" in str(results[1].ours)

@@ -26,7 +26,6 @@ from tests.generated_programs import (
     draw_program,
 )
 from tests.test_generated import (
-    ALL,
     ENV,
     SOME_SEGMENTS,
     Tensors,
@@ -230,15 +229,19 @@ def test_random_programs(n: int, seed: int, folder: str) -> None:
     check_program(draw_program(drawn), seed, folder, (17 + seed % 16, None), PACKED)
 
 
-def alone(groups: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Each feature in a program of its own, where time is no matter."""
-    return {x: [x] for features in groups.values() for x in features} if ALL else groups
+def programs(groups: dict[str, list[str]]) -> list[Any]:
+    """Features of one program by group; each in a program of its own is slow."""
+    alone = [x for features in groups.values() for x in features]
+    return [
+        *(pytest.param(features, id=name) for name, features in groups.items()),
+        *(pytest.param([x], id=f"alone {x}", marks=pytest.mark.slow) for x in alone),
+    ]
 
 
 PADDING = {name: list(WILD_PADDING.values())[i::2] for i, name in enumerate(("even", "odd"))}
 
 
-@pytest.mark.parametrize("features", alone(PADDING).values(), ids=alone(PADDING))
+@pytest.mark.parametrize("features", programs(PADDING))
 def test_padding_that_is_not_finite(features: list[str], seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
 
@@ -248,7 +251,7 @@ def test_padding_of_states_and_of_kept_values(case: str, seed: int, folder: str)
     check_program(DrawnProgram.of_source(PADDED_STATES[case]), seed, folder, (45, None))
 
 
-@pytest.mark.parametrize("features", alone(OPERATORS).values(), ids=alone(OPERATORS))
+@pytest.mark.parametrize("features", programs(OPERATORS))
 def test_operators(features: list[str], seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_features(*features), seed, folder, WHOLE)
 

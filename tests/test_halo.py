@@ -98,7 +98,7 @@ def _frozen(sp: SequenceParallel, mode: str) -> tuple:
 @pytest.mark.parametrize("mode", ["eager", "compile", "checkpoint"])
 def test_a_rank_where_nothing_requires_grad(mode: str) -> None:
     """Its neighbours' backward passes (a compiler sees none of it used here) and recomputes still need its part."""
-    got = run_ranks(_frozen, 3, mode, sp_timeout_s=20.0)
+    got = run_ranks(_frozen, 3, mode, sp_timeout_s=90.0)
     assert [calls for _, calls in got] == [3 if mode == "checkpoint" else 2] * 3
     assert got[1][0] is None
     assert got[0][0][0, :, 0].tolist() == [1.0, 2.0, 2.0] and got[2][0][0, :, 0].tolist() == [1.0, 1.0, 1.0]

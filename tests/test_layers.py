@@ -144,6 +144,34 @@ def test_convolution_stops_nan_at_documents() -> None:
     assert dx[:, :4].isfinite().all() and dx[:, 7:].isfinite().all()
 
 
+def test_taps_never_read_another_document() -> None:
+    """A document of one NaN: the taps behind the first are never on it, so their gradients are finite."""
+    conv, x = ShortConvolution(3, 4), torch.randn(1, 12, 3)
+    x[:, 4] = float("nan")
+    y = conv(x, cu_seqlens=torch.tensor([0, 4, 5, 12]))
+    (dweight,) = torch.autograd.grad(y[:, 5:].sum(), conv.weight)
+    assert dweight[:, :-1].isfinite().all()
+
+
+def test_convolution_stops_nan_of_other_ranks() -> None:
+    """NaN in the halo that belongs to another document is neither an output's nor a gradient's affair."""
+    (_, before, _), (y, dx, dweight) = run_ranks(nan_in_the_halo, 2)
+    assert before[:, :3].isfinite().all()
+    assert y.isfinite().all() and dx.isfinite().all() and dweight.isfinite().all()
+
+
+def nan_in_the_halo(sp: Any) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    conv, x = ShortConvolution(3, 4), torch.randn(1, 6, 3)
+    if sp.rank == 0:
+        x[:, 3:] = float("nan")
+    x.requires_grad_()
+    with sequence_parallel(sp):
+        y = conv(x, cu_seqlens=torch.tensor([0, 3, 6, 12]))
+    (y[:, :3] if sp.rank == 0 else y).square().sum().backward()
+    return y, x.grad, conv.weight.grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_low_precision(name: str, dtype: torch.dtype) -> None:
@@ -180,6 +208,42 @@ def test_decoding_equals_parallel(name: str) -> None:
     for ours, theirs in zip(again, cache, strict=True):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    """A prompt, then tokens: as far from the layer in float64 as the parallel pass is; dtypes and sizes as promised."""
+    exact = make(name, random.randrange(1 << 30)).to(dtype).double()
+    layer = copy.deepcopy(exact).to(dtype)
+    x = torch.randn(2, 30, LAYERS[name][2]).to(dtype)
+    want = exact(x.double())
+    y, cache = layer(x[:, :11], cache=layer.init_cache(2))
+    outputs = [y]
+    for token in x[:, 11:].unbind(1):
+        y, cache = layer.step(token, cache)
+        assert y.dtype == dtype and y.shape == token.shape and cache.state.dtype == torch.float32
+        outputs.append(y.unsqueeze(1))
+    error = (torch.cat(outputs, 1) - want).norm() / want.norm()
+    parallel = (layer(x) - want).norm() / want.norm()
+    assert error <= 2 * parallel + 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", ["gla", "mamba2"])
+def test_a_cache_for_other_sequences_is_refused(name: str) -> None:
+    layer, x = make(name, 0), torch.randn(1, 5, LAYERS[name][2], dtype=torch.float64)
+    for cache, message in (
+        (None, "cache: expected a LayerCache, see init_cache, got NoneType"),
+        (layer.init_cache(2), r"cache.state: expected \[1, "),
+        (layer.init_cache(1)._replace(conv=layer.init_cache(2).conv), r"cache.conv: expected \[1, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.step(x[:, 0], cache)
+        if cache is not None:
+            with pytest.raises(ValueError, match=message):
+                layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"x: expected \[\*, 1, "):
+        layer.step(x, layer.init_cache(1))
 
 
 def test_mamba2_initialisation() -> None:
@@ -230,11 +294,13 @@ def test_cache_under_ranks() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ShortConvolution(4, 0), "width: expected at least 1"),
+        (lambda: ShortConvolution(4, 0), "width: expected an integer >= 1"),
         (lambda: ShortConvolution(4, activation="relu"), "activation: expected"),
-        (lambda: ShortConvolution(4)(torch.randn(1, 3, 5)), r"x: expected \[B, T, 4\]"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 5)), r"x: expected \[\*, \*, 4\]"),
         (lambda: ShortConvolution(4)(torch.randn(2, 3, 4), torch.tensor([0, 3])), "x: expected batch size 1"),
-        (lambda: ShortConvolution(4)(torch.randn(1, 3, 4), [0, 3]), r"cu_seqlens: expected a 1-D tensor.*got list"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 4), [0, 3]), r"cu_seqlens: expected a tensor .*, got list"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 4), torch.tensor([0, 4])), "cu_seqlens: expected a last entry"),
+        (lambda: ShortConvolution(4)(torch.randn(1, 3, 4), torch.tensor([0.0, 3])), "cu_seqlens: expected dtype int"),
         (lambda: ShortConvolution(4).prefill(torch.randn(1, 3, 4), torch.randn(1, 4, 3)), "cache: expected"),
         (lambda: Mamba2(24, head_dim=32), "head_dim: expected a divisor"),
         (lambda: Mamba2(32, head_dim=16, n_groups=3), "n_groups: expected a divisor"),

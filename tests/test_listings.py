@@ -206,7 +206,7 @@ def test_strong_gates_of_listing_1(seed: int) -> None:
 @pytest.mark.parametrize("name", LISTINGS)
 def test_kernels_are_made_of_a_listing(name: str) -> None:
     text = LISTINGS[name](torch.bfloat16, None, ALONE).explain()
-    assert "runs: generated kernels on GPUs" in text, text
+    assert "runs generated kernels" in text, text
 
 
 def on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> list[float]:

@@ -203,3 +203,33 @@ def test_gates_beyond_the_floor() -> None:
 def test_public_names() -> None:
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
     assert {case.op.__name__ for case in CASES.values()} | {"recurrent_simple_gla"} == set(ops.__all__)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-5, 3.0])
+def test_the_denominator_is_scaled(scale: float) -> None:
+    """Beside the constant in the denominator the scale shows: o = scale q S / (scale q z + 1e-10)."""
+    q, k = torch.rand(2, 1, 20, 2, 5, dtype=torch.float64).unbind(0)
+    q, k = q * 1e-2, k * 1e-2
+    v = torch.randn(1, 20, 2, 4, dtype=torch.float64)
+    S, z = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1), k.cumsum(1)
+    numerator, denominator = (q.unsqueeze(-1) * S).sum(-2), (q * z).sum(-1, keepdim=True)
+    want = scale * numerator / (scale * denominator + ops.linear_attn.NORMALIZER_EPS)
+    o, _ = ops.chunk_linear_attn(q, k, v, scale=scale)
+    assert relative_error(o, want) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gate_of_minus_infinity_acts_as_the_least_one(dtype: torch.dtype) -> None:
+    """And keeps the precision of what follows: a sum of gates that holds -inf or -1e4 would not."""
+    q, k, v = torch.randn(3, 1, 150, 2, 8, dtype=dtype).unbind(0)
+    g = torch.nn.functional.logsigmoid(torch.randn(1, 150, 2, dtype=dtype))
+    closed = g.clone()
+    closed[:, 10::37] = -torch.inf
+    least = closed.clamp(min=-104.0)
+    for op in (ops.chunk_simple_gla, ops.recurrent_simple_gla):
+        o, state = op(q, k, v, closed, output_final_state=True)
+        want = op(q, k, v, least, output_final_state=True)
+        assert torch.equal(o, want[0]) and torch.equal(state, want[1])
+    want, _ = ops.recurrent_simple_gla(*(x.double() for x in (q, k, v, least)))
+    o, _ = ops.chunk_simple_gla(q, k, v, closed)
+    assert relative_error(o, want) < 64 * torch.finfo(dtype).eps

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.scan.schedules import SCHEDULES, incoming_state
-from flexsp.scan.transitions import Transition, compose
+from flexsp.scan.schedules import SCHEDULES, incoming_state, scan_ranks
+from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 
 KINDS = ("none", "scalar", "vector")
@@ -67,30 +67,51 @@ def test_strided_input() -> None:
     torch.testing.assert_close(run_ranks(_incoming_strided, 2, elements), fold(elements), rtol=1e-14, atol=1e-14)
 
 
-def test_a_cut_keeps_logs_finite() -> None:
-    """A reset is a flag beside the log, which stays finite when stretches are joined."""
-    transition = Transition.of(torch.ones(1, 1, 1, 1), torch.tensor([[-1e4]]), torch.tensor([1]))
+def _linear(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor, dense: bool, reverse: bool) -> torch.Tensor:
+    return scan_ranks(F[sp.rank], Transition.linear(F[sp.rank], A[sp.rank], dense), sp, reverse)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_transitions_that_are_matrices_or_come_as_numbers(schedule: str) -> None:
+    """Over every schedule what one process gives, in both directions; states may be vectors where A is elementwise."""
+    ranks = 3
+    for shape, dense in (((2, 1, 4, 5), True), ((1, 2, 3, 17), True), ((2, 1, 4, 5), False), ((1, 2, 4), False)):
+        F = torch.randn(ranks, *shape, dtype=torch.float64)
+        A = torch.randn(ranks, *shape[:-1], shape[-2], dtype=torch.float64) if dense else torch.randn_like(F)
+        A[1, 0] = 0.0  # a document starts there
+        for reverse in (False, True):
+            want, state = [], torch.zeros_like(F[0])
+            for r in range(ranks - 1, -1, -1) if reverse else range(ranks):
+                want.append(state)
+                a = A[r].mT if dense and reverse else A[r]
+                state = (a @ state if dense else a * state) + F[r]
+            got = run_ranks(_linear, ranks, F, A, dense, reverse, schedule=schedule)
+            torch.testing.assert_close(got, want[::-1] if reverse else want, rtol=1e-13, atol=1e-13)
+
+
+def test_nothing_passes_a_cut() -> None:
+    transition = Transition.of(torch.ones(1, 1, 1, 1), torch.zeros(1, 1), torch.tensor([1]))
     assert transition.apply(torch.ones(1, 1, 1, 1)).item() == 0.0
-    assert torch.isfinite(transition.then(transition).factor(torch.ones(1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compose_is_associative_and_acts_in_order(kind: str) -> None:
-    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    elements = [(Transition.of(F, log_a, cut), F) for F, log_a, cut in random_elements(kind, 3)]
-    left = compose(compose(elements[0], elements[1]), elements[2])
-    right = compose(elements[0], compose(elements[1], elements[2]))
-    one_by_one = x
-    for transition, F in elements:
-        one_by_one = transition.apply(one_by_one, F)
-    for transition, F in (left, right):
-        torch.testing.assert_close(transition.apply(x, F), one_by_one, rtol=1e-13, atol=1e-13)
+def _under_autocast(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return _linear(sp, F, A, True, False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", ["chain", "all_gather"])
+def test_autocast_does_not_round_states(schedule: str) -> None:
+    F, A = torch.randn(3, 1, 1, 4, 4), torch.randn(3, 1, 1, 4, 4)
+    got = run_ranks(_under_autocast, 3, F, A, schedule=schedule)[2]
+    torch.testing.assert_close(got, A[1] @ F[0] + F[1])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dense"])
 def test_transpose_is_the_adjoint(kind: str) -> None:
-    F, log_a, cut = random_elements(kind, 2)[1]
+    F, log_a, cut = random_elements("none" if kind == "dense" else kind, 2)[1]
     transition, x, y = Transition.of(F, log_a, cut), torch.randn_like(F), torch.randn_like(F)
+    if kind == "dense":
+        transition = Transition.linear(F, torch.randn(*F.shape[:3], F.shape[2], dtype=F.dtype), dense=True)
     torch.testing.assert_close((transition.apply(x) * y).sum(), (x * transition.transpose().apply(y)).sum())
 
 
@@ -100,7 +121,9 @@ def test_bad_shapes() -> None:
         Transition.of(F, torch.zeros(3, 2))
     with pytest.raises(ValueError, match=r"cut: expected shape \(2,\), got \(3,\)"):
         Transition.of(F, None, torch.zeros(3))
-    with pytest.raises(ValueError, match="later: expected a transition of kind 'none', got 'scalar'"):
-        Transition.of(F, None).then(Transition.of(F, torch.zeros(2, 3)))
+    with pytest.raises(ValueError, match=r"A: expected shape \(2, 3, 4, 4\), got \(2, 3, 5, 5\)"):
+        Transition.linear(F, torch.zeros(2, 3, 5, 5), dense=True)
+    with pytest.raises(ValueError, match=r"A: expected shape \(2, 3, 4, 5\), got \(2, 3, 4\)"):
+        Transition.linear(F, torch.zeros(2, 3, 4), dense=False)
     with pytest.raises(ValueError, match="F: expected"):
         incoming_state(F[0], None, None, SequenceParallel())

@@ -6,26 +6,38 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton import knobs
 
 from flexsp.scan import launch as module
+from flexsp.scan import triton_private as private
 from flexsp.scan.launch import Shot
+
+
+class Param(NamedTuple):
+    name: str
+    is_constexpr: bool
+    do_not_specialize: bool
+    default: Any = None
 
 
 class Kernel:
     """Pretends to be a kernel on a GPU and keeps what it is launched with."""
 
     arg_names = ("x", "y", "T", "step", "BLOCK", "PDL")
-    do_not_specialize = ("T",)
 
     def __init__(self) -> None:
         self.function, self.packed_metadata = "function", "metadata"
         self.launches: list[tuple[Any, ...]] = []
         self.hooked: list[tuple[Any, ...]] = []
         self.builds: list[tuple[Any, ...]] = []
+
+    @property
+    def params(self) -> list[Param]:
+        return [Param(name, name in ("BLOCK", "PDL"), name == "T") for name in self.arg_names]
 
     def run(self, *args: Any) -> None:
         self.launches.append(args)
@@ -47,7 +59,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(module, "build", build)
     monkeypatch.setattr(module, "make_launcher", lambda compiled: None)
     monkeypatch.setattr(module, "dependent", lambda device: True)
-    monkeypatch.setattr(module, "current_target", lambda: type("Target", (), {"arch": 90}))
+    monkeypatch.setattr(module, "current_target", lambda: private.gpu_target(90))
+    monkeypatch.setattr(module, "warn_if_uncovered", lambda triton, device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return made
 
@@ -84,10 +97,7 @@ def test_only_what_is_specialised_builds_again(kernel: Kernel) -> None:
 
 
 def test_profilers_see_the_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hook:
-        calls = (print,)
-
-    monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", Hook())
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert not kernel.launches
     assert kernel.hooked == [((2, 3, 1), (64, None, 5, 32, 16, True))]
@@ -157,19 +167,3 @@ def test_an_interpreter_that_ends_builds_in_place(kernel: Kernel, monkeypatch: p
     monkeypatch.setattr(module, "workers", lambda: ended)
     shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(kernel.builds) == len(kernel.launches) == 1
-
-
-def test_launchers_of_a_known_triton_are_called_directly(kernel: Kernel) -> None:
-    class Launcher:
-        launch = object()
-        launch_cooperative_grid, launch_pdl = False, True
-
-        def __init__(self, scratch: int) -> None:
-            self.global_scratch_size, self.profile_scratch_size = scratch, 0
-
-    kernel.run = run = Launcher(0)  # type: ignore[assignment, method-assign]
-    rest = ("metadata", None, None, None)
-    direct = run.launch, ("function", False, True, None, None, *rest)
-    assert module._entry(kernel) == (direct if module._DIRECT else (run, ("function", *rest)))
-    kernel.run = run = Launcher(64)  # type: ignore[assignment, method-assign]
-    assert module._entry(kernel) == (run, ("function", *rest))

@@ -15,8 +15,9 @@ from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import NOT_LINEAR, DrawnProgram
+from tests.marks import slow
 from tests.test_custom_transition import CLASSES, SIZES, Counters, Tensors, draw_transition
-from tests.test_generated import ALL, ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
+from tests.test_generated import ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
 from tests.test_generated_programs import WHOLE, check_program, variable
 from tests.test_grammar import H, K, V
 
@@ -115,20 +116,29 @@ def check(case: Case, folder: Path, seed: int) -> None:
 DOCUMENTS = (0, 1, 20, 20, 37)
 
 
-@pytest.mark.parametrize("name", ["momentum", "normalised"])
-def test_one_rank(name: str, tmp_path: Path, seed: int) -> None:
+def half(name: str) -> Case:
+    return Case(name, T=16, dtype=torch.float16, given=False, segments=1)
+
+
+def packed(name: str) -> Case:
+    return Case(name, bounds=DOCUMENTS, segments=MANY_SEGMENTS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("momentum", B=2), Case("normalised", B=2), half("normalised")]
+    + slow(half("momentum"), packed("momentum"), packed("normalised")),
+    ids=lambda case: case.name,
+)
+def test_one_rank(case: Case, tmp_path: Path, seed: int) -> None:
     """In several segments, where the transition is elementwise, and whole; fp16 without an initial state."""
-    check(Case(name, B=2), tmp_path, seed)
-    if ALL or name == "normalised":
-        check(Case(name, T=16, dtype=torch.float16, given=False, segments=1), tmp_path, seed)
-    if ALL:
-        check(Case(name, bounds=DOCUMENTS, segments=MANY_SEGMENTS), tmp_path, seed)
+    check(case, tmp_path, seed)
 
 
 @pytest.mark.parametrize(
     ("name", "lengths", "bounds"),
     [("momentum", (20, 0, 17), None), ("normalised", (18, 19), DOCUMENTS)]
-    + [("momentum", (18, 2, 17), DOCUMENTS), ("normalised", (20, 0, 17), None)] * ALL,
+    + slow(("momentum", (18, 2, 17), DOCUMENTS), ("normalised", (20, 0, 17), None)),
 )
 def test_ranks(name: str, lengths: tuple[int, ...], bounds: tuple[int, ...] | None, tmp_path: Path, seed: int) -> None:
     check(Case(name, lengths=lengths, bounds=bounds), tmp_path, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import flexsp
-from flexsp import SequenceParallel, ops
+from flexsp import SequenceParallel, SequenceParallelLA, ops
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.grammar import FlexLinearAttention, transition
 from flexsp.testing.cases import CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests import variants
 
 EXACT = 1e-12
 
@@ -93,6 +98,152 @@ def test_decoding_step() -> None:
     assert_same(results(compiled(f), inputs), results(f, inputs))
 
 
+# Variants -------------------------------------------------------------------------------------------------------------
+
+KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+SIZES = (2, 4, 3)
+
+
+def inputs_of(name: str, B: int, T: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tokens, params = variants.draw(name, B, T, random.randrange(2**31))
+    cut = {variants.K: SIZES[1], variants.V: SIZES[2]}
+    x = {key: y[..., : cut[y.shape[-1]]] if y.dim() == 4 else y for key, y in tokens.items()} | params
+    return {key: y.to(dtype) for key, y in x.items()}
+
+
+def saturating() -> LinearAttention:
+    h, k, v = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 3)
+    key = SymbTensor(["T", h, k])
+    meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
+    # a constant width, which no input has, and a state that is not affine
+    return LinearAttention(
+        meta, lambda k, v: k.T @ v, lambda prev_s, chunk_state: (prev_s + chunk_state).tanh(),
+        lambda q, v, chunk_state: (torch.cat([q @ chunk_state, v, v[:, :1]], 1)), chunk_size=4,
+    )  # fmt: skip
+
+
+def of_variant(model: LinearAttention, sp: Any, **more: Any) -> Callable[..., Any]:
+    """With something before and after it to compile, and every output used."""
+
+    def f(**x: torch.Tensor) -> Any:
+        o, final = model(**{key: y * 1.5 if key != "prev_s" else y for key, y in x.items()}, **more, sp=sp)
+        return o.sin(), None if final is None else final * 2
+
+    return f
+
+
+@pytest.mark.parametrize("name", ["gla", "deltanet", "gla_own_bias", "saturating"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_of_a_variant_in_pytorch(name: str, packed: bool) -> None:
+    model = saturating() if name == "saturating" else variants.load(name).make(*SIZES)
+    x = inputs_of("linear" if name == "saturating" else name, 1 if packed else 2, 9, torch.float64)
+    x["prev_s"] = torch.randn(2, *SIZES, dtype=torch.float64)
+    f = of_variant(model, False, cu_seqlens=torch.tensor([0, 4, 9]) if packed else None)
+    assert_same(results(compiled(f), x), results(f, x))
+    with torch.no_grad():
+        assert_same(tensors(compiled(f)(**x)), tensors(f(**x)))
+    if not packed:
+        lone = {key: y[0] if y.dim() > 1 and key not in ("prev_s", "u") else y for key, y in x.items()}
+        lone["prev_s"] = x["prev_s"][:1]
+        assert_same(results(compiled(f), lone), results(f, lone))
+
+
+def test_one_graph_of_two_variants_and_another_length() -> None:
+    """The same code with other objects, and with other lengths, of which each has a graph."""
+    step = compiled(lambda model, **x: model(**x, sp=False)[0])
+    for name, T in (("gla", 9), ("deltanet", 9), ("gla", 9), ("gla", 17), ("gla", 5)):
+        model, x = variants.load(name).make(*SIZES), inputs_of(name, 1, T, torch.float64)
+        with torch.no_grad():
+            assert_same([step(model, **x)], [model(**x, sp=False)[0]])
+
+
+@pytest.mark.parametrize("name", ["delta", "custom"])
+def test_one_graph_of_a_grammar(name: str) -> None:
+    class Kept:
+        def chunk(self, k: Any, v: Any) -> Any:
+            return k.T @ v
+
+        def propagate(self, state: Any, chunk_state: Any) -> Any:
+            return state + chunk_state
+
+        def output(self, q: Any, k: Any, v: Any, state: Any) -> Any:
+            return (q @ k.T).tril() @ v + q @ state
+
+    model = FlexLinearAttention(
+        **{"transition": transition.delta_rule()} if name == "delta" else {"custom_transition": Kept}
+    )
+    x = {key: torch.randn(1, 9, 2, 4, dtype=torch.float64) for key in "qkv"}
+    if name == "delta":
+        x["beta"] = torch.rand(1, 9, 2, dtype=torch.float64)
+
+    def f(**x: torch.Tensor) -> Any:
+        return model(**{key: y * 0.5 for key, y in x.items()}, output_final_state=True, sp=False)
+
+    assert_same(results(compiled(f), x), results(f, x))
+
+
+def test_wrong_inputs_are_named_while_compiling() -> None:
+    model = variants.load("simple_gla").make(*SIZES)
+    x = inputs_of("simple_gla", 1, 9, torch.float64)
+    with pytest.raises(Exception, match="g: expected"):
+        compiled(model)(**x | {"g": x["q"]})
+    with pytest.raises(Exception, match="inputs: expected"):
+        compiled(model)(**x | {"h": x["q"]})
+
+
+def variants_over_ranks(sp: SequenceParallel, seed: int, dtype: torch.dtype, names: list[str]) -> list[float]:
+    random.seed(seed)
+    sp.set_lengths([5, 0] if dtype == torch.float64 else [5, 4])
+    errors = []
+    for name, packed in itertools.product(names, (False, True)):
+        torch.manual_seed(seed)
+        model = saturating() if name == "saturating" else variants.load(name).make(*SIZES)
+        x = inputs_of("linear" if name == "saturating" else name, 1, sum(sp.lengths or []), dtype)
+        x = {key: sp.shard(y) if key != "u" else y for key, y in x.items()}
+        f = of_variant(model, sp, cu_seqlens=torch.tensor([0, 2, sum(sp.lengths or [])]) if packed else None)
+        got, want = results(compiled(f), x), results(f, x)
+        errors += [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    return errors
+
+
+def test_one_graph_of_variants_over_ranks(seed: int) -> None:
+    for errors in run_ranks(variants_over_ranks, 2, seed, torch.float64, ["gla", "saturating"], timeout=200):
+        assert max(errors) < EXACT
+
+
+def test_one_graph_of_kernels_over_ranks(seed: int) -> None:
+    for errors in run_ranks(variants_over_ranks, 2, seed, torch.float32, ["deltanet"], env=KERNELS, timeout=200):
+        assert max(errors) == 0
+
+
+def twice_in_graphs(sp: Any) -> list[str]:
+    """What differentiating a compiled call twice ends in."""
+    found = []
+    model = variants.load("linear").make(2, 4, 4)
+    calls = (
+        lambda q, k, v: ops.chunk_linear_attn(q, k, v, normalize=False)[0],
+        lambda q, k, v: model(q=q, k=k, v=v)[0],
+    )
+    for f in calls:
+        x = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+        o = compiled(f)(*x).sum()
+        try:
+            grads = torch.autograd.grad(o, x, create_graph=True)
+            torch.autograd.grad(grads[0].square().sum(), x)
+            found.append("differentiated twice")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_second_derivatives_of_graphs_are_refused() -> None:
+    (found,) = run_ranks(twice_in_graphs, 1, env=KERNELS)
+    assert all("double backward" in x for x in found), found  # torch.compile's own refusal
+
+
+# Over ranks -----------------------------------------------------------------------------------------------------------
+
+
 def over_ranks(sp: SequenceParallel, name: str, lengths: list[int], packed: bool, ambient: bool, seed: int) -> None:
     case = CASES[name]
     sp.set_lengths(lengths)
@@ -110,6 +261,53 @@ def over_ranks(sp: SequenceParallel, name: str, lengths: list[int], packed: bool
 
     want = results(f, inputs)
     assert_same(results(compiled(f), inputs), want)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mix(x).view(*x.shape[:2], 2, 4)
+        return x + ops.chunk_simple_gla(y, y.sin(), y.cos(), -y[..., 0].abs())[0].flatten(2)
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def compile_checkpoints(sp: SequenceParallel, seed: int, whole: bool) -> float:
+    """Largest difference of a compiled model's gradients from those of the eager one."""
+    torch.manual_seed(seed)
+    sp.set_lengths([6, 5])
+    model = Checkpointed().double()
+    if whole:
+        SequenceParallelLA(model, sp)
+    for block in [] if whole else model.blocks:
+        SequenceParallelLA(block, sp)
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    found = []
+    for f in (model, compiled(model)):
+        leaf = sp.shard(x).clone().requires_grad_()
+        with flexsp.sequence_parallel(None if whole else sp):
+            o = f(leaf)
+        found.append(torch.autograd.grad(o.square().sum(), [leaf, *model.parameters()]))
+    return max(relative_error(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_checkpoints_in_a_compiled_model(whole: bool, seed: int) -> None:
+    """Of a wrapped model; of wrapped blocks, where the call enters the group."""
+    for error in run_ranks(compile_checkpoints, 2, seed, whole, timeout=200):
+        assert error < EXACT
 
 
 def compile_over_ranks(sp: SequenceParallel, calls: list[tuple[Any, ...]]) -> None:

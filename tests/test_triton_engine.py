@@ -7,7 +7,6 @@ there. bfloat16 has to wait for a GPU: the interpreter multiplies it wrongly. Ch
 from __future__ import annotations
 
 import gc
-import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,15 +18,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.cases import CASES, Shape, random_documents
 from flexsp.testing.compare import check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
 from flexsp.testing.ranks import run_ranks
+from tests.marks import slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
-ALL = os.environ.get("ALL_TESTS") == "1"  # the rest is too slow for every run
 GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 Tensors = dict[str, torch.Tensor]
@@ -36,16 +36,13 @@ Tensors = dict[str, torch.Tensor]
 @contextmanager
 def poisoned(segments: int, heads: int) -> Iterator[None]:
     """Fresh memory is NaN; the tokens of each of ``heads`` heads (B * H) are cut into about ``segments`` segments."""
-    from flexsp.kernels.diagonal import tiles
-
-    before, tiles._PROGRAMS = tiles._PROGRAMS, segments * heads
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        yield
+        with planned_for(replace(H200, programs=segments * heads)):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
-        tiles._PROGRAMS = before
 
 
 @contextmanager
@@ -54,7 +51,7 @@ def one_walk() -> Iterator[None]:
     from flexsp.kernels.diagonal.tiles import Tile, Tiles
 
     whole, choose = Tile(64, 16, 8, 1), tiles.choose
-    tiles.choose = lambda dtype, K, V: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
+    tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
     plan._build.cache_clear()
     try:
         yield
@@ -157,7 +154,7 @@ def test_segments(segments: int) -> None:
     )
 
 
-@pytest.mark.parametrize("segments", [ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS] if ALL else [SOME_SEGMENTS])
+@pytest.mark.parametrize("segments", [SOME_SEGMENTS, *slow(ONE_SEGMENT, MANY_SEGMENTS)])
 def test_dk_and_dv_from_one_walk(segments: int) -> None:
     shape = Shape(B=1, T=69, H=2, K=20, V=13, states=1)
     bounds = (0, 0, 3, 39, 39, 50, 69, 69)
@@ -465,7 +462,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [(13, 13, 14), (1, 33, 6)] if ALL else [(1, 33, 6)])
+@pytest.mark.parametrize("lengths", [(1, 33, 6), *slow(((13, 13, 14),))])
 def test_documents_across_ranks(lengths: tuple[int, ...]) -> None:
     plans = [Shards("simple_gla", lengths, each, segments=random.choice([ONE_SEGMENT, 2, 256])) for each in DOCUMENTS]
     check_shards(*plans, Shards(random.choice(["linear_attn", "mamba2"]), lengths, DOCUMENTS[2]))

@@ -210,7 +210,7 @@ class HiddenConvolution(nn.Module):
 def test_refuses(build: Callable[[], nn.Module], remedy: str) -> None:
     sp = SequenceParallel()
     model = nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"inner": nn.Sequential(build())}))
-    with pytest.raises(ValueError, match=r"layer: expected .* at '1\.inner\.0': .*" + remedy):
+    with pytest.raises(ValueError, match=r"(?s)^layer: expected .* at '1\.inner\.0': .*" + remedy):
         SequenceParallelLA(model, sp)
     assert type(model) is nn.Sequential
     with pytest.raises(ValueError, match=r"at '\(the layer itself\)'"):

@@ -1,33 +1,27 @@
-"""The variants of examples/variants as token loops in float64, with inputs, and functions to compile or to refuse.
+"""The variants of flexsp/variants as token loops in float64, with inputs, and functions to compile or to refuse.
 
-Shares no code with flexsp.
+The loops share no code with flexsp.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-FOLDER = Path(__file__).parents[1] / "examples" / "variants"
 H, K, V = 2, 5, 4
 Tensors = dict[str, torch.Tensor]
 Function = Callable[..., Any]
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"variants_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"flexsp.variants.{name}")
 
 
 def _outer(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -456,6 +450,10 @@ def loops(k: Any, v: Any) -> Any:
 
 def makes_ones(k: Any, v: Any) -> Any:
     return (k * torch.ones(k.size(0), 1)).T @ v
+
+
+def raises_lines(k: Any, v: Any) -> Any:
+    raise ValueError("the first line\nand more\nof them")
 
 
 def flat_view(prev_s: Any, chunk_state: Any, k: Any) -> Any:

@@ -28,23 +28,20 @@ def prepare0(
     g_ptr += b.to(tl.int64) * g_sb + h * g_sh
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
-    gates_cumsum_ptr += row * n_chunks * C * K
-    gated_5_ptr += row * n_chunks * C * K
-    gated_6_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     g_c = load_rows(g_ptr + start * g_st, g_st, length, 0, C, K, BK)
     cumsum_0 = tl.cumsum(g_c.to(tl.float32), axis=0)
-    store_rows(gates_cumsum_ptr + c * C * K, cumsum_0, K, C, 0, C, K, BK)
+    store_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, cumsum_0, K, C, 0, C, K, BK)
     exp_2 = tl.exp(cumsum_0)
     q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
     mul_2 = q_c.to(tl.float32) * exp_2
-    store_rows(gated_6_ptr + c * C * K, mul_2, K, C, 0, C, K, BK)
+    store_rows(gated_6_ptr + (row * n_chunks + c) * C * K, mul_2, K, C, 0, C, K, BK)
     sum_1 = tl.sum(g_c.to(tl.float32), axis=0)
     sub_0 = sum_1[None, :] - cumsum_0
     exp_0 = tl.exp(sub_0)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
     mul_0 = k_c.to(tl.float32) * exp_0
-    store_rows(gated_5_ptr + c * C * K, mul_0, K, C, 0, C, K, BK)
+    store_rows(gated_5_ptr + (row * n_chunks + c) * C * K, mul_0, K, C, 0, C, K, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
@@ -61,13 +58,12 @@ def adjoint0(
     rows = tl.arange(0, C)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
-    arg1_0_ptr += row * n_chunks * C * C
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
     do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
     mm_default_0 = product(do_c, tl.trans(v_c), length, DOT, PREC, APART)
     mul_tensor_0 = mm_default_0 * 0.125
-    store_rows(arg1_0_ptr + c * C * C, mul_tensor_0, C, C, 0, C, C, C)
+    store_rows(arg1_0_ptr + (row * n_chunks + c) * C * C, mul_tensor_0, C, C, 0, C, C, C)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -86,8 +82,6 @@ def summarize(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
-    gated_5_ptr += row * n_chunks * C * K
-    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     S = tl.zeros([BK, BV], tl.float32)
@@ -108,10 +102,10 @@ def summarize(
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
             cuts = cuts | first.to(tl.int32)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
-        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
@@ -142,8 +136,6 @@ def collect(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
-    gated_6_ptr += row * n_chunks * C * K
-    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     dS = tl.zeros([BK, BV], tl.float32)
@@ -161,10 +153,10 @@ def collect(
                 dS = tl.zeros([BK, BV], tl.float32)
                 if BOUNDARY:
                     dS = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_12 = dS * exp_1[:, None]
-        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
         mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
@@ -195,10 +187,6 @@ def output(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
-    scores0_ptr += row * n_chunks * C * C
-    gated_6_ptr += row * n_chunks * C * K
-    gated_5_ptr += row * n_chunks * C * K
-    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     if ENTERS:
@@ -216,17 +204,17 @@ def output(
                 S = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV, True)
-        scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
+        scores0_c = load_rows(scores0_ptr + (row * n_chunks + c) * C * C, C, length, 0, C, C, C)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_1 = mm(tl.trans(v_c), tl.trans(scores0_c), DOT, PREC)
-        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         mm_2 = mm(S, tl.trans(gated_6_c), DOT, PREC)
         add_1 = mm_1 + mm_2
         mul_3 = add_1 * 0.125
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[None, :]
-        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         mm_0 = mm(tl.trans(v_c), gated_5_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         store_columns(o_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_3, H * V, length, v0, C, V, BV)
@@ -260,8 +248,6 @@ def states(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
-    gated_5_ptr += row * n_chunks * C * K
-    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     if ENTERS:
@@ -280,10 +266,10 @@ def states(
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
         store_state(chunk_states + (row * n_chunks + c) * K * V, S, 0, v0, True, K, V, BK, BV)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
-        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
@@ -310,8 +296,6 @@ def back(
     rows = tl.arange(0, C)
     at_K = tl.arange(0, BK)
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
-    gated_6_ptr += row * n_chunks * C * K
-    gates_cumsum_ptr += row * n_chunks * C * K
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     if ENTERS:
@@ -330,10 +314,10 @@ def back(
                 if BOUNDARY:
                     dS = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
         store_state(chunk_states + (row * n_chunks + c) * K * V, dS, 0, v0, True, K, V, BK, BV)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_12 = dS * exp_1[:, None]
-        gated_6_c = load_rows(gated_6_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
         mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
@@ -374,41 +358,36 @@ def grads(
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
-    gates_cumsum_ptr += row * n_chunks * C * K
-    f32_grad1_0_ptr += row * n_chunks * C * K
-    f32_grad1_1_ptr += row * n_chunks * C * K
-    scores0_ptr += row * n_chunks * C * C
-    gated_5_ptr += row * n_chunks * C * K
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     if part == 0:
         S = load_rows(entering + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = product(do_c, tl.trans(S), length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
+        gates_cumsum_c = load_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, K, C, 0, C, K, BK)
         exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
         mul_7 = mul_tensor_0 * exp_2
-        f32_grad1_0_c = load_rows(f32_grad1_0_ptr + c * C * K, K, length, 0, C, K, BK)
+        f32_grad1_0_c = load_rows(f32_grad1_0_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         add_2 = mul_7 + f32_grad1_0_c.to(tl.float32)
         store_rows(d_q_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_2, H * K, length, 0, C, K, BK)
     if part == 1:
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        gates_cumsum_c = load_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, K, C, 0, C, K, BK)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
         exp_0 = tl.exp(sub_0)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
         mul_15 = mm_8 * exp_0
-        f32_grad1_1_c = load_rows(f32_grad1_1_ptr + c * C * K, K, length, 0, C, K, BK)
+        f32_grad1_1_c = load_rows(f32_grad1_1_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         add_7 = f32_grad1_1_c.to(tl.float32) + mul_15
         store_rows(d_k_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_7, H * K, length, 0, C, K, BK)
     if part == 2:
-        scores0_c = load_rows(scores0_ptr + c * C * C, C, length, 0, C, C, C)
+        scores0_c = load_rows(scores0_ptr + (row * n_chunks + c) * C * C, C, length, 0, C, C, C)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = product(tl.trans(scores0_c), do_c, length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
-        gated_5_c = load_rows(gated_5_ptr + c * C * K, K, length, 0, C, K, BK)
+        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         mm_7 = product(gated_5_c, dS, length, DOT, PREC, APART)
         add_6 = mul_tensor_0 + mm_7
@@ -420,13 +399,13 @@ def grads(
         mul_tensor_0 = mm_default_0 * 0.125
         q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
         mul_6 = mul_tensor_0 * q_c.to(tl.float32)
-        gates_cumsum_c = load_rows(gates_cumsum_ptr + c * C * K, K, C, 0, C, K, BK)
+        gates_cumsum_c = load_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, K, C, 0, C, K, BK)
         exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
         mul_8 = mul_6 * exp_2
-        f32_grad1_0_c = load_rows(f32_grad1_0_ptr + c * C * K, K, length, 0, C, K, BK)
+        f32_grad1_0_c = load_rows(f32_grad1_0_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         mul_9 = q_c.to(tl.float32) * f32_grad1_0_c.to(tl.float32)
         k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        f32_grad1_1_c = load_rows(f32_grad1_1_ptr + c * C * K, K, length, 0, C, K, BK)
+        f32_grad1_1_c = load_rows(f32_grad1_1_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         mul_10 = k_c.to(tl.float32) * f32_grad1_1_c.to(tl.float32)
         sub_1 = mul_9 - mul_10
         add_3 = mul_8 + sub_1
@@ -434,7 +413,7 @@ def grads(
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
         mul_14 = mm_8 * k_c.to(tl.float32)
-        sum_1 = tl.load(gates_cumsum_ptr + c * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
         exp_0 = tl.exp(sub_0)
         mul_16 = mul_14 * exp_0

@@ -1,0 +1,94 @@
+"""How generated kernels are judged on a GPU: against a float64 oracle, by the error of their functions in PyTorch.
+
+The yardstick is the three functions in PyTorch, on data that is a rounding off, with products of operands as the
+kernels round them: what kernels keep in memory between them has the inputs' dtype, states included.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions
+from tests import variants
+from tests.test_generated import Run, differentiated, problem_of, sizes, wide
+
+CUDA = torch.device("cuda")
+Tensors = dict[str, torch.Tensor]
+Call = Callable[[Tensors], Any]
+
+
+def assert_same(calls: list[Tensors]) -> None:
+    """The same bits every time."""
+    first, *others = calls
+    changed = {key for other in others for key, x in first.items() if not torch.equal(x, other[key])}
+    assert not changed, f"{sorted(changed)} differ from call to call"
+
+
+def assert_right(
+    kernels: Call, oracle: Call, functions: Call, leaves: Tensors, do: torch.Tensor, dfinal: torch.Tensor,
+    dtype: torch.dtype, seed: int, calls: int = 1,
+) -> None:  # fmt: skip
+    """Outputs, final states and gradients of `kernels` on CUDA are those of `oracle` in float64 on CUDA.
+
+    Args:
+        functions: the yardstick, on the CPU.
+        leaves: inputs on the CPU in the dtypes that the kernels take; those wider than `dtype` keep their values.
+        do, dfinal: cotangents with values that `dtype` has.
+    """
+    cotangents = [(do, dfinal)]
+    cotangents += [tuple(torch.randn(x.shape).bfloat16().double() for x in (do, dfinal)) for _ in range(1, DRAWS)]
+    on_gpu = [tuple(x.to(CUDA) for x in each) for each in cotangents]
+
+    def run(given: Tensors) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*runs in PyTorch")
+            return kernels(given)
+
+    found = [differentiated(run, _to(CUDA, leaves), on_gpu[:1])[0] for _ in range(calls)]
+    assert_same(found)
+    want = differentiated(oracle, {key: x.double() for key, x in _to(CUDA, leaves).items()}, on_gpu)
+    made = torch.Generator().manual_seed(seed)
+    off = {key: x if wide(key) else a_rounding_off(x, made, dtype) for key, x in leaves.items()}
+    cotangents = [tuple(a_rounding_off(x, made, dtype) for x in each) for each in cotangents]
+    with RoundedProducts("tf32x3" if dtype == torch.float32 else dtype):
+        low = differentiated(functions, off, cotangents)
+    check_functions(_to("cpu", found[0]), [_to("cpu", x) for x in want], low)
+
+
+def check_variant(
+    name: str, K: int, V: int, dtype: torch.dtype, folder: Path, seed: int, documents: tuple[int, ...] | None = None,
+    B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 1,
+) -> None:  # fmt: skip
+    """A variant's kernels against its token loop."""
+    bounds = None
+    if documents is not None:
+        B, T, bounds = 1, sum(documents), (0, *accumulate(documents))
+    run = Run(name, T=T, B=B, H=H, K=K, V=V, dtype=dtype, bounds=bounds, chunk=chunk)
+    problem = problem_of(run)
+    model = variants.load(name).make(H, K, V, dtype, chunk_size=chunk, code_dir=str(folder))
+    functions = variants.load(name).make(H, K, V, chunk_size=chunk)
+    leaves = {key: x.to(torch.float32 if wide(key) else dtype) for key, x in (problem.tokens | problem.params).items()}
+    leaves["prev_s"] = problem.initial.float()
+    cu = None if bounds is None else torch.tensor(bounds)
+    cu_gpu = None if cu is None else cu.to(CUDA)
+
+    def loop(given: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, params = ({key: given[key] for key in of} for of in (problem.tokens, problem.params))
+        with sizes(run):
+            return variants.token_loop(name, tokens, params, given["prev_s"], bounds)
+
+    assert_right(
+        lambda given: model(**given, cu_seqlens=cu_gpu, sp=False), loop,
+        lambda given: functions(**given, cu_seqlens=cu, sp=False),
+        leaves, problem.do, problem.dfinal, dtype, seed, calls,
+    )  # fmt: skip
+
+
+def _to(device: torch.device | str, tensors: Tensors) -> Tensors:
+    return {key: x.detach().to(device, copy=True) for key, x in tensors.items()}

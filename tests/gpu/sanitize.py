@@ -1,0 +1,156 @@
+"""Runs compute-sanitizer over one small call of every distinct kernel configuration (`make sanitize`).
+
+    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck] [--jobs 8] [--out FILE] [--only TEXT]
+
+The configurations are compiled first, side by side and without a sanitizer. Then each tool runs over all of them, in
+several processes. The summary says for each tool how many calls and distinct kernels ran and what was found; with
+`--out` it is written as JSON. Exit code 1 where a tool reports an error or a call fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+DOCUMENTS = (33, 0, 64, 1, 70)
+HEADS = 2
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error)")
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Name and call of every configuration: forward and backward, whole and packed."""
+    import torch
+
+    from flexsp.testing.problems import draw, solve
+    from tests import variants
+
+    dtypes = (torch.bfloat16, torch.float32)  # float16 runs float32's kernels
+
+    def of_engine(op: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> None:
+        solve(draw(op, T=sum(DOCUMENTS), H=HEADS, K=K, V=V, documents=DOCUMENTS if packed else None), dtype, "cuda")
+
+    def of_variant(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> None:
+        variants.H, variants.K, variants.V = HEADS, K, V
+        tokens, params = variants.draw(name, 1, sum(DOCUMENTS), 0)
+        wide = ("g", "log_gamma", "u")
+        given = {key: x.to("cuda", torch.float32 if key in wide else dtype) for key, x in (tokens | params).items()}
+        bounds, n = None, 1
+        if packed:
+            bounds, n = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], device="cuda"), len(DOCUMENTS)
+        given["prev_s"] = torch.zeros(n, HEADS, *variants.state_sizes(name), device="cuda")
+        for x in given.values():
+            x.requires_grad_()
+        o, final = variants.load(name).make(HEADS, K, V, dtype)(**given, cu_seqlens=bounds)
+        torch.autograd.backward([o, final], [torch.ones_like(o), torch.ones_like(final)])
+
+    for packed, dtype in itertools.product((False, True), dtypes):
+        how = f"{str(dtype)[6:]} {'packed' if packed else 'whole'}"
+        for op in ("linear_attn", "simple_gla"):
+            for K, V in itertools.product((64, 128, 256), (16, 64, 128, 256)):
+                yield f"{op} {K}x{V} {how}", lambda a=(op, dtype, K, V, packed): of_engine(*a)  # type: ignore[misc]
+        for name in variants.VARIANTS:
+            for size in (16, 64, 128):
+                yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]
+
+
+def work(index: int, jobs: int, only: str) -> None:
+    """Child: every `jobs`-th case; prints how many calls and distinct kernels ran, and the cases that failed."""
+    import torch
+
+    from flexsp.scan import launch
+
+    chosen = [case for i, case in enumerate(c for c in cases() if only in c[0]) if i % jobs == index]
+    failed: list[str] = []
+    for name, call in chosen:
+        try:
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+    kernels = sorted({str(getattr(x, "result", lambda x=x: x)().hash) for x in launch._compiled.values()})
+    print(json.dumps({"calls": len(chosen), "kernels": kernels, "failed": failed}), flush=True)
+
+
+def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any]:
+    """All cases in `jobs` processes, under a tool or plainly (which compiles them)."""
+    under = [] if tool is None else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
+
+    def one(index: int) -> tuple[str, int]:
+        command = [*under, sys.executable, __file__, "--work", f"{index}/{jobs}", "--only", only]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=env)
+        except subprocess.TimeoutExpired as error:
+            return f"{error.stdout or ''}\nstopped after {limit_s:.0f} s", 1
+        return done.stdout + done.stderr, done.returncode
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        outputs = list(pool.map(one, range(jobs)))
+    calls, kernels, failed, errors, findings = 0, set(), [], 0, []
+    for text, code in outputs:
+        told = [json.loads(line) for line in text.splitlines() if line.startswith('{"calls"')]
+        if not told or code:
+            failed.append(f"a process ended with {code}: {text[-600:]}")
+        for each in told:
+            calls += each["calls"]
+            kernels |= set(each["kernels"])
+            failed += each["failed"]
+        found = _SUMMARY.findall(text)
+        if tool is not None and not found:
+            failed.append(f"{tool} printed no summary: {text[-600:]}")
+        errors += sum(int(a or b) for a, b in found)
+        findings += [line for line in text.splitlines() if line.startswith("=========")][:40] if errors else []
+    seconds = round(time.monotonic() - begin)
+    return {
+        "calls": calls, "kernels": len(kernels), "errors": errors, "failed": failed, "findings": findings[:60],
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit-s", type=float, default=1200, help="for each tool")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        index, jobs = (int(x) for x in args.work.split("/"))
+        work(index, jobs, args.only)
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer: not found; it comes with the CUDA toolkit", file=sys.stderr)
+        return 1
+    import torch
+
+    from flexsp.bench.record import environment, save
+
+    result: dict[str, Any] = {"kind": "sanitize", "environment": environment(torch.device("cuda"), sys.argv)}
+    result["tools"] = {}
+    for tool in (None, *args.tools):
+        found = run(tool, args.jobs, args.only, args.limit_s)
+        result["tools"][tool or "without a tool"] = found
+        told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
+        print(f"{tool or 'compiling':10s} {told}", *found["failed"], *found["findings"], sep="\n  ", flush=True)
+        if args.out is not None:
+            save(args.out, result)
+    return int(any(found["errors"] or found["failed"] for found in result["tools"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

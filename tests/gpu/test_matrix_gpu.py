@@ -1,0 +1,63 @@
+"""Every operator and every variant at every head size, dtype and layout on one GPU: outputs and all gradients against a
+float64 token loop, and the same bits in three calls.
+
+A kernel can be right at one size or dtype and wrong at the next, where another instruction is chosen. Small T: what
+counts is that every kernel runs at every size. `--shard 1/2` takes about every second test.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.compare import DRAWS
+from flexsp.testing.problems import OPS, check, draw, solve, together
+from tests import variants
+from tests.gpu.judge import CUDA, assert_same, check_variant
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = (16, 32, 48, 64, 96, 128, 256)
+DOCUMENTS = (61, 0, 64, 1, 77)
+LAYOUTS = ("whole", "packed")
+CALLS = 3
+
+
+def _name(value: Any) -> str | None:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("poisoned")
+def test_ops(op: str, size: int, dtype: torch.dtype, layout: str) -> None:
+    shape: dict[str, Any] = {"T": sum(DOCUMENTS), "H": 3, "K": size, "V": size}
+    shape |= {"B": 1, "documents": DOCUMENTS} if layout == "packed" else {"B": 2}
+    draws = []
+    for i in range(DRAWS):
+        problem = draw(op, **shape).rounded(dtype)
+        calls = [solve(problem, dtype, CUDA) for _ in range(CALLS if i == 0 else 1)]
+        assert_same(calls)
+        draws.append(check(problem, dtype, calls[0], device=CUDA, oracle_device=CUDA))
+    bad = [str(report) for report in together(draws) if not report.ok]
+    assert not bad, "\n".join(bad)
+
+
+def _state(name: str, size: int) -> tuple[int, int]:
+    """K and V; kernels are generated for states up to 256 x 128 or 128 x 256, dense transitions up to 128 rows."""
+    dense, vector = variants.VARIANTS[name].transition == "dense", len(variants.VARIANTS[name].state) == 1
+    return (size if size <= 128 or not dense else 128), (size if size <= 128 or dense or vector else 128)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.usefixtures("poisoned")
+def test_variants(folder: Path, seed: int, name: str, size: int, dtype: torch.dtype, layout: str) -> None:
+    documents = DOCUMENTS if layout == "packed" else None
+    check_variant(name, *_state(name, size), dtype, folder, seed, documents, calls=CALLS)

@@ -1,0 +1,156 @@
+"""Every public callable with bad values for every argument: ValueError or TypeError that names it, and nothing raw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flexsp
+from flexsp import ops
+from flexsp.comm.group import SequenceParallel
+from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
+from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, ShortConvolution, SimpleGLA
+from tests.variants import load
+
+B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    return x.to_sparse()
+
+
+TENSOR: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: "yes", lambda x: 1.5, lambda x: x.tolist(), sparse, lambda x: x.to("meta"), lambda x: x.unsqueeze(0),
+    lambda x: x.to(torch.complex64), lambda x: x.bool(), lambda x: torch.nested.nested_tensor([x, x]),
+]  # fmt: skip
+FLAG = ["yes", 1, None, 0.0, torch.tensor(True)]
+INTEGER = [1.5, "1", True, None, -1, float("nan")]
+SIZE = [*INTEGER, 0]
+NUMBER = ["1", float("nan"), True, [1.0], float("inf")]
+SP = [3, "sp", True, object()]
+OPTIONAL = {"flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP}
+
+
+def qkv() -> dict[str, torch.Tensor]:
+    return {"q": torch.rand(B, T, H, K), "k": torch.rand(B, T, H, K), "v": torch.rand(B, T, H, V)}
+
+
+def bounds() -> torch.Tensor:
+    return torch.tensor([0, 2, T])
+
+
+COMMON = {"scale": "number", "output_final_state": "flag", "sp": "sp"}
+PACKED = {"initial_state": torch.zeros(2, H, K, V), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
+SSD = {
+    "x": torch.rand(B, T, H, V), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.rand(B, T, 1, K),
+    "C": torch.rand(B, T, 1, K), "D": torch.rand(H), "dt_bias": torch.rand(H),
+}  # fmt: skip
+FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
+FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
+RECURRENT = {"scale": "number", "output_final_state": "flag"}
+GLA_LAYER = SimpleGLA(D, 2)
+MAMBA2 = Mamba2(D, 16, 16)
+CONV = ShortConvolution(D)
+ONE, X = torch.rand(3, D), torch.rand(B, T, D)
+
+# name: (callable, its good tensors, kinds of its other arguments, other good values)
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[str, Any]]] = {
+    "chunk_simple_gla": (ops.chunk_simple_gla, {**qkv(), "g": -torch.rand(B, T, H), **PACKED}, COMMON, {}),
+    "g_gamma": (ops.chunk_simple_gla, {**qkv(), "g_gamma": -torch.rand(H)}, COMMON, {}),
+    "recurrent_simple_gla": (
+        ops.recurrent_simple_gla, {**qkv(), "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
+        RECURRENT, {},
+    ),
+    "chunk_retention": (ops.chunk_retention, {**qkv(), **PACKED}, COMMON, {}),
+    "chunk_lightning_attn": (
+        ops.chunk_lightning_attn, {**qkv(), **PACKED}, {**COMMON, "layer_idx": "integer", "num_layers": "size"},
+        {"layer_idx": 1, "num_layers": 4},
+    ),
+    "chunk_linear_attn": (ops.chunk_linear_attn, {**qkv(), **PACKED}, COMMON, {"normalize": False}),
+    "normalize": (ops.chunk_linear_attn, qkv(), {**COMMON, "normalize": "flag"}, {}),
+    "mamba2_ssd": (
+        ops.mamba2_ssd, {**SSD, **PACKED}, {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp"}, {},
+    ),
+    "FlexLinearAttention": (
+        FLEX, {**qkv(), **FLEX_GIVEN, "initial_state": PACKED["initial_state"], "cu_seqlens": bounds()}, COMMON, {},
+    ),
+    "LinearAttention": (
+        load("simple_gla").make(H, K, V),
+        {**qkv(), "g": -torch.rand(B, T, H), "prev_s": PACKED["initial_state"], "cu_seqlens": bounds()}, {"sp": "sp"},
+        {},
+    ),
+    "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
+    "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
+    "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),
+    "ShortConvolution since": (CONV, {"x": X, "since": torch.arange(T)}, {}, {}),
+    "ShortConvolution.prefill": (CONV.prefill, {"x": X, "cache": CONV.init_cache(B)}, {}, {}),
+    "ShortConvolution.step": (CONV.step, {"x": ONE, "cache": CONV.init_cache(3)}, {}, {}),
+    "SimpleGLA.step": (GLA_LAYER.step, {"x": ONE}, {}, {"cache": GLA_LAYER.init_cache(3)}),
+    "Mamba2.step": (MAMBA2.step, {"x": ONE}, {}, {"cache": MAMBA2.init_cache(3)}),
+    "SimpleGLA.init_cache": (GLA_LAYER.init_cache, {}, {"batch": "size"}, {"batch": 1}),
+    "Mamba2.init_cache": (MAMBA2.init_cache, {}, {"batch": "size"}, {"batch": 1}),
+    "ShortConvolution.init_cache": (CONV.init_cache, {}, {"batch": "size"}, {"batch": 1}),
+    "RMSNorm": (RMSNorm(D), {"x": X}, {}, {}),
+    "GatedRMSNorm": (GatedRMSNorm(D), {"x": X, "gate": X}, {}, {}),
+    "SimpleGLA()": (
+        SimpleGLA, {}, {"hidden_size": "size", "num_heads": "size", "head_k_dim": "size", "head_v_dim": "size",
+        "conv_size": "size", "use_short_conv": "flag", "conv_bias": "flag", "use_output_gate": "flag",
+        "gate_logit_normalizer": "number", "norm_eps": "number", "expand_k": "number", "expand_v": "number"},
+        {"hidden_size": D, "num_heads": 2},
+    ),
+    "Mamba2()": (
+        Mamba2, {}, {"hidden_size": "size", "head_dim": "size", "state_size": "size", "n_groups": "size",
+        "expand": "number", "conv_size": "size", "conv_bias": "flag", "norm_eps": "number"},
+        {"hidden_size": D, "head_dim": 16, "state_size": 16},
+    ),
+    "ShortConvolution()": (ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag"}, {"dim": D}),
+    "RMSNorm()": (RMSNorm, {}, {"dim": "size", "eps": "number", "group_size": "size"}, {"dim": D}),
+    "sp.shard": (SequenceParallel().shard, {"x": X}, {"dim": "integer"}, {"dim": 1}),
+    "sp.gather": (SequenceParallel().gather, {"y": X}, {"dim": "integer"}, {"dim": 1}),
+    "sp.partition": (SequenceParallel().partition, {}, {"total": "integer"}, {"total": 8}),
+    "verify": (partial(flexsp.verify, nn.Linear(D, D), SequenceParallel()), {"x": X}, {"dim": "integer"}, {"dim": 1}),
+}  # fmt: skip
+MAY_BE_NONE = {"head_k_dim", "head_v_dim", "group_size"}
+# Tensors of any dtype, or of any number of axes.
+ANY_TENSOR = {"sp.shard": 5, "sp.gather": 5, "verify": 5, "RMSNorm": 0, "GatedRMSNorm": 0}
+NEGATIVE_IS_GOOD = {("sp.shard", "dim"), ("sp.gather", "dim")}
+
+
+def bad_values(name: str) -> Iterator[tuple[str, Any]]:
+    _, tensors, kinds, _ = CALLS[name]
+    for argument, x in tensors.items():
+        for at, change in enumerate(TENSOR):
+            if name in ANY_TENSOR and (at == 5 or (at in (6, 7) and ANY_TENSOR[name])):
+                continue
+            yield argument, change(x)
+    for argument, kind in kinds.items():
+        for value in OPTIONAL[kind]:
+            if value is None and argument in MAY_BE_NONE:
+                continue
+            if value == -1 and type(value) is int and (name, argument) in NEGATIVE_IS_GOOD:
+                continue
+            yield argument, value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_the_argument(name: str) -> None:
+    call, tensors, _, others = CALLS[name]
+    call(**tensors, **others)
+    raw = []
+    for argument, value in bad_values(name):
+        shown = f"{argument}={type(value).__name__} {value if not isinstance(value, torch.Tensor) else value.layout}"
+        try:
+            call(**{**tensors, **others, argument: value})
+        except (ValueError, TypeError) as error:
+            if not str(error).startswith((f"{argument}:", f"{argument}[", "inputs:")):
+                raw.append(f"{shown}: {type(error).__name__}: {str(error)[:120]}")
+        except Exception as error:
+            raw.append(f"{shown}: {type(error).__name__}: {str(error)[:120]}")
+        else:
+            raw.append(f"{shown}: accepted")
+    assert not raw, "\n".join(raw)

@@ -1,0 +1,517 @@
+"""What autograd may ask of flexsp: second derivatives, transforms, inference mode, gradients of some leaves only."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import pkgutil
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import flexsp
+from flexsp import SequenceParallel, nn, ops
+from flexsp.comm.derivatives import joined
+from flexsp.comm.halo import halo_exchange
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, graph
+from flexsp.exceptions import NotAvailable
+from flexsp.grammar import FlexLinearAttention, decay, transition
+from flexsp.grammar import feature_map as features
+from flexsp.nn import conv
+from flexsp.scan.affine import tie
+from flexsp.testing import compare
+from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.ranks import run_ranks
+from tests import variants
+
+KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+Tensors = dict[str, torch.Tensor]
+Call = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def saturating() -> LinearAttention:
+    """A variant whose state is not affine: ranks run one after the other."""
+    h, k, v = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 3)
+    key = SymbTensor(["T", h, k])
+    meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
+    return LinearAttention(
+        meta,
+        lambda k, v: k.T @ v,
+        lambda prev_s, chunk_state: (prev_s + chunk_state).tanh(),
+        lambda q, k, v, chunk_state: (q @ k.T).tril(0) @ v + q @ chunk_state,
+        chunk_size=4,
+        fallback="pytorch",
+    )
+
+
+@functools.cache
+def variant(name: str) -> LinearAttention:
+    return saturating() if name == "saturating" else variants.load(name).make(2, 4, 3)
+
+
+def inputs_of(name: str, T: int, dtype: torch.dtype = torch.float64) -> Tensors:
+    """Of a shipped variant, or of the one above, with H = 2, K = 4, V = 3."""
+    if name == "saturating":
+        x = {"q": torch.randn(1, T, 2, 4), "k": torch.randn(1, T, 2, 4), "v": torch.randn(1, T, 2, 3)}
+        return {key: y.to(dtype) for key, y in x.items()}
+    tokens, params = variants.draw(name, 1, T, random.randrange(2**31))
+    cut = {5: 4, 4: 3}  # the sizes K and V of tests/variants.py
+    found = {key: y[..., : cut[y.shape[-1]]] if y.dim() == 4 else y for key, y in tokens.items()}
+    return {key: y.to(dtype) for key, y in (found | params).items()}
+
+
+# Every autograd.Function of the package -------------------------------------------------------------------------------
+
+
+def functions_of_flexsp() -> dict[str, Any]:
+    for module in pkgutil.walk_packages(flexsp.__path__, "flexsp."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    found, waiting = {}, [torch.autograd.Function]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            waiting.append(cls)
+            if cls.__module__.startswith("flexsp."):
+                found[f"{cls.__module__}.{cls.__name__}"] = cls
+    return found
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def of_variant(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = {key: y.requires_grad_() for key, y in inputs_of(name, 6, dtype).items()}
+    return variant(name)(**x, sp=sp)[0], list(x.values())
+
+
+def of_graph(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model, given = variant(name), inputs_of(name, 6, dtype)
+    x = [given[key].requires_grad_() for key in model.names]
+    return graph.call(model.graph_name, x, None, None, sp)[0], x
+
+
+def of_op(sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = [leaf(1, 6, 2, 4, dtype=dtype) for _ in range(3)]
+    return ops.chunk_simple_gla(*x, sp=sp)[0], x
+
+
+def of_conv(sp: SequenceParallel | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    layer, x = nn.ShortConvolution(3).double(), leaf(1, 6, 3)
+    with flexsp.sequence_parallel(sp):
+        return layer(x), [x, *layer.parameters()]
+
+
+# Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
+REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
+    "flexsp.kernels.diagonal.op._DiagonalFunction": lambda sp: of_op(sp, torch.float32),
+    "flexsp.compiler.dispatch._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
+    "flexsp.compiler.dispatch._Function on one rank": lambda sp: of_variant("deltanet", False, torch.float32),
+    "flexsp.kernels.diagonal.op._DiagonalFunction on one rank": lambda sp: of_op(False, torch.float32),
+    "flexsp.compiler.graph._InGraph": lambda sp: of_graph("deltanet", sp, torch.float32),
+    "flexsp.compiler.graph._InGraph in PyTorch": lambda sp: of_graph("saturating", None, torch.float64),
+    "flexsp.comm.halo._HaloFunction": of_conv,
+    "flexsp.comm.collectives._GatherFunction": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
+    "flexsp.scan.exchange._ExchangeFunction": lambda sp: of_op(sp, torch.float64),
+    "flexsp.scan.affine._AffineExchange": lambda sp: of_variant("deltanet", sp, torch.float64),
+    "flexsp.scan.affine._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
+    "flexsp.scan.affine._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
+    "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
+        lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
+    )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),
+}
+
+
+def of_joined(*x: torch.Tensor) -> torch.Tensor:
+    _, a, b = joined(SequenceParallel(world_size=2), *x)
+    return a.sin() * b
+
+
+# Name: a function of tensors that may be differentiated twice, and the shapes of these.
+TWICE: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
+    "flexsp.comm.derivatives._Joined": (of_joined, [(3,), (3,)]),
+    "flexsp.scan.affine._Tie": (lambda a, b: tie(a * a * b, b), [(3,), (3,)]),
+    "flexsp.nn.conv._CausalTapsFunction": (
+        lambda x, w: conv._CausalTapsFunction.apply(x, w, torch.tensor([0, 1, 0, 1, 2])),
+        [(1, 7, 2), (2, 3)],
+    ),
+}
+
+
+def nodes_of(o: torch.Tensor) -> set[str]:
+    seen, waiting = set(), [o.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+def refuse_all(sp: SequenceParallel) -> dict[str, list[str]]:
+    """For each call: was its Function there, and what came of gradients that need (no) gradients themselves."""
+    torch.manual_seed(sp.rank)
+    found: dict[str, list[str]] = {}
+    for name, call in REFUSING.items():
+        problems = found[name] = []
+        for cotangent in (None, "its own"):
+            o, leaves = call(sp)
+            if f"{name.partition(' ')[0].rpartition('.')[2]}Backward" not in nodes_of(o):
+                problems.append(f"is not there: {nodes_of(o)}")
+            do = torch.ones_like(o) if cotangent is None else o.detach().clone().requires_grad_()
+            try:
+                torch.autograd.grad(o, leaves, do, create_graph=True)
+                problems.append("was differentiated twice")
+            except NotAvailable as error:
+                if "create_graph=True" not in str(error) or ";" not in str(error):
+                    problems.append(f"says {error}")
+        o, leaves = call(sp)  # and nothing was sent: the ranks still understand each other
+        grads = torch.autograd.grad(o.sum(), leaves)
+        if not all(g.isfinite().all() for g in grads):
+            problems.append("is wrong afterwards")
+    return found
+
+
+def test_every_function_is_looked_at() -> None:
+    """A new autograd.Function has to stand in one of the tables."""
+    assert set(functions_of_flexsp()) == {name.partition(" ")[0] for name in REFUSING} | set(TWICE)
+
+
+def test_second_derivatives_are_refused() -> None:
+    for found in run_ranks(refuse_all, 2, env=KERNELS, timeout=100, sp_timeout_s=20):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_second_derivatives_are_right(name: str) -> None:
+    function, shapes = TWICE[name]
+    assert torch.autograd.gradgradcheck(function, tuple(leaf(*shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "mamba2_groups", "normalized"])
+def test_ops_in_pytorch_have_second_derivatives(name: str) -> None:
+    case = CASES[name]
+    given = case.inputs(Shape(B=1, T=3, H=2, K=2, V=2), random.randrange(2**31))
+    names = [key for key, x in given.items() if isinstance(x, torch.Tensor)]
+
+    def f(*x: torch.Tensor) -> torch.Tensor:
+        return case.op(**(given | dict(zip(names, x, strict=True))))[0]
+
+    assert torch.autograd.gradgradcheck(f, tuple(given[key].requires_grad_() for key in names))
+
+
+def first_derivatives(sp: SequenceParallel) -> list[float]:
+    """Differences of gradients taken with grad mode turned on here and there from plain ones."""
+    torch.manual_seed(0)
+    found = []
+    for function in (lambda *x: ops.chunk_simple_gla(*x, sp=False)[0], lambda q, k, v: deltanet(q, k, v)):
+        x = [leaf(1, 6, 2, 4, dtype=torch.float32) for _ in range(3)]
+        want = torch.autograd.grad(function(*x).square().sum(), x)
+        for reentrant in (True, False):
+            o = checkpoint(function, *x, use_reentrant=reentrant).square().sum()
+            with torch.enable_grad():
+                o.backward()
+            found += [float((y.grad - g).abs().max()) for y, g in zip(x, want, strict=True)]
+            for y in x:
+                y.grad = None
+    return found
+
+
+def deltanet(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return variant("deltanet")(q=q, k=k, v=v[..., :3], b=q.new_full(q.shape[:3], 0.5), sp=False)[0]
+
+
+def test_checkpoints_are_no_second_derivatives() -> None:
+    (found,) = run_ranks(first_derivatives, 1, env=KERNELS)
+    assert max(found) == 0
+
+
+# Transforms -----------------------------------------------------------------------------------------------------------
+
+
+def vmapped(f: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(f)(torch.stack([x, x]))[1]
+
+
+def gradient(f: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: f(y).sum())(x)
+
+
+def of_something_else(f: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: (f(x) * y).sum())(torch.ones((), dtype=x.dtype))
+
+
+def moved(f: Call, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(f, (x,), (x,))[1]
+
+
+def moved_without_grad(f: Call, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
+
+
+TRANSFORMS = (vmapped, gradient, of_something_else, moved, moved_without_grad)
+
+
+def transformed(sp: SequenceParallel) -> dict[str, str]:
+    """What a transform of each op on kernels ends in."""
+    found = {}
+    for name, transform in itertools.product(CASES, TRANSFORMS):
+        case = CASES[name]
+        given = case.inputs(Shape(B=1, T=5, K=6, V=5), 0)
+        given = {key: x.float() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+        lead = case.tokens[0]
+        try:
+            transform(lambda y, case=case, given=given, lead=lead: case.op(**given | {lead: y})[0], given[lead])
+            found[f"{name} {transform.__name__}"] = "nothing"
+        except NotAvailable as error:
+            found[f"{name} {transform.__name__}"] = str(error)
+    return found
+
+
+def test_transforms_of_kernels_are_refused() -> None:
+    (found,) = run_ranks(transformed, 1, env=KERNELS)
+    assert all("vmap, grad, jvp" in text and "float64" in text for text in found.values()), found
+
+
+def transformed_over_ranks(sp: SequenceParallel) -> dict[str, str]:
+    x, found = torch.randn(1, 6, 2, 4, dtype=torch.float64), {}
+    layer = nn.ShortConvolution(4).double()
+    with_gates, chain = variant("simple_gla"), saturating()
+    gates = -torch.rand(1, 6, 2, dtype=torch.float64)
+
+    def short_conv(y: torch.Tensor) -> torch.Tensor:
+        with flexsp.sequence_parallel(sp):
+            return layer(y[:, :, 0])
+
+    calls = {
+        "op": lambda y: ops.chunk_simple_gla(y, y, y, sp=sp)[0],
+        "affine": lambda y: with_gates(q=y, k=y, v=y[..., :3], g=gates, sp=sp)[0],
+        "not affine": lambda y: chain(q=y, k=y, v=y[..., :3], sp=sp)[0],
+        "convolution": short_conv,
+        "gather": lambda y: sp.gather(y),
+    }
+    for (name, f), transform in itertools.product(calls.items(), TRANSFORMS):
+        try:
+            transform(f, x)
+            found[f"{name} {transform.__name__}"] = "nothing"
+        except NotAvailable as error:
+            found[f"{name} {transform.__name__}"] = str(error)
+    return found
+
+
+def test_transforms_over_ranks_are_refused() -> None:
+    for found in run_ranks(transformed_over_ranks, 2, timeout=60, sp_timeout_s=10):
+        assert all("vmap, grad, jvp" in text and "one rank" in text for text in found.values()), found
+
+
+@pytest.mark.parametrize("transform", [vmapped, moved, moved_without_grad])
+def test_variants_are_not_made_in_transforms(transform: Callable[..., torch.Tensor]) -> None:
+    flex = FlexLinearAttention(transition=transition.delta_rule())
+    x = torch.randn(1, 5, 3, 7 + TRANSFORMS.index(transform), dtype=torch.float64)  # sizes that nobody called before
+
+    def f(y: torch.Tensor) -> torch.Tensor:
+        return flex(y, y, y, beta=y[..., 0].sigmoid(), sp=False)[0]
+
+    with pytest.raises(NotAvailable, match="making a variant: .*call what makes it, once before"):
+        transform(f, x)
+    want = f(x)
+    assert transform is not vmapped or torch.allclose(vmapped(f, x), want)
+
+
+@pytest.mark.parametrize("name", [*CASES, "convolution"])
+def test_transforms_in_pytorch_are_right(name: str) -> None:
+    layer = nn.ShortConvolution(4).double().requires_grad_(False)
+    case = CASES.get(name)
+    given = {} if case is None else case.inputs(Shape(B=1, T=5, K=6, V=5), random.randrange(2**31))
+    lead = "" if case is None else case.tokens[0]
+    x = torch.randn(1, 6, 4, dtype=torch.float64) if case is None else given[lead]
+
+    def f(y: torch.Tensor) -> torch.Tensor:
+        return layer(y) if case is None else case.op(**given | {lead: y})[0]
+
+    y = x.clone().requires_grad_()
+    o = f(y)
+    h = 1e-6
+    difference = (f(x * (1 + h)) - f(x * (1 - h))) / (2 * h)
+    torch.testing.assert_close(vmapped(f, x), o.detach())
+    torch.testing.assert_close(gradient(f, x), torch.autograd.grad(o.sum(), y)[0])
+    torch.testing.assert_close(of_something_else(f, x), o.detach().sum())
+    for transform in (moved, moved_without_grad):
+        torch.testing.assert_close(transform(f, x), difference, rtol=1e-6, atol=1e-6)
+
+
+# Inference mode -------------------------------------------------------------------------------------------------------
+
+
+def inference_calls(sp: SequenceParallel) -> dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]]:
+    """Functions of one tensor, and that tensor."""
+    made = FlexLinearAttention(decay.gated(), features.rope(), custom_mask=lambda q_idx, k_idx: q_idx >= k_idx)
+    packed = torch.tensor([0, 2, 12])
+    simple, delta, chain = variant("simple_gla"), variant("deltanet"), saturating()
+    layers = nn.SimpleGLA(8, 2), nn.Mamba2(8, head_dim=4, state_size=4)
+    heads, hidden = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 8)
+
+    def layer(i: int, x: torch.Tensor) -> torch.Tensor:
+        with flexsp.sequence_parallel(sp):
+            return layers[i](x)
+
+    return {
+        "op": (lambda x: ops.chunk_simple_gla(x, x, x, -x[..., 0].abs(), sp=sp)[0], heads),
+        "packed": (lambda x: ops.chunk_linear_attn(x.abs(), x.abs(), x, cu_seqlens=packed, sp=sp)[0], heads),
+        "simple_gla": (lambda x: simple(q=x, k=x, v=x[..., :3], g=-x[..., 0].abs(), sp=sp)[0], heads),
+        "deltanet": (lambda x: delta(q=x, k=x, v=x[..., :3], b=x[..., 0].sigmoid(), sp=sp)[0], heads),
+        "in PyTorch": (lambda x: chain(q=x, k=x, v=x[..., :3], sp=sp)[0], heads),
+        "flex": (lambda x: made(x, x, x, decay=-x[..., 0].abs(), sp=sp)[0], heads),
+        "SimpleGLA": (lambda x: layer(0, x), hidden),
+        "Mamba2": (lambda x: layer(1, x), hidden),
+        "gather": (lambda x: sp.gather(x), heads),
+    }
+
+
+def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
+    """In a new process all is made, and each call made first, in inference mode; then recorded by autograd."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        sp = flexsp.init_sequence_parallel(None, transport=transport, timeout_s=30)
+    torch.manual_seed(0)
+    calls = inference_calls(sp)
+    found = {}
+    for name, (f, x) in calls.items():
+        with torch.inference_mode():
+            inferred = f(x.clone())
+        y = x.clone().requires_grad_()
+        o = f(y)
+        o.square().sum().backward()
+        found[name] = torch.allclose(inferred, o, atol=1e-6), bool(y.grad.abs().sum() > 0)
+    sp.close()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["process_group", "posix"])
+def test_a_process_may_begin_in_inference_mode(transport: str, tmp_path: Path) -> None:
+    env = KERNELS | {"FLEXSP_CODE_DIR": str(tmp_path)}  # in a pool, and with kernels, of its own
+    for found in run_ranks(infer_then_train, 2, transport, env=env, timeout=200):
+        assert all(same and moved for same, moved in found.values()), found
+
+
+# Saved tensors --------------------------------------------------------------------------------------------------------
+
+
+def given_back(sp: Any, name: str) -> list[str]:
+    """What the backward pass says of saved tensors that hooks changed, each kind of change on its own."""
+    said = []
+    changes = (lambda x: x.to("meta"), lambda x: x.double() if x.is_floating_point() else x)
+    for call, change in itertools.product((of_op, functools.partial(of_variant, name)), changes):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+            o, leaves = call(False, torch.float32)
+            try:
+                torch.autograd.grad(o.sum(), leaves)
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_changed_saved_tensors_are_refused() -> None:
+    (said,) = run_ranks(given_back, 1, "simple_gla", env=KERNELS)
+    for text, what in zip(said, ("device cpu", "dtypes", "device cpu", "dtypes"), strict=True):
+        assert "saved tensors: expected" in text and what in text, said
+
+
+# Gradients of some leaves ---------------------------------------------------------------------------------------------
+
+
+def leaves_of(x: Tensors) -> Tensors:
+    return {name: y.clone().requires_grad_() for name, y in x.items()}
+
+
+def with_parameters(layer: Any, x: torch.Tensor, sp: SequenceParallel) -> tuple[Any, Tensors]:
+    leaves = {"x": x, **dict(layer.named_parameters())}
+
+    def f(x: torch.Tensor, **parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with flexsp.sequence_parallel(sp):
+            return (torch.func.functional_call(layer, parameters, (x,)),)
+
+    return f, {name: y.detach() for name, y in leaves.items()}
+
+
+def paths(sp: SequenceParallel, dtype: torch.dtype, T: int) -> dict[str, tuple[Callable[..., Any], Tensors]]:
+    """Name: what exchanges something (floating outputs, None where there is none), and its leaves."""
+    bounds = torch.tensor([0, 2, 2, sum(sp.lengths or [])])
+    found: dict[str, tuple[Callable[..., Any], Tensors]] = {}
+    for name in ("simple_gla", "gamma", "normalized", "mamba2_groups"):
+        case = CASES[name]
+        x = case.inputs(Shape(B=1, T=T, H=2, K=4, V=3), random.randrange(2**31))
+        leaves = {key: y.to(dtype) for key, y in x.items() if isinstance(y, torch.Tensor)}
+        for packed in (False, True):
+            more = {"cu_seqlens": bounds} if packed else {}
+
+            def op(case: Any = case, more: Any = more, **x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                o, final = case.op(**x, **case.constants, **more, output_final_state=True, sp=sp)
+                return (o, *final) if isinstance(final, tuple) else (o, final)
+
+            found[f"{name}{' packed' * packed}"] = op, leaves
+    for name in ("gla", "deltanet", "gla_own_bias", "saturating"):
+        model = variant(name)
+        found[f"variant {name}"] = lambda model=model, **x: model(**x, sp=sp), inputs_of(name, T, dtype)
+    flex = FlexLinearAttention(decay.gated(), features.rope(data_dependent=True))
+    heads = {key: torch.randn(1, T, 2, 4).to(dtype) for key in "qkv"}
+    gates = {"decay": -torch.rand(1, T, 2).to(dtype), "theta": torch.randn(1, T, 2, 2).to(dtype)}
+    found["flex"] = lambda **x: flex(**x, output_final_state=True, sp=sp), heads | gates
+    found["convolution"] = with_parameters(
+        nn.ShortConvolution(3, bias=True).to(dtype), torch.randn(1, T, 3).to(dtype), sp
+    )
+    found["halo"] = lambda x: (halo_exchange(x, 2, sp),), {"x": torch.randn(1, T, 3).to(dtype)}
+    found["gather"] = lambda x: (sp.gather(x),), {"x": torch.randn(1, T, 3).to(dtype)}
+    return found
+
+
+def some_leaves(
+    sp: SequenceParallel, lengths: list[int], dtype: torch.dtype, seed: int, *names_of_paths: str
+) -> dict[str, float]:
+    """Largest difference of gradients of one leaf, another one on each rank, of one output, from all of `backward`."""
+    sp.set_lengths(lengths)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    found = {}
+    for name, (f, x) in paths(sp, dtype, lengths[sp.rank]).items():
+        if names_of_paths and name not in names_of_paths:
+            continue
+        names = [*x]
+        for turn in range(len(names)):
+            mine = names[(turn * (1 + sp.rank) + sp.rank) % len(names)]
+            results = []
+            for only in (False, True):
+                leaves = leaves_of(x)
+                outputs = [o for o in f(**leaves) if o is not None]
+                loss = outputs[turn % len(outputs)].sin().sum()
+                if only:
+                    results += torch.autograd.grad(loss, leaves[mine], allow_unused=True)
+                else:
+                    loss.backward()
+                    results.append(leaves[mine].grad)
+            want, got = (torch.zeros_like(x[mine]) if y is None else y for y in results)
+            found[f"{name}: {mine}"] = float((got - want).abs().sum())
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[7, 6], [0, 9], [4, 0, 5]])
+def test_each_rank_asks_for_another_gradient(lengths: list[int], seed: int) -> None:
+    """Of another output, too. None waits for a message that a rank leaves out."""
+    given = lengths, torch.float64, seed
+    for found in run_ranks(some_leaves, len(lengths), *given, timeout=100, sp_timeout_s=20):
+        assert not any(found.values()), found
+
+
+def test_each_rank_asks_for_another_gradient_of_kernels(seed: int) -> None:
+    given = [3, 2], torch.float32, seed, "normalized"  # two exchanges
+    for found in run_ranks(some_leaves, 2, *given, env=KERNELS, timeout=200, sp_timeout_s=60):
+        assert not any(found.values()), found

@@ -1,0 +1,65 @@
+"""Where the parts of a call meet: sequences, heads, tiles of K and segments; closed gates between small numbers and
+large ones."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.cases import Shape
+from flexsp.testing.ranks import run_ranks
+from tests.test_triton_engine import ENV, ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk, poisoned
+
+
+def test_several_sequences_heads_and_tiles_of_keys() -> None:
+    """Every part of the sums has an index of the sequence, the head, the segment and the tile."""
+    check_runs(
+        Run("simple_gla", Shape(B=2, T=20, H=2, K=33, V=3), segments=SOME_SEGMENTS),
+        Run("simple_gla", Shape(B=1, T=20, H=2, K=33, V=3, states=3), bounds=(0, 3, 3, 20), segments=SOME_SEGMENTS),
+    )
+
+
+def _error_before_large_numbers(sp: Any, seed: int, joint: bool) -> float:
+    """Largest error of dg in units of the float32 error of adding up the magnitudes that cross each gate.
+
+    All chunks are of one segment, since sums begin anew at a segment's edge. Numbers behind a chunk of closed gates
+    are a thousand times larger than those before it. None of them reaches past that chunk, and neither may what
+    rounding leaves of them. The bound is that of `test_triton_engine.py`: K, V and at most T numbers are added on the
+    way to a gradient, and n roundings add up to about sqrt(n) eps.
+    """
+    from flexsp.kernels.diagonal.reference import diagonal_reference
+    from flexsp.ops import chunk_simple_gla
+
+    torch.manual_seed(seed)
+    C, K, H = 16, 16, 6  # in one head of four the rounding happens to cancel
+    T = 5 * C
+    q, k, v, do = torch.randn(4, 1, T, H, K).unbind(0)
+    g = torch.full((1, T, H), -1e-3)
+    g[:, 3 * C : 4 * C : 2] = -10.0
+    for x in (q, k, v, do):
+        x[:, 4 * C :] *= 1000.0
+    found, exact = g.clone().requires_grad_(), g.double().requires_grad_()
+    with poisoned(ONE_SEGMENT, H), one_walk() if joint else nullcontext():
+        chunk_simple_gla(q, k, v, found)[0].backward(do)
+    diagonal_reference(q.double(), k.double(), v.double(), exact, scale=K**-0.5)[0].backward(do.double())
+    assert found.grad is not None and exact.grad is not None
+    a, da = (torch.einsum("thk,shk->hts", x[0].double().abs(), y[0].double().abs()) for x, y in ((q, k), (do, v)))
+    b = g[0].T.double().cumsum(1)
+    pairs = (K**-0.5 * a * da * (b[:, :, None] - b[:, None, :]).exp()).tril(-1)
+    crossing = torch.stack([pairs[:, p:, :p].sum((1, 2)) for p in range(1, 3 * C)])
+    error = (found.grad - exact.grad)[0, 1 : 3 * C].abs() / crossing
+    return float(error.max() / ((K + K + T) ** 0.5 * torch.finfo(torch.float32).eps))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_large_numbers_behind_closed_gates_leave_no_rounding(joint: bool, seed: int) -> None:
+    (error,) = run_ranks(_error_before_large_numbers, 1, seed, joint, env=ENV)
+    assert error < 1
+
+
+def test_a_document_that_starts_inside_a_segment_between_others() -> None:
+    """What came before it must not reach the segment behind, although that segment's last chunks start no document."""
+    check_runs(Run("linear", Shape(B=1, T=134, H=1, K=5, V=3), bounds=(0, 64, 134), segments=3))

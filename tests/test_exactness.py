@@ -1,0 +1,213 @@
+"""What SequenceParallelLA refuses of other libraries: by where classes are defined, whatever stands inside them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.nn import SequenceParallelLA, ShortConvolution, SimpleGLA, exactness
+
+MAMBA2 = "transformers.models.mamba2.modeling_mamba2"
+QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+def library_class(name: str, module: str, forward: Any = None, bases: tuple[type, ...] = (nn.Module,)) -> type:
+    """A class as another library defines it."""
+    members = {"__module__": module, "__qualname__": name}
+    return type(name, bases, members if forward is None else {**members, "forward": forward})
+
+
+def own_scan(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return self.conv1d(x).cumsum(1)
+
+
+def plain_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def token_mixing_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.fc(x.transpose(1, 2)).transpose(1, 2)
+
+
+def mixer(name: str = "Mamba2Mixer", module: str = MAMBA2, conv: nn.Module | None = None) -> nn.Module:
+    made = library_class(name, module, own_scan)()
+    made.conv1d = nn.Conv1d(8, 8, 4) if conv is None else conv
+    return made
+
+
+def refused(layer: nn.Module, **options: Any) -> str:
+    with pytest.raises(ValueError, match="^layer: expected modules that are exact over ranks") as caught:
+        SequenceParallelLA(layer, SequenceParallel(), **options)
+    assert not any(isinstance(module, SequenceParallelLA) for module in layer.modules())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "way"),
+    [
+        ("Mamba2Mixer", MAMBA2, "flexsp.nn.Mamba2 is that layer"),
+        ("Qwen3NextGatedDeltaNet", QWEN, "flexsp.grammar.FlexLinearAttention"),
+        ("GatedLinearAttention", "fla.layers.gla", "flexsp.grammar.FlexLinearAttention"),
+        ("ShortConvolution", "fla.modules.convolution", "use flexsp.nn.ShortConvolution"),
+        ("Mamba2", "mamba_ssm.modules.mamba2", "flexsp.nn.Mamba2 is that layer"),
+        ("LlamaAttention", "transformers.models.llama.modeling_llama", "between sp.gather and sp.shard"),
+        ("LlamaRotaryEmbedding", "transformers.models.llama.modeling_llama", "from global positions"),
+        ("LlamaDecoderLayer", "transformers.models.llama.modeling_llama", "into a module of your own"),
+        ("Something", "transformers_modules.someone.modeling", "put a layer of flexsp.nn"),
+    ],
+)
+def test_another_library_is_refused_whatever_stands_inside(name: str, module: str, way: str) -> None:
+    """With its convolution exchanged, as an earlier refusal of only the convolution advised, or allowed."""
+    for conv in (None, ShortConvolution(8)):
+        text = refused(nn.Sequential(nn.Linear(8, 8), mixer(name, module, conv)))
+        assert f"{name} at '1': a class of {module.partition('.')[0]}" in text and way in text
+        assert "at '1.conv1d'" not in text, "exchanging the convolution would not help"
+        assert "flexsp.verify(layer, sp, x)" in text and "silently wrong on every rank but the first" in text
+    assert name in refused(mixer(name, module), allow=["conv1d"])
+    SequenceParallelLA(nn.Sequential(mixer(name, module)), SequenceParallel(), allow=["0"])
+    SequenceParallelLA(mixer(name, module), SequenceParallel(), allow=[""])
+
+
+def test_all_offenders_are_named_at_once() -> None:
+    block = library_class("Mamba2Block", MAMBA2, plain_mlp)
+    model = nn.Sequential(*(block() for _ in range(3)), nn.Conv1d(4, 4, 2), nn.LSTM(4, 4), nn.Linear(4, 4))
+    for part in model[:3]:
+        part.mixer = mixer()
+    text = refused(model)
+    assert "got 8 that are not" in text
+    for where in ("Mamba2Block at '0' and 2 more, to '2'", "Mamba2Mixer at '0.mixer' and 2 more, to '2.mixer'",
+                  "Conv1d at '3'", "LSTM at '4'"):  # fmt: skip
+        assert where in text
+    assert "LSTM at '4'" in refused(model, allow=["0", "1", "2", "3"]) and "Conv1d" not in refused(model, allow=["3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "forward"),
+    [
+        ("LlamaMLP", "transformers.models.llama.modeling_llama", plain_mlp),
+        ("Qwen3NextRMSNormGated", QWEN, token_mixing_mlp),
+        ("LlamaRMSNorm", "transformers.models.llama.modeling_llama", plain_mlp),
+        ("SiLUActivation", "transformers.activations", plain_mlp),
+        ("GatedMLP", "fla.modules.mlp", plain_mlp),
+        ("RMSNorm", "mamba_ssm.ops.triton.layer_norm", token_mixing_mlp),
+        ("ModuleListOfTheirs", "transformers.utils", None),
+    ],
+)
+def test_what_is_known_to_be_tokenwise_is_accepted(name: str, module: str, forward: Any) -> None:
+    cls = library_class(name, module, forward)
+    SequenceParallelLA(nn.Sequential(cls(), SimpleGLA(32, 1)), SequenceParallel())
+    layer = nn.Sequential(cls())
+    layer[0].conv = nn.Conv1d(4, 4, 2)
+    assert "Conv1d at '0.conv'" in refused(layer)
+
+
+def test_a_tokenwise_name_is_not_enough() -> None:
+    where = "transformers.models.groupvit.modeling_groupvit"
+    for name, forward in (("GroupViTMLP", token_mixing_mlp), ("GroupViTMixerMLP", plain_mlp)):
+        assert name in refused(library_class(name, where, forward)())
+
+
+def test_users_classes() -> None:
+    """Containers are accepted; a class that runs another library's forward is that library's."""
+    theirs = library_class("Mamba2Mixer", MAMBA2, own_scan)
+    theirs.torch_forward = own_scan
+    sp = SequenceParallel()
+
+    class Container(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = SimpleGLA(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mix(x)
+
+    class Inherits(theirs):  # type: ignore[misc,valid-type]
+        pass
+
+    class Calls(theirs):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class CallsAnother(theirs):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.torch_forward(x)
+
+    class Replaces(theirs):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    for cls in (Inherits, Calls, CallsAnother):
+        text = refused(nn.Sequential(cls()))
+        assert f"{cls.__name__} at '0': its forward is that of Mamba2Mixer, of transformers" in text
+    SequenceParallelLA(nn.Sequential(Container(), Replaces(), Linear(2, 2)), sp)
+
+
+def torch_chunk_gated_delta_rule(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1)
+
+
+torch_chunk_gated_delta_rule.__module__ = QWEN
+
+
+class CallsTheirs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(torch_chunk_gated_delta_rule(x))
+
+
+def test_functions_of_other_libraries() -> None:
+    assert f"its code calls {QWEN}.torch_chunk_gated_delta_rule" in refused(CallsTheirs())
+
+
+LAYER = "from torch import nn\nclass Layer(nn.Module):\n    def forward(self, x):\n        return x\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package on the path, with what an installer leaves beside it."""
+    package, info = tmp_path / "flexsp_test_package", tmp_path / "flexsp_test_package-1.0.dist-info"
+    for folder in (package, info):
+        folder.mkdir()
+    (package / "__init__.py").write_text(LAYER)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flexsp-test-package\nVersion: 1.0\n")
+    (info / "RECORD").write_text("flexsp_test_package/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    exactness._installed.cache_clear()
+    exactness._distributions.cache_clear()
+    yield info
+    sys.modules.pop("flexsp_test_package", None)
+    exactness._installed.cache_clear()
+    exactness._distributions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("files", "foreign"),
+    [
+        ({"INSTALLER": "pip"}, True),
+        ({"INSTALLER": "uv", "direct_url.json": '{"url": "https://github.com/a/b", "vcs_info": {"vcs": "git"}}'}, True),
+        ({"INSTALLER": "pip", "direct_url.json": '{"url": "file:///home/me/mine", "dir_info": {}}'}, False),
+        ({}, False),
+    ],
+    ids=["index", "repository", "own folder", "checkout"],
+)
+def test_a_library_is_known_by_how_it_was_installed(installed: Path, files: dict[str, str], foreign: bool) -> None:
+    for name, text in files.items():
+        (installed / name).write_text(text)
+    layer = importlib.import_module("flexsp_test_package").Layer()
+    if foreign:
+        assert "Layer at '(the layer itself)': a class of flexsp_test_package" in refused(layer)
+    else:
+        SequenceParallelLA(layer, SequenceParallel())

@@ -1,0 +1,81 @@
+"""Generated kernels where an error hides: padding that is no zero, documents inside segments, who wants gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests import variants
+from tests.generated_programs import DrawnProgram
+from tests.test_generated import ENV, ONE_SEGMENT, Run, check_runs, poisoned
+from tests.test_generated_programs import WHOLE, check_program
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("generated"))
+
+
+NOT_ZERO = [
+    "(k * 0.3).exp()", "1 - k", "k.clamp(min=0.3)", "k + w", "torch.where(k > w, k, 0.5 * w)",
+    "(k * k + 1).cumsum(0) * 0.1", "k * ((k * k).log().sum(-1).cumsum(0) * 0.01).sin()[:, None]",
+]  # fmt: skip
+"""Tiles made of k whose rows past a chunk's length are not zero, or not finite before they are summed up."""
+
+
+def test_padding_that_is_not_zero(seed: int, folder: str) -> None:
+    """Both operands of the products have such rows, so that one which is taken for zero shows."""
+    writes = " + ".join(f"({x}).T @ y" for x in NOT_ZERO)
+    reads = " + ".join(f"(q @ ({x}).T).tril() @ y" for x in NOT_ZERO)
+    source = (
+        f"def chunk(k, v, w):\n    y = v * v + 1\n    return {writes}\n\n\n"
+        "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
+        f"def merge(q, k, v, w, chunk_state):\n    y = v * v + 1\n    return {reads} + q @ chunk_state\n"
+    )
+    check_program(DrawnProgram.of_source(source, "w"), seed, folder, WHOLE)
+
+
+def test_running_sums_of_pairs_whose_padding_is_not_finite(seed: int, folder: str) -> None:
+    """They are -inf in the columns past a chunk's length, and multiply scores that are zero there."""
+    source = (
+        "def chunk(k, v):\n    return k.T @ v\n\n\n"
+        "def decay(k, v, prev_s, chunk_state):\n"
+        "    d = torch.outer(k[:, 0], k[:, 1]).square().log().cumsum(0) * 0.01\n"
+        "    return prev_s + chunk_state + k.T @ ((d * (k @ k.T)) @ v) * 0.01\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    )
+    check_program(DrawnProgram.of_source(source), seed, folder, WHOLE)
+
+
+def test_a_document_that_starts_inside_a_segment_between_others(folder: str) -> None:
+    """What came before it must not reach the segment behind, although that segment's last chunks start no document."""
+    check_runs(folder, Run("linear", T=134, H=1, K=5, V=3, chunk=16, bounds=(0, 64, 134), segments=3))
+
+
+def _gradients(sp: Any, folder: str, seed: int) -> list[float]:
+    """Errors of the gradient to initial states, in a call like one before whose initial states wanted none."""
+    torch.manual_seed(seed)
+    model = variants.load("simple_gla").make(1, 8, 4, code_dir=folder)
+    shapes = {"q": (1, 9, 1, 8), "k": (1, 9, 1, 8), "v": (1, 9, 1, 4), "g": (1, 9, 1), "prev_s": (1, 1, 8, 4)}
+    x = {name: -torch.rand(shape) for name, shape in shapes.items()}
+    found = []
+    for wanted in (False, True):
+        grads = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = {name: y.to(dtype, copy=True).requires_grad_(wanted or name != "prev_s") for name, y in x.items()}
+            with poisoned(ONE_SEGMENT, 1):
+                o, final = model(**leaves)
+                of = [leaves["k"], *([leaves["prev_s"]] if wanted else [])]
+                grads.append(torch.autograd.grad(o.sum() + final.sum(), of))
+        found += [relative_error(a, b) for a, b in zip(*grads, strict=True)]
+    return found
+
+
+def test_initial_states_that_want_gradients_behind_some_that_do_not(tmp_path: Path, seed: int) -> None:
+    (errors,) = run_ranks(_gradients, 1, str(tmp_path), seed, env=ENV)
+    assert max(errors) < 1e-5, errors

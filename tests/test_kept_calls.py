@@ -1,0 +1,97 @@
+"""What is worked out once for calls that look alike is worked out anew for a call that differs in one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.compiler.linear_attention import _signature as signature_of
+from flexsp.kernels.diagonal import triton_engine
+from flexsp.ops import chunk_simple_gla
+
+Tensors = dict[str, torch.Tensor]
+HALF = torch.float16
+
+
+def drawn(docs: int = 2) -> Tensors:
+    x = {name: torch.randn(1, 20, 2, 16, dtype=HALF) for name in "qkv"}
+    return x | {"g": -torch.rand(1, 20, 2, dtype=HALF), "initial_state": torch.randn(docs, 2, 16, 16)}
+
+
+def call(x: Tensors, bounds: tuple[int, ...] = (0, 9, 20), frozen: str = "", final: bool = True, **more: Any) -> None:
+    leaves = {name: y.requires_grad_(name != frozen) for name, y in x.items()}
+    o, last = chunk_simple_gla(
+        **leaves, cu_seqlens=torch.tensor(bounds), output_final_state=more.pop("wanted", True), **more
+    )
+    ends = [o, last] if final and last is not None else [o]
+    torch.autograd.backward(ends, [torch.zeros_like(y) for y in ends])
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+CHANGES: dict[str, tuple[Any, tuple[int, int]]] = {
+    "nothing": (lambda x: call(x), (0, 0)),
+    "the scale": (lambda x: call(x, scale=2.0), (1, 1)),
+    "whether final states are wanted": (lambda x: call(x, wanted=False), (1, 1)),
+    "whether there are initial states": (lambda x: call({k: y for k, y in x.items() if k != "initial_state"}), (1, 1)),
+    "strides": (lambda x: call(x | {"q": turned(x["q"])}), (1, 1)),
+    "alignment": (lambda x: call(x | {"k": unaligned(x["k"])}), (1, 1)),
+    "the type of gates": (lambda x: call(x | {"g": x["g"].float()}), (1, 0)),
+    "how many documents there are": (lambda x: call(drawn(3), (0, 9, 12, 20)), (1, 1)),
+    "whether gates want gradients": (lambda x: call(x, frozen="g"), (0, 1)),
+    "whether initial states want gradients": (lambda x: call(x, frozen="initial_state"), (0, 1)),
+    "whether final states have gradients": (lambda x: call(x, final=False), (0, 1)),
+}
+"""What a second call differs in, and how many forward and backward calls are worked out for it."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(triton_engine, "play", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(triton_engine, "_calls", {})
+
+    def worked_out() -> list[int]:
+        return [sum(way in key for key in triton_engine._calls) for way in ("forward", "backward")]
+
+    call(drawn())
+    before = worked_out()
+    assert before == [1, 1]
+    second, more = CHANGES[change]
+    second(drawn())
+    assert [b - a for a, b in zip(before, worked_out(), strict=True)] == list(more)
+
+
+def test_what_tells_generated_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, state, cu = torch.randn(1, 20, 2, 16), torch.randn(2, 2, 16, 16), torch.tensor([0, 9, 20])
+    sp = SequenceParallel()
+    given: dict[str, Any] = {"inputs": {"q": x, "k": x}, "prev_s": state, "cu_seqlens": cu, "sp": sp}
+    changes: dict[str, dict[str, Any]] = {
+        "names": {"inputs": {"k": x, "q": x}},
+        "shapes": {"inputs": {"q": x, "k": torch.empty_strided((1, 19, 2, 16), x.stride())}},
+        "strides": {"inputs": {"q": x, "k": turned(x)}},
+        "types": {"inputs": {"q": x, "k": x.view(torch.int32)}},
+        "devices": {"inputs": {"q": x, "k": x.to("meta")}},
+        "alignment": {"inputs": {"q": x, "k": unaligned(x)}},
+        "states": {"prev_s": None},
+        "strides of states": {"prev_s": turned(state)},
+        "documents": {"cu_seqlens": None},
+        "how many documents": {"cu_seqlens": torch.tensor([0, 20])},
+        "ranks": {"sp": None},
+        "other ranks": {"sp": SequenceParallel()},
+    }
+    first = signature_of(**given)
+    assert first == signature_of(**(given | {"inputs": {"q": x.clone(), "k": x.clone()}}))
+    alike = [name for name, change in changes.items() if signature_of(**(given | change)) == first]
+    assert not alike
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    assert signature_of(**given) != first

@@ -1,0 +1,80 @@
+"""Flags of unused lanes, which the code generator of Triton 3.6 trusts: taken out, in every kernel that is compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from flexsp.scan.lanes import drop_lane_flags, packed_carries
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("%1 = shl nuw nsw <2 x i32> %0, <i32 28, i32 1>", "%1 = shl <2 x i32> %0, <i32 28, i32 1>"),
+        ("%1 = or disjoint <4 x i32> %0, <i32 poison, i32 9>", "%1 = or <4 x i32> %0, <i32 poison, i32 9>"),
+        ("%1 = lshr exact <2 x i32> %0, splat (i32 2)", "%1 = lshr <2 x i32> %0, splat (i32 2)"),
+        ("%1 = zext nneg <2 x i32> %0 to <2 x i64>", "%1 = zext <2 x i32> %0 to <2 x i64>"),
+        ("%1 = icmp samesign ult <2 x i32> %0, %2", "%1 = icmp ult <2 x i32> %0, %2"),
+        ("%1 = shl nuw nsw i32 %0, 4", "%1 = shl nuw nsw i32 %0, 4"),
+        ("%1 = fadd fast <2 x float> %0, %2", "%1 = fadd fast <2 x float> %0, %2"),
+    ],
+)
+def test_only_flags_of_integer_vectors_go(line: str, want: str) -> None:
+    assert drop_lane_flags(line) == want
+
+
+def compile_scores(plain: bool) -> list[str]:
+    """Child process: the packed carries of `scores_kernel` for chunks of 16 and heads of 64 in fp32."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+
+    from flexsp.compiler.intrinsic_kernels import scores_kernel
+    from flexsp.kernels.primitives import dots
+    from flexsp.scan import lanes, launch
+
+    if plain:
+        lanes.drop_lane_flags = lambda text: text
+    N, C = 64, 16
+    x = torch.empty(16, device="meta")
+    numbers = (300 * 3 * N, 3 * N, N, 300 * 3 * N, 3 * N, N, 300, 3)
+    constants = {"N": N, "BN": 64, "C": C, "LEVELS": 4, "Q_KEPT": False, "K_KEPT": False, "PACKED": False, "PDL": True}
+    constants |= dots(torch.float32)
+    options = {"num_warps": 4, "num_stages": 1, "launch_pdl": True}
+    args = (x, x, x, x, None, *numbers)
+    return packed_carries(launch.build(scores_kernel, args, constants, options, GPUTarget("cuda", 90, 32)).asm["ptx"])
+
+
+def in_a_child(how: str, folder: Path) -> list[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "TRITON_CACHE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, __file__, how], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_no_lane_runs_into_its_neighbour(tmp_path: Path) -> None:
+    import triton
+
+    assert not in_a_child("dropped", tmp_path / "dropped")
+    if triton.__version__.startswith("3.6."):
+        assert in_a_child("plain", tmp_path / "plain"), "with the flags, Triton 3.6 joins the two lanes"
+
+
+@pytest.mark.parametrize(("by", "found"), [(31, 0), (32, 1), (40, 1)])
+def test_a_product_beside_an_upper_half_is_seen(by: int, found: int) -> None:
+    lines = ["mul.wide.u32 %rd1, %r1, 28;", f"shl.b64 %rd2, %rd9, {by};", "or.b64 %rd3, %rd1, %rd2;"]
+    assert len(packed_carries("\n".join(lines))) == found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_scores(sys.argv[1] == "plain")))

@@ -1,0 +1,65 @@
+"""The layers against their formulas, token by token in float64; decoding and training share code, so that they agree
+says little about either."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.nn import Mamba2, SimpleGLA
+
+
+def convolved(x: torch.Tensor, conv: torch.nn.Module) -> torch.Tensor:
+    """silu(bias + sum_j weight[:, W - 1 - j] x_{t - j}) of x [T, D]."""
+    width = conv.weight.shape[1]
+    padded = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
+    y = torch.stack([sum(padded[t + j] * conv.weight[:, j] for j in range(width)) for t in range(len(x))])
+    return F.silu(y if conv.bias is None else y + conv.bias)
+
+
+def recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """q_t S_t with S_t = decay_t S_{t-1} + k_t v_t^T, of one head: [T, K], [T, K], [T, V], [T]."""
+    S, o = q.new_zeros(q.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        S = decay[t] * S + torch.outer(k[t], v[t])
+        o.append(q[t] @ S)
+    return torch.stack(o)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def test_simple_gla() -> None:
+    layer = SimpleGLA(32, num_heads=2, gate_logit_normalizer=3.0, norm_eps=1e-2).double()
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    torch.nn.init.normal_(layer.norm.weight)
+    q, k, v = convolved(layer.qkv_proj(x[0]), layer.conv).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    decay = layer.g_proj(x[0]).sigmoid() ** (1 / 3)
+    heads = []
+    for h in range(2):
+        at_k, at_v = slice(16 * h, 16 * h + 16), slice(16 * h, 16 * h + 16)
+        o = 16**-0.5 * recurrent(q[:, at_k], k[:, at_k], v[:, at_v], decay[:, h])
+        heads.append(rms(o, layer.norm.weight, 1e-2) * F.silu(layer.z_proj(x[0])[:, at_v]))
+    want = layer.o_proj(torch.cat(heads, -1))
+    torch.testing.assert_close(layer(x)[0], want, rtol=1e-9, atol=1e-9)
+
+
+def test_mamba2() -> None:
+    layer = Mamba2(32, head_dim=16, state_size=16, n_groups=2, norm_eps=1e-2).double()
+    torch.nn.init.normal_(layer.norm.weight)
+    torch.nn.init.normal_(layer.D)
+    u = torch.randn(1, 9, 32, dtype=torch.float64)
+    inner, shared = layer.inner_size, 2 * 16
+    z, mixed, dt = layer.in_proj(u[0]).split([inner, inner + 2 * shared, layer.num_heads], -1)
+    x, B, C = convolved(mixed, layer.conv1d).split([inner, shared, shared], -1)
+    dt = F.softplus(dt + layer.dt_bias)
+    y = []
+    for h in range(layer.num_heads):
+        group, at = h // (layer.num_heads // 2), slice(16 * h, 16 * h + 16)
+        of_group = slice(16 * group, 16 * group + 16)
+        decay = (-dt[:, h] * layer.A_log[h].exp()).exp()
+        y.append(recurrent(C[:, of_group], B[:, of_group], dt[:, h, None] * x[:, at], decay) + layer.D[h] * x[:, at])
+    gated = (torch.cat(y, -1) * F.silu(z)).unflatten(-1, (2, -1))
+    normed = rms(gated, layer.norm.weight.view(2, -1), 1e-2).flatten(-2)
+    torch.testing.assert_close(layer(u)[0], layer.out_proj(normed), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,309 @@
+"""The formulas of docs/math.md in float64, against autograd through token loops, and what cites that document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+C, K, V = 16, 5, 3
+Tensor = torch.Tensor
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def gates(*shape: int) -> Tensor:
+    return (-2 * torch.rand(*shape, dtype=torch.float64)).requires_grad_()
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """The largest relative difference, by name, is one of rounding."""
+    assert got.keys() == want.keys()
+    apart = {name: ((got[name] - x).norm() / x.norm().clamp_min(1e-30)).item() for name, x in want.items()}
+    assert max(apart.values()) < 1e-12, apart
+
+
+def loop(x: dict[str, Tensor], step: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs [C, V] and the last state, token by token."""
+    S, o = x["S"], []
+    for t in range(C):
+        S, out = step({name: value[t] for name, value in x.items() if name != "S"}, S)
+        o.append(out)
+    return torch.stack(o), S
+
+
+def diagonal(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+    S = x["g"].exp().reshape(-1, 1) * S + x["k"][:, None] * x["v"]
+    return S, x["q"] @ S
+
+
+def delta(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+    S = x["g"].exp().reshape(-1, 1) * S
+    S = S + x["p"][:, None] * (x["v"] - x["r"] @ S)
+    return S, x["q"] @ S
+
+
+def gradients(x: dict[str, Tensor], o: Tensor, S: Tensor, do: Tensor, dS: Tensor) -> dict[str, Tensor]:
+    return dict(zip(x, torch.autograd.grad((o * do).sum() + (S * dS).sum(), list(x.values())), strict=True))
+
+
+def decay(b: Tensor) -> Tensor:
+    """E_ijd of section 1; b [C, K]."""
+    later = torch.ones(C, C, dtype=torch.bool).tril()[:, :, None]
+    return (b[:, None] - b[None]).masked_fill(~later, float("-inf")).exp()
+
+
+def scores(x: Tensor, y: Tensor, E: Tensor) -> Tensor:
+    return torch.einsum("id,jd,ijd->ij", x, y, E)
+
+
+def revcumsum(x: Tensor) -> Tensor:
+    return x.flip(0).cumsum(0).flip(0)
+
+
+def inputs(*names: str, wide: bool) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, Tensor]:
+    """Leaves, cotangents of outputs and state, and b and E as for a gate a channel."""
+    x = {name: normal(C, V if name == "v" else K) for name in names} | {"g": gates(C, *[K] * wide), "S": normal(K, V)}
+    b = x["g"].detach().cumsum(0)
+    b = b if wide else b[:, None].expand(C, K)
+    return x, torch.randn(C, V, dtype=torch.float64), torch.randn(K, V, dtype=torch.float64), b, decay(b)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["gate a head", "gate a channel"])
+def test_diagonal_chunk_and_its_gradients(wide: bool) -> None:
+    """Sections 2 and 5, and 3's claim that a chunk is an affine map of the state."""
+    x, do, dS1, b, E = inputs("q", "k", "v", wide=wide)
+    o, S1 = loop(x, diagonal)
+    want = gradients(x, o, S1, do, dS1)
+    q, k, v, S = (x[name].detach() for name in "qkvS")
+    reads, writes = q * b.exp(), k * (b[-1] - b).exp()
+    A = scores(q, k, E)
+    new = b[-1].exp()[:, None] * S + writes.T @ v
+    close({"o": A @ v + reads @ S, "S": new}, {"o": o, "S": S1})
+
+    dA = (do @ v.T).tril()
+    found = {
+        "q": torch.einsum("ij,jd,ijd->id", dA, k, E) + b.exp() * (do @ S.T),
+        "k": torch.einsum("ij,id,ijd->jd", dA, q, E) + (b[-1] - b).exp() * (v @ dS1.T),
+        "v": A.T @ do + writes @ dS1,
+        "S": reads.T @ do + b[-1].exp()[:, None] * dS1,
+    }
+    dg = revcumsum(q * found["q"] - k * found["k"]) + (dS1 * new).sum(1)
+    close({**found, "g": dg if wide else dg.sum(1)}, want)
+
+
+def test_the_gates_gradient_by_pairs() -> None:
+    """Section 5's four sets of pairs over several chunks, carried from the right edge."""
+    x, do, dS1, b, _ = inputs("q", "k", "v", wide=False)
+    o, S1 = loop(x, diagonal)
+    want = gradients(x, o, S1, do, dS1)["g"]
+    q, k, v, g, S = (x[name].detach() for name in "qkvgS")
+    n, entering, dS = 4, [S], dS1
+    for c in range(0, C, n):
+        bc = g[c : c + n].cumsum(0)
+        entering.append(bc[-1].exp() * entering[-1] + (k[c : c + n] * (bc[-1] - bc).exp()[:, None]).T @ v[c : c + n])
+    edge, dg = (entering[-1] * dS).sum(), torch.zeros(C, dtype=torch.float64)
+    for c in reversed(range(0, C, n)):
+        bc, Sc = g[c : c + n].cumsum(0), entering[c // n]
+        qc, kc, vc, oc = (x[c : c + n] for x in (q, k, v, do))
+        P = (qc @ kc.T * (oc @ vc.T) * (bc[:, None] - bc).exp()).tril()
+        read = ((qc * bc.exp()[:, None]) * (oc @ Sc.T)).sum(1)
+        write = ((kc * (bc[-1] - bc).exp()[:, None]) * (vc @ dS.T)).sum(1)
+        straddle = edge - write.sum()
+        for p in range(n):
+            dg[c + p] = P[p:, :p].sum() + read[p:].sum() + write[:p].sum() + straddle
+        edge = straddle + read.sum()
+        dS = (qc * bc.exp()[:, None]).T @ oc + bc[-1].exp() * dS
+    close({"g": dg, "edge": edge}, {"g": want, "edge": (S * dS).sum()})
+
+
+def test_scores_and_their_gradients_by_halves() -> None:
+    """Section 6, with gates whose e^{-b} overflows float64."""
+    q, k, b = normal(C, K), normal(C, K), (-100 * torch.rand(C, K, dtype=torch.float64)).cumsum(0)
+    dA = torch.randn(C, C, dtype=torch.float64)
+    assert not (-b).exp().isfinite().all()
+    want = scores(q, k, decay(b))
+    dq, dk = torch.autograd.grad((want * dA).sum(), (q, k))
+    row, both = torch.arange(C), dA.tril(-1) + dA.tril(-1).T
+    found, to_q, to_k = torch.diag((q * k).sum(1)), dA.diagonal()[:, None] * k, dA.diagonal()[:, None] * q
+    s = 1
+    while s < C:
+        block, second = row // (2 * s), (row // s % 2 == 1)
+        reference = b[block * 2 * s + s - 1]
+        factor = torch.where(second[:, None], b - reference, reference - b).exp()
+        assert factor.max() <= 1
+        X = torch.where(second[:, None], q, k) * factor
+        mask = (block[:, None] == block) & second[:, None] & ~second
+        found = found + mask * (X @ X.T)
+        Y = ((mask | mask.T) * both) @ X * factor
+        to_q, to_k = to_q + second[:, None] * Y, to_k + ~second[:, None] * Y
+        s *= 2
+    close({"A": found, "q": to_q, "k": to_k}, {"A": want, "q": dq, "k": dk})
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["gate a head", "gate a channel"])
+def test_error_form_and_its_gradients(wide: bool) -> None:
+    """Section 7, and 8's map of a chunk."""
+    x, do, dS1, b, E = inputs("q", "r", "p", "v", wide=wide)
+    with torch.no_grad():
+        x["r"] /= 3
+    o, S1 = loop(x, delta)
+    want = gradients(x, o, S1, do, dS1)
+    q, r, p, v, S = (x[name].detach() for name in ("q", "r", "p", "v", "S"))
+    inverse = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + scores(r, p, E).tril(-1))
+    reads, seen, writes, Aq = q * b.exp(), r * b.exp(), p * (b[-1] - b).exp(), scores(q, p, E)
+    U, W = inverse @ v, inverse @ seen
+    N = U - W @ S
+    new = b[-1].exp()[:, None] * S + writes.T @ N
+    affine = (torch.diag(b[-1].exp()) - writes.T @ W) @ S + writes.T @ U
+    close({"o": Aq @ N + reads @ S, "S": new, "affine": affine}, {"o": o, "S": S1, "affine": S1})
+
+    Y = inverse.T @ (Aq.T @ do + writes @ dS1)
+    dAq, dG = (do @ N.T).tril(), -(Y @ N.T).tril(-1)
+    found = {
+        "q": torch.einsum("ij,jd,ijd->id", dAq, p, E) + b.exp() * (do @ S.T),
+        "r": torch.einsum("ij,jd,ijd->id", dG, p, E) - b.exp() * (Y @ S.T),
+        "p": torch.einsum("ij,id,ijd->jd", dAq, q, E) + torch.einsum("ij,id,ijd->jd", dG, r, E)
+        + (b[-1] - b).exp() * (N @ dS1.T),
+        "v": Y,
+        "S": reads.T @ do + b[-1].exp()[:, None] * dS1 - seen.T @ Y,
+    }  # fmt: skip
+    dg = revcumsum(q * found["q"] + r * found["r"] - p * found["p"]) + (dS1 * new).sum(1)
+    close({**found, "g": dg if wide else dg.sum(1)}, want)
+
+
+def test_inverse_by_blocks_and_its_adjoint() -> None:
+    """Section 7."""
+    M, grad = normal(C, C), torch.randn(C, C, dtype=torch.float64)
+    unit = torch.eye(C, dtype=torch.float64) + M.tril(-1) / 4
+    whole = torch.linalg.inv(unit)
+    h = C // 2
+    A, B, D = unit[:h, :h], unit[h:, :h], unit[h:, h:]
+    A, D = torch.linalg.inv(A), torch.linalg.inv(D)
+    blocks = torch.cat([torch.cat([A, torch.zeros_like(A)], 1), torch.cat([-D @ B @ A, D], 1)])
+    (want,) = torch.autograd.grad((whole * grad).sum(), M)
+    close({"inverse": blocks, "dM": -(whole.T @ grad @ whole.T).tril(-1) / 4}, {"inverse": whole, "dM": want})
+
+
+def test_a_dense_transition_by_columns_and_by_the_adjoint() -> None:
+    """Section 8: [0 | I] from left to right, and the unit matrix from right to left."""
+    chunks = [(torch.randn(K, K, dtype=torch.float64), torch.randn(K, V, dtype=torch.float64)) for _ in range(4)]
+    S = normal(K, V)
+    end, wide, back = S, torch.cat([torch.zeros(K, V), torch.eye(K)], 1).double(), torch.eye(K).double()
+    for A, F in chunks:
+        end = A @ end + F
+        wide = A @ wide + torch.nn.functional.pad(F, (0, K))
+    for A, _ in reversed(chunks):
+        back = A.T @ back
+    close({"end": wide[:, V:] @ S + wide[:, :V], "A": back.T}, {"end": end, "A": wide[:, V:]})
+
+
+def test_ranks_are_one_scan_in_both_directions() -> None:
+    """Section 3: states from left to right, gradients from right to left, and those of A and F."""
+    A, F, L = ([normal(K, n) for _ in range(3)] for n in (K, V, K))
+    S0 = normal(K, V)
+    entering, outputs = [S0], []
+    for a, f, read in zip(A, F, L, strict=True):
+        outputs.append(read @ entering[-1])
+        entering.append(a @ entering[-1] + f)
+    do = [torch.randn(K, V, dtype=torch.float64) for _ in range(3)]
+    dS = torch.randn(K, V, dtype=torch.float64)
+    loss = sum((x * y).sum() for x, y in zip(outputs, do, strict=True)) + (entering[-1] * dS).sum()
+    want = torch.autograd.grad(loss, [S0, *A, *F])
+    found, leaving = [], dS
+    for r in reversed(range(3)):
+        found.append((leaving @ entering[r].T, leaving))
+        leaving = A[r].T @ leaving + L[r].T @ do[r]
+    found.reverse()
+    names = ["S0", "A0", "A1", "A2", "F0", "F1", "F2"]
+    got = [leaving, *(x for x, _ in found), *(x for _, x in found)]
+    close(dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True)))
+
+
+def test_vector_states() -> None:
+    """Section 9."""
+    x, g, h0 = normal(C, K), gates(C, K), normal(K)
+    h, before = [], [h0]
+    for t in range(C):
+        h.append(g[t].exp() * before[-1] + x[t])
+        before.append(h[-1])
+    dh = torch.randn(C, K, dtype=torch.float64)
+    want = torch.autograd.grad((torch.stack(h) * dh).sum(), (x, g, h0))
+    y = [torch.zeros(K, dtype=torch.float64)]
+    for t in reversed(range(C)):
+        y.insert(0, dh[t] + (g[t + 1].exp() * y[0] if t + 1 < C else 0))
+    y = torch.stack(y[:-1])
+    earlier = g.exp() * torch.stack(before[:-1])
+    close({"x": y, "g": y * earlier, "h": g[0].exp() * y[0]}, dict(zip("xgh", want, strict=True)))
+
+
+def test_the_normaliser() -> None:
+    """Section 10."""
+    n, d, do = normal(C, V), normal(C).detach().abs().add(1).requires_grad_(), torch.randn(C, V, dtype=torch.float64)
+    o = n / d[:, None]
+    want = torch.autograd.grad((o * do).sum(), (n, d))
+    close({"n": do / d[:, None], "d": -(do * o).sum(1) / d}, {"n": want[0], "d": want[1]})
+
+
+def test_masks_that_factor() -> None:
+    """Section 11."""
+    x, do, _, _, _ = inputs("q", "k", "v", wide=False)
+    rho, kappa, omega = normal(C), normal(C), normal(C)
+    G = x["g"].cumsum(0)
+    M = (rho[:, None] * kappa * (G[:, None] - G).tril().exp()).tril() + torch.diag(omega)
+    want = (M * (x["q"] @ x["k"].T)) @ x["v"]
+    zero = torch.zeros_like(x["S"])
+    o, _ = loop({**x, "v": kappa[:, None] * x["v"], "S": zero}, diagonal)
+    own = (omega * (x["q"] * x["k"]).sum(1))[:, None] * x["v"]
+    close({"o": rho[:, None] * o + own, "M": M[8, 1] * M[5, 3]}, {"o": want, "M": M[8, 3] * M[5, 1]})
+
+
+# What cites the document ----------------------------------------------------------------------------------------------
+
+TEXTS = [
+    path
+    for folder in ("flexsp", "tests", "examples", "benchmarks", "docs", "torchrun_configs")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".md", ".sh", ".sbatch"} and path != Path(__file__)
+] + sorted(ROOT.glob("*.md"))
+
+
+def sections(text: str) -> set[int]:
+    return {int(number) for number in re.findall(r"^## (\d+)\. ", text, flags=re.MULTILINE)}
+
+
+def wrong_citations(text: str, there: set[int]) -> list[str]:
+    """Sections cited that do not exist, and documents that are not in the repository."""
+    joined = re.sub(r"\n\s*(#\s*)?", " ", text)
+    cited = re.findall(r"docs/math\.md,? sections? ([\d, and]+)", joined)
+    wrong = [number for numbers in cited for number in re.findall(r"\d+", numbers) if int(number) not in there]
+    return wrong + re.findall(r"\bMATH\b|\bDESIGN\b|\bthe plan's bounds\b", joined)
+
+
+def test_sections_and_documents_that_are_cited_exist() -> None:
+    there = sections((ROOT / "docs" / "math.md").read_text())
+    assert there == set(range(1, max(there) + 1))
+    wrong = {path.name: found for path in TEXTS if (found := wrong_citations(path.read_text(), there))}
+    assert not wrong
+    assert sum("docs/math.md" in path.read_text() for path in TEXTS) > 10
+
+
+def test_a_wrong_citation_is_noticed() -> None:
+    assert wrong_citations("(docs/math.md,\n    section 99)", {1, 2}) == ["99"]
+    assert wrong_citations("docs/math.md, sections 1 and 3", {1, 2}) == ["3"]
+    assert wrong_citations("(MATH 1.D)", {1}) == ["MATH"] and wrong_citations("docs/math.md, section 2", {2}) == []
+
+
+def test_links_between_documents_lead_to_headings() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+            target = (document.parent / path) if path else document
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{document.name}: {path}#{anchor}"

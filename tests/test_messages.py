@@ -1,0 +1,132 @@
+"""Why no kernels are made: messages name the user's function, line and variables, and a remedy, and nothing of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
+from flexsp.compiler.trace import CompileError
+from flexsp.compiler.values import OURS
+
+H, K, V = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 5)
+
+
+def chunk(k: Any, v: Any) -> Any:
+    return k.T @ v
+
+
+def decay(prev_s: Any, chunk_state: Any) -> Any:
+    return prev_s + chunk_state
+
+
+def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return (q @ k.T).tril(0) @ v + q @ chunk_state
+
+
+def _model(
+    chunk: Callable[..., Any] = chunk, decay: Callable[..., Any] = decay, merge: Callable[..., Any] = merge,
+    K: Any = K, V: Any = V, **more: SymbTensor,
+) -> LinearAttention:  # fmt: skip
+    meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V]), **more}
+    return LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, chunk, decay, merge)
+
+
+def _inverse_of_channels(k: Any, v: Any) -> Any:
+    cache_result(unit_lower_inverse(identity(k, k.size(1)) + (k.T @ k).tril(-1)), "mixing")
+    return k.T @ v
+
+
+def _mixed(prev_s: Any, mixing: Any, chunk_state: Any) -> Any:
+    return prev_s + mixing @ chunk_state
+
+
+def _silently_inverted(k: Any, v: Any) -> Any:
+    return unit_lower_inverse(identity(k, k.size(1)) + (k.T @ k).tril(-1)) @ k.T @ v
+
+
+def _each_number(prev_s: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return prev_s * (k.sum(0)[:, None] + v.sum(0)).sigmoid() + chunk_state
+
+
+def _columns(prev_s: Any, v: Any, chunk_state: Any) -> Any:
+    return prev_s * v.sum(0).sigmoid() + chunk_state
+
+
+def _bent(prev_s: Any, chunk_state: Any) -> Any:
+    return prev_s.tanh() + chunk_state
+
+
+def _flipped(k: Any, v: Any) -> Any:
+    return k.flip(1).T @ v
+
+
+def _named_o(k: Any, v: Any, o: Any) -> Any:
+    return k.T @ (v * o[:, None])
+
+
+def _caching(k: Any, v: Any) -> Any:
+    cache_result(2 * k, "gates_k")
+    return k.T @ v
+
+
+def _cached(q: Any, v: Any, gates_k: Any, chunk_state: Any) -> Any:
+    return (q @ gates_k.T).tril(0) @ v + q @ chunk_state
+
+
+CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
+    "an inverse of [K, K]": (
+        lambda: _model(_inverse_of_channels, decay=_mixed),
+        ("test_messages.py", "unit_lower_inverse(identity(k, k.size(1))", "inverses of [C, C] only"),
+    ),
+    "an inverse that is not cached": (lambda: _model(_silently_inverted), ("unit_lower_inverse", "inverses of [C, C]")),
+    "each number": (lambda: _model(decay=_each_number), ("'_each_number'", ".sigmoid()", "elementwise", "gates [C]")),
+    "columns": (lambda: _model(decay=_columns), ("'_columns'", "test_messages.py", "write the state transposed")),
+    "not affine": (lambda: _model(decay=_bent), ("'_bent'", "prev_s.tanh()", "not affine")),
+    "an operator": (lambda: _model(_flipped), ("flip", "k.flip(1).T @ v")),
+    "a number as a size": (lambda: _model(K=4), ("the sizes 4", "ConstExpr('K', 4)")),
+    "a size of the code's": (lambda: _model(K=ConstExpr("n", 4)), ("the size 'n'", "choose another name")),
+    "one size twice": (lambda: _model(V=K), ("[K, K]", "ConstExpr('V', 64)")),
+    "an input of the code's": (
+        lambda: _model(_named_o, o=SymbTensor(["T", H])), ("input or cached result 'o'", "choose another name"),
+    ),
+    "a cached result of the code's": (lambda: _model(_caching, merge=_cached), ("'gates_k'", "choose another name")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_kernels(name: str) -> None:
+    make, words = CASES[name]
+    reason = make()._generated
+    assert isinstance(reason, str), "kernels are made after all: choose another case"
+    for word in words:
+        assert word in reason, reason
+    for text in re.findall(r"\w+", re.sub(r"\(.*?\)|'\w+'", "", reason)):
+        assert not OURS.match(text), reason
+    assert "|" not in reason and "\\" not in reason, f"a pattern is no message: {reason}"
+
+
+def _from_the_right(prev_s: Any, v: Any, chunk_state: Any) -> Any:
+    return prev_s @ (v.T @ v) + chunk_state
+
+
+def _sees_all(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return (q @ k.T) @ v + q @ chunk_state
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ({"decay": _from_the_right}, ("'_from_the_right'", "prev_s @ (v.T @ v)", "transposed")),
+        ({"merge": _sees_all}, ("'_sees_all'", "(q @ k.T) @ v", "tril(0)")),
+        ({"merge": lambda q, k, v, chunk_state: (q @ chunk_state).sum()}, ("expected a result [C, V]", "chunk_state")),
+    ],
+)
+def test_what_is_refused_names_the_line(functions: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(CompileError) as caught:
+        _model(**functions)
+    for word in (*words, "test_messages.py:"):
+        assert word in str(caught.value), caught.value

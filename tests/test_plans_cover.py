@@ -1,0 +1,62 @@
+"""Plans of random calls, of the engine and of generated kernels: all chunks are in a segment, all numbers in a tile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flexsp.compiler.plan import CHUNKS, _Cut
+from flexsp.devices import H200
+from flexsp.kernels.diagonal import plan as engine
+from flexsp.kernels.diagonal import tiles
+from flexsp.kernels.table import chunk_table
+from tests import variants
+
+
+def boundaries(T: int, docs: int) -> torch.Tensor:
+    return torch.tensor([0, *sorted(random.choices(range(T + 1), k=docs - 1)), T])
+
+
+def assert_covers(plan: Any, T: int, docs: int, chunk: int) -> None:
+    """The kernels walk the chunks [s per_seg, (s + 1) per_seg) of segment s, and no chunk past the last."""
+    slots = chunk_table(boundaries(T, docs), 0, T, chunk).shape[0] if docs else -(-T // chunk)
+    assert plan.n_chunks == slots
+    walked = [c for s in range(plan.n_seg) for c in range(s * plan.per_seg, min((s + 1) * plan.per_seg, plan.n_chunks))]
+    assert walked == list(range(plan.n_chunks)), plan
+    assert plan.n_seg == 1 or (plan.n_seg - 1) * plan.per_seg < plan.n_chunks, f"an empty segment: {plan}"
+
+
+def test_the_engine() -> None:
+    for _ in range(300):
+        dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
+        B, H, K, V = random.randrange(1, 5), random.randrange(1, 40), random.randrange(1, 257), random.randrange(1, 257)
+        docs = random.choice([0, 0, 1, random.randrange(2, 9)])
+        T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
+        plan = engine._build(dtype, B, T, H, K, V, docs, replace(H200, programs=programs))
+        assert_covers(plan, T, docs, plan.tiles.chunk)
+        most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles._LONGEST), 1)
+        assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
+        assert plan.tiles.output.bk >= K and plan.tiles.dq.bv >= V
+        assert plan.tiles.dk.bv >= V and (plan.tiles.dv is None or plan.tiles.dv.bk >= K)
+        assert plan.tiles.dv is not None or (plan.tiles.dk.bk >= K and plan.tiles.dk.bv >= V)
+
+
+def test_generated_kernels() -> None:
+    for name in ("simple_gla", "deltanet", "hgrn"):
+        code = variants.load(name).make(2, 16, 16, torch.bfloat16).kernels
+        for _ in range(40):
+            sizes = {key: random.randrange(1, 129) for key in (("K",) if name == "hgrn" else ("K", "V"))}
+            T, heads = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.randrange(1, 300)
+            docs, ranks = random.choice([0, 0, 1, random.randrange(2, 9)]), random.random() < 0.5
+            chunk = random.choice(CHUNKS)
+            cut = _Cut.of(code, tuple(sizes.items()), heads, T, docs, torch.bfloat16, ranks, H200)
+            for plan in cut.plans(chunk):
+                assert plan.chunk == chunk
+                assert_covers(plan, T, docs, chunk)
+                assert all(block >= sizes[key] for key, block in plan.blocks), plan
+                whole = plan.n_seg == 1 and plan.n_chunks > 0 and not ranks
+                assert (plan.schedule == "fused") == whole, plan
+

@@ -1,0 +1,288 @@
+"""What flexsp uses of Triton beside its public interface: the parser that it calls, its launchers, its interpreter."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexsp.scan import triton_private as private
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(*args: str, timeout: float = 120, **env: str) -> str:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, *args], env=inherited | {"PYTHONPATH": path} | env, capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+# One file for what is private -----------------------------------------------------------------------------------------
+
+
+def private_names(source: str) -> set[str]:
+    """Modules of Triton that are imported, or reached through `triton.`, and are neither the language nor the top."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("triton.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "triton":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "triton":
+            found.add(f"triton.{node.attr}")
+        elif isinstance(node, ast.Attribute) and node.attr in ("_init_handles", "packed_metadata", "cache_key"):
+            found.add(node.attr)
+    public = re.compile(r"triton\.(language|jit|JITFunction|cdiv|next_power_of_2|__version__)\b")
+    return {name for name in found if not public.match(name)}
+
+
+def test_what_is_private_of_triton_stands_in_one_file() -> None:
+    files = {path: private_names(path.read_text()) for path in (ROOT / "flexsp").rglob("*.py")}
+    assert {path.name: names for path, names in files.items() if names}.keys() == {"triton_private.py"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from triton import knobs", "import triton.runtime.jit", "x = triton.runtime.driver", "k._init_handles()"],
+)
+def test_a_private_name_is_noticed(source: str) -> None:
+    assert private_names(source)
+    assert not private_names("import triton, triton.language as tl\nfrom triton.language.extra.cuda import gdc_wait")
+
+
+# Parsing in threads ---------------------------------------------------------------------------------------------------
+
+# Threads change places inside of a parse where the garbage collector runs Python code: here often.
+PARSERS = """
+import ast, gc, sys, threading
+import triton
+from flexsp.scan import propagate
+
+source = open(ast.__file__).read()[:20000].rpartition("\\nclass ")[0]
+sys.setswitchinterval(1e-5)
+gc.freeze()
+gc.callbacks.append(lambda *args: sum(range(50)))
+gc.set_threshold(50)
+failures, keys, _ = [], set(), propagate._propagate_kernel.cache_key  # those of what it calls come into those below
+
+def repeatedly(work):
+    for _ in range(15):
+        try:
+            work()
+        except SystemError as error:
+            failures.append(str(error))
+
+def new_kernel():
+    keys.add(triton.jit(propagate._propagate_kernel.fn).cache_key)
+
+threads = [threading.Thread(target=repeatedly, args=(new_kernel,)) for _ in range(3)]
+threads.append(threading.Thread(target=repeatedly, args=(lambda: ast.parse(source),)))  # no kernel: a tracer, say
+for thread in threads:
+    thread.start()
+repeatedly(new_kernel)
+for thread in threads:
+    thread.join()
+print(len(failures), len(keys), failures[:1])
+"""
+
+
+def test_threads_parse_side_by_side() -> None:
+    """On Python 3.11.0 to 3.11.7 some of these parses fail as Python leaves them, and kernels keep half a cache key."""
+    failures, keys, text = run_python("-c", PARSERS).split(maxsplit=2)
+    assert (int(failures), int(keys)) == (0, 1), text
+
+
+def test_other_errors_of_the_parser_are_raised() -> None:
+    calls = []
+
+    def parse(text: str) -> str:
+        calls.append(text)
+        if len(calls) < 3:
+            raise SystemError("AST constructor recursion depth mismatch (before=18, after=11)")
+        raise SystemError(text) if text == "another" else SyntaxError(text)
+
+    for text, kind in (("another", SystemError), ("wrong", SyntaxError)):
+        calls.clear()
+        with pytest.raises(kind, match=text):
+            private._persistent(parse)(text)
+        assert len(calls) == 3
+    calls.clear()
+
+    def hopeless(text: str) -> None:
+        calls.append(text)
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    with pytest.raises(SystemError, match="mismatch"):
+        private._persistent(hopeless)("x")
+    assert 10 < len(calls) < 1000
+
+
+# Launches on a driver that only writes down ---------------------------------------------------------------------------
+
+DRIVER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+typedef struct { int id; char pad[4]; union { char bytes[64]; int value; } of; } Attribute;
+typedef struct { unsigned grid[3], block[3], shared; void *stream; Attribute *attributes; unsigned count; } Config;
+
+int cuLaunchKernelEx(const Config *c, void *function, void **params, void **extra) {
+  printf("grid %u %u %u block %u shared %u stream %p function %p", c->grid[0], c->grid[1], c->grid[2], c->block[0],
+         c->shared, c->stream, function);
+  for (unsigned i = 0; i < c->count; ++i) printf(" attribute %d", c->attributes[i].id);
+  char sizes[256];
+  strcpy(sizes, getenv("SIZES"));
+  char *size = strtok(sizes, ",");
+  for (int i = 0; size; ++i, size = strtok(0, ",")) {
+    unsigned long long value = 0;
+    memcpy(&value, params[i], atoi(size));
+    printf(" %llu", value);
+  }
+  printf("\\n");
+  fflush(stdout);
+  return 0;
+}
+int cuModuleLoadData(void **module, void *image) { *module = (void *)0x77; return 0; }
+int cuModuleGetFunction(void **function, void *module, char *name) { *function = (void *)0x99; return 0; }
+int cuCtxGetCurrent(void **context) { *context = (void *)0x55; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) { *value = 227 * 1024; return 0; }
+int cuFuncGetAttribute(int *value, int which, void *function) { *value = which == 0 ? 1024 : 0; return 0; }
+int cuGetErrorString(int code, char **text) { *text = "no"; return 0; }
+#define NOTHING(name) int name() { return 0; }
+NOTHING(cuInit) NOTHING(cuDriverGetVersion) NOTHING(cuDeviceGetCount) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxGetLimit)
+NOTHING(cuCtxSetLimit) NOTHING(cuDevicePrimaryCtxRetain) NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig)
+NOTHING(cuModuleUnload) NOTHING(cuOccupancyMaxActiveClusters) NOTHING(cuPointerGetAttribute)
+NOTHING(cuStreamIsCapturing) NOTHING(cuTensorMapEncodeTiled) NOTHING(cuTensorMapEncodeIm2col)
+"""
+
+LAUNCHES = """
+import warnings
+import torch, triton, triton.language as tl
+
+torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device=None: (9, 0), lambda device=None: "a stub"
+
+from triton import knobs
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
+from flexsp.exceptions import UncoveredWarning
+from flexsp.scan import covered
+from flexsp.scan import triton_private as private
+from flexsp.scan.launch import Shot, begin, launch
+
+covered.COVERED = ()
+
+driver = CudaDriver()
+driver.get_current_stream = lambda device: 0x70
+triton.runtime.driver.set_active(driver)
+
+@triton.jit(do_not_specialize=["free"])
+def kernel(x, y, unused, n, one, wide, free, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    i = tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i) * scale + n + one + wide + free)
+
+python = CudaLauncher.__call__
+CudaLauncher.__call__ = lambda *args: (print("python", flush=True), python(*args))
+
+class OnGPU(torch.Tensor):
+    is_cuda, device = True, torch.device("cuda", 0)
+
+frame = {"x": torch.zeros(64), "y": torch.zeros(64)}
+at = {"x": 4096, "y": 8192, None: None}
+numbers, constants, options = [5, 1, 2**40, 16, 0.5], {"BLOCK": 32}, {"num_warps": 2}
+
+def shot():
+    return Shot(kernel, (3, 4, 5), ["x", "y", None], numbers, constants, options)
+
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    shot().fire(frame, at, 0x70)
+    shot().fire(frame, at, 0x70)
+    private.RELEASE = (3, 99)  # one that is not known
+    shot().fire(frame, at, 0x70)
+    knobs.runtime.launch_enter_hook.add(lambda metadata: print("hook", flush=True))
+    shot().fire(frame, at, 0x70)
+given = [x.as_subclass(OnGPU) for x in frame.values()]
+print("addresses", *[x.data_ptr() for x in given], flush=True)
+launch(kernel, (3, 4, 5), (*given, None, *numbers), constants, options)
+print("warnings", sum(w.category is UncoveredWarning for w in seen), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    if shutil.which("gcc") is None:
+        pytest.skip("Triton's launchers need a C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    (folder / "launches.py").write_text(LAUNCHES)
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    libraries = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
+    out = run_python(
+        str(folder / "launches.py"), LD_LIBRARY_PATH=libraries, TRITON_LIBCUDA_PATH=str(folder),
+        TRITON_CACHE_DIR=str(folder / "cache"), SIZES="8,8,4,8,4,4,8,8",
+    )  # fmt: skip
+    return out.splitlines()
+
+
+def test_kernels_are_launched_with_what_they_take(written: list[str]) -> None:
+    """By the launcher in C, by the one in Python and by Triton's own way under a profiler alike."""
+    half = 0x3F000000
+    values = f"4096 8192 5 {2**40} 16 {half} 0 0"
+    line = f"grid 3 4 5 block 64 shared 0 stream 0x70 function 0x99 attribute 6 {values}"
+    assert written[:7] == [line, line, "python", line, "python", "hook", line]
+    _, *addresses = written[7].split()
+    assert written[8:11] == ["python", "hook", line.replace("4096 8192", " ".join(addresses))]
+
+
+def test_an_uncovered_gpu_is_named_once(written: list[str]) -> None:
+    assert written[11] == "warnings 1"
+
+
+# The interpreter ------------------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch, triton, triton.language as tl
+from flexsp.scan import triton_private
+
+@triton.jit
+def kernel(x, y, n, a, N: tl.constexpr):
+    i = tl.arange(0, N)
+    live, mask, close = n > 3, i < 5, a < 1.0
+    both = mask & live & close
+    assert both.handle.data.dtype == bool, both.handle.data.dtype
+    loaded = tl.load(x + i, mask=both, other=-1.0)
+    tl.store(y + i, loaded, mask=(i < 7) | (n == 3))
+    assert (live.to(tl.int32) + 1).handle.data == live.handle.data + 1
+
+if FAST:
+    triton_private.quicken_interpreter()
+for n, a in ((3, 0.5), (4, 0.5), (4, 1.5)):
+    x, y = torch.rand(8), torch.zeros(8)
+    kernel[(1,)](x, y, n, a, N=8)
+    expected = torch.where((torch.arange(8) < 5) & (n > 3) & (a < 1), x, -1.0)
+    expected[7 if n != 3 else 8 :] = 0
+    assert y.equal(expected), (n, a, y)
+"""
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_scalars_join_masks_in_the_interpreter(tmp_path: Path, fast: bool) -> None:
+    """Triton 3.9 refuses masks of integers, which such masks are in every release's interpreter."""
+    script = tmp_path / "masks.py"
+    script.write_text(INTERPRETED.replace("FAST", str(fast)))
+    run_python(str(script), TRITON_INTERPRET="1")

@@ -1,0 +1,265 @@
+"""flexsp.verify: names the submodule that is wrong over ranks, not those that suffer from it; accepts what is exact."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flexsp
+from flexsp.comm.group import SequenceParallel, current_sp
+from flexsp.nn import Mamba2, SequenceParallelLA, ShortConvolution, SimpleGLA
+from flexsp.ops import chunk_simple_gla
+from flexsp.testing.ranks import run_ranks
+
+WORLD = 3
+LENGTHS = [[5, 14, 2], [9, 0, 12], [1, 1, 19]]
+D = 16
+
+
+class Block(nn.Module):
+    """A model in which one part may be exchanged for a wrong one."""
+
+    def __init__(self, inner: nn.Module, embed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, D) if embed else nn.Identity()
+        self.first = SimpleGLA(D, 1)
+        self.inner = nn.Sequential(nn.LayerNorm(D), inner)
+        self.last = nn.Linear(D, 3)
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(x)
+        x = x + self.first(x, cu_seqlens)
+        return self.last(x + self.inner(x))
+
+
+class LocalScan(nn.Module):
+    """Its own scan, which starts anew on every rank: what a mixer of another library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x).cumsum(1)
+
+
+class Shift(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Positions(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.01 * torch.arange(x.shape[1]).unsqueeze(-1)
+
+
+class Between(nn.Module):
+    """Its own code, between two submodules that are right, is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        return self.after(h - h.mean(1, keepdim=True))
+
+
+class _ForgetsNeighbours(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        return dx + 0.1 * dx.cumsum(1)
+
+
+class WrongGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ForgetsNeighbours.apply(x) * self.weight
+
+
+class WrongGradientBetween(Between):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(_ForgetsNeighbours.apply(self.before(x)))
+
+
+class _PerToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy * weight, (dy * x).sum((0, 1)) / max(1, x.shape[1])
+
+
+class WrongParameterGradient(WrongGradient):
+    """Only the gradient of its parameter is wrong: a mean over this rank's tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _PerToken.apply(x, self.weight)
+
+
+class Flattened(nn.Module):
+    """Exact, with tokens on other axes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.channels_first = nn.Linear(D, D), nn.Conv1d(D, D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.flat(x.flatten(0, 1)).view_as(x)
+        return self.channels_first(y.transpose(1, 2)).transpose(1, 2)
+
+
+class UserOp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(chunk_simple_gla(*[x.unsqueeze(2)] * 3, g=-x[..., :1].abs())[0].squeeze(2))
+
+
+WRONG = {
+    "scan": (LocalScan, "inner.1", "output"),
+    "shift": (Shift, "inner.1", "output"),
+    "positions": (Positions, "inner.1", "output"),
+    "convolution": (lambda: Padded(), "inner.1.conv", "output"),
+    "between": (Between, "inner.1", "output"),
+    "gradient": (WrongGradient, "inner.1", "gradient"),
+    "gradient between": (WrongGradientBetween, "inner.1", "gradient"),
+    "parameter": (WrongParameterGradient, "inner.1", "gradient"),
+}
+
+
+class Padded(nn.Module):
+    """A causal convolution as transformers writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, D, 4, groups=D, padding=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+RIGHT = {
+    "flattened": Flattened,
+    "op": UserOp,
+    "convolution": lambda: ShortConvolution(D),
+    "mamba2": lambda: Mamba2(D, 16, 16),
+    "mlp": lambda: nn.Sequential(nn.Linear(D, 4), nn.GELU(), nn.Linear(4, D)),
+}
+
+
+def made(seed: int, build: Any, embed: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    return Block(build(), embed)
+
+
+def verify_all(sp: SequenceParallel, seed: int) -> dict[str, Any]:
+    found = {}
+    for i, (name, (build, *_)) in enumerate(WRONG.items()):
+        model = made(seed, build)
+        x = torch.randn(2, 21, D)
+        sp.set_lengths(LENGTHS[i % 3])
+        found["wrong", name] = flexsp.verify(model, sp, x, raise_on_error=False)
+        assert sp.lengths == LENGTHS[i % 3] and current_sp() is None
+    for i, (name, build) in enumerate(RIGHT.items()):
+        embed = i % 2 == 0
+        model = made(seed, build, embed)
+        x = torch.randint(7, (1, 21)) if embed else torch.randn(1, 21, D)
+        sp.set_lengths(LENGTHS[i % 3])
+        found["right", name] = flexsp.verify(model, sp, x, cu_seqlens=torch.tensor([0, 4, 4, 21]))
+        sp.set_lengths(None)
+        if i % 2:
+            found["right", name, "float32"] = flexsp.verify(SequenceParallelLA(model, sp), sp, x, dtype=None)
+    return found
+
+
+def test_names_the_submodule() -> None:
+    """Wrong in its output, in its gradients or between its children; uneven and empty shards; nested; packed."""
+    seed = int(torch.randint(1 << 30, ()))
+    results = run_ranks(verify_all, WORLD, seed)
+    for case, report in results[0].items():
+        verdict, *name = case
+        assert all(other[case] == report for other in results), "the ranks disagree"
+        assert report.ok == (verdict == "right"), f"{name}: {report}"
+        if not report.ok:
+            _, where, what = WRONG[name[0]]
+            assert (report.submodule, report.what) == (where, what), f"{name}: {report}"
+            assert f"submodule {where!r}" in str(report) and what in str(report)
+        else:
+            assert report.compared > 20 and str(report).startswith("exact over 3 ranks")
+
+
+def edges(sp: SequenceParallel, seed: int) -> None:
+    model, x = made(seed, LocalScan), torch.randn(1, 9, D)
+    twin = copy.deepcopy(model)
+    with pytest.raises(flexsp.NotExact, match=r"not exact over 2 ranks with 5, 4 tokens: submodule 'inner\.1' .L"):
+        flexsp.verify(model, sp, x)
+    assert type(model) is Block and type(model.first) is SimpleGLA, "the module itself is left alone"
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours.grad is None, name
+    with pytest.raises(ValueError, match="module: expected one that draws no random numbers"):
+        flexsp.verify(made(seed, lambda: nn.Dropout(0.5)), sp, x)
+    flexsp.verify(made(seed, lambda: nn.Dropout(0.5)).eval(), sp, x)
+    with pytest.raises(ValueError, match="x: expected the same on all ranks"):
+        flexsp.verify(model, sp, x + sp.rank)
+    with pytest.raises(ValueError, match="module: parameter .*: expected the same on all ranks"):
+        flexsp.verify(made(seed + sp.rank, LocalScan), sp, x)
+    with pytest.raises(ValueError, match="dtype: expected one in which the module runs, got torch.float64"):
+        flexsp.verify(OnlyFloat32(), sp, x)
+    flexsp.verify(OnlyFloat32(), sp, x, dtype=torch.float32)
+    torch.manual_seed(seed)
+    assert flexsp.verify(TokenMean(sp), sp, x).ok
+
+
+class OnlyFloat32(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.eye(D, dtype=torch.float32)
+
+
+class TokenMean(nn.Module):
+    """A loss beside the outputs: not cut, its mean over the ranks is that of the whole."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        super().__init__()
+        self.mix, self.sp = SimpleGLA(D, 1), sp
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.mix(x)
+        return {"y": y, "loss": self.sp.token_mean(y.square().sum(-1)) if current_sp() else y.square().sum(-1).mean()}
+
+
+def test_edges() -> None:
+    run_ranks(edges, 2, int(torch.randint(1 << 30, ())))
+
+
+def test_one_rank_and_bad_arguments() -> None:
+    sp = SequenceParallel()
+    assert flexsp.verify(made(1, LocalScan), sp, torch.randn(1, 9, D)).ok, "one rank cuts nothing"
+    layer, x = nn.Linear(4, 4), torch.randn(1, 3, 4)
+    for args, error, message in (
+        ((lambda x: x, sp, x), TypeError, "module: expected an nn.Module, got function"),
+        ((layer, None, x), TypeError, "sp: expected a SequenceParallel"),
+        ((layer, sp, [1.0]), ValueError, "x: expected a tensor"),
+        ((layer, sp, torch.randn(3)), ValueError, "dim: expected one of the 1 axes"),
+        ((layer, sp, torch.randn(1, 0, 4)), ValueError, "x: expected tokens along dim 1"),
+    ):
+        with pytest.raises(error, match=message):
+            flexsp.verify(*args)

@@ -25,4 +25,8 @@ if command -v ncu >/dev/null || [ -x /usr/local/cuda/bin/ncu ]; then
 fi
 "$python" -m flexsp bench plot --case simple_gla "$out"/scale_*.json --out "$out/weak_scaling.png"
 if [ "$gpus" -ge 4 ]; then "$python" -m flexsp bench predict "$out"/scale_*.json; fi
-"$python" -m flexsp bench table "$out"/{op,scale,host}_*.json
+if [ "$out" = benchmarks/results ]; then
+    "$python" -m flexsp bench document README.md benchmarks/README.md
+else
+    "$python" -m flexsp bench table "$out"/{op,scale,host}_*.json
+fi

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import flexsp
 from flexsp import SequenceParallel, SequenceParallelLA, ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.grammar import FlexLinearAttention, transition
+from flexsp.nn.wrapper import _warn_of_checkpoint
 from flexsp.testing.cases import CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -308,6 +311,34 @@ def test_checkpoints_in_a_compiled_model(whole: bool, seed: int) -> None:
     """Of a wrapped model; of wrapped blocks, where the call enters the group."""
     for error in run_ranks(compile_checkpoints, 2, seed, whole, timeout=200):
         assert error < EXACT
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_checkpoint_that_ends_the_graph_says_so_once(fullgraph: bool) -> None:
+    """Blocks wrapped one by one, in a model that is called outside their group."""
+    sp = SequenceParallel()
+    model = Checkpointed().double()
+    for block in model.blocks:
+        SequenceParallelLA(block, sp)
+    _warn_of_checkpoint.cache_clear()
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    f = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    error = pytest.raises(torch._dynamo.exc.Unsupported) if fullgraph else contextlib.nullcontext()
+    with pytest.warns(UserWarning, match="Block is checkpointed .* wrap the whole model") as told, error:
+        f(x)
+    assert len([w for w in told if "is checkpointed" in str(w.message)]) == 1
+
+
+def test_a_checkpoint_in_the_graph_says_nothing() -> None:
+    sp = SequenceParallel()
+    model = SequenceParallelLA(Checkpointed().double(), sp)
+    plain = SequenceParallelLA(torch.nn.Sequential(Block(), Block()).double(), sp)
+    x = torch.randn(1, 11, 8, dtype=torch.float64)
+    _warn_of_checkpoint.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for f in (model, plain, plain[0]):
+            compiled(f)(x)
 
 
 def compile_over_ranks(sp: SequenceParallel, calls: list[tuple[Any, ...]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -28,8 +30,8 @@ class SequenceParallelLA(nn.Module):
     backward pass on another thread, finds it too. A checkpointed plain function must pass ``sp=`` to its ops itself
     (FlexspError otherwise).
     Under torch.compile a checkpointed block stays in the graph if the model around it is wrapped too, or called inside
-    ``sequence_parallel(sp)``. Wrap before DistributedDataParallel, fully_shard, torch.compile; copy.deepcopy works;
-    save state_dicts rather than pickled modules. `unwrap` undoes it.
+    ``sequence_parallel(sp)``; else the graph ends there, with a warning. Wrap before DistributedDataParallel,
+    fully_shard, torch.compile; copy.deepcopy works; save state_dicts rather than pickled modules. `unwrap` undoes it.
 
     Args:
         layer: the module.
@@ -76,11 +78,35 @@ class SequenceParallelLA(nn.Module):
         """All done by `__new__`: the object is the layer, long since initialised."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and current_sp() is self._flexsp_sp:
-            # A checkpoint in a graph may change nothing outside it; its recomputation needs no context.
-            return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if current_sp() is self._flexsp_sp:
+                # A checkpoint in a graph may change nothing outside it; its recomputation needs no context.
+                return super().forward(*args, **kwargs)
+            _warn_if_checkpointed(type(self)._flexsp_original.__name__)
         with sequence_parallel(self._flexsp_sp):
             return super().forward(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces
+def _warn_if_checkpointed(name: str) -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except AttributeError:  # private; another release of torch may keep it elsewhere
+        return
+    if inside:
+        _warn_of_checkpoint(name)
+
+
+@functools.cache
+def _warn_of_checkpoint(name: str) -> None:
+    warnings.warn(
+        f"{name} is checkpointed in a model under torch.compile and enters its group of ranks inside the checkpoint, "
+        "which a graph cannot hold: the graph ends there and the block runs without torch.compile. To keep it in the "
+        "graph, wrap the whole model in SequenceParallelLA, or call the model inside flexsp.sequence_parallel(sp)",
+        stacklevel=2,
+    )
 
 
 def unwrap(module: M) -> M:

@@ -10,13 +10,16 @@ several processes. The summary says for each tool how many calls and distinct ke
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,59 +68,94 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]
 
 
-def work(index: int, jobs: int, only: str) -> None:
-    """Child: every `jobs`-th case; prints how many calls and distinct kernels ran, and the cases that failed."""
+def work(claims: Path, only: str) -> None:
+    """Child: takes case after case that no other process has claimed; prints one line before each and one after all."""
     import torch
 
     from flexsp.scan import launch
 
-    chosen = [case for i, case in enumerate(c for c in cases() if only in c[0]) if i % jobs == index]
-    failed: list[str] = []
-    for name, call in chosen:
+    calls, failed = 0, []
+    for index, (name, call) in enumerate(case for case in cases() if only in case[0]):
+        try:
+            (claims / str(index)).mkdir()
+        except FileExistsError:
+            continue
+        print(_line(begin=name), flush=True)
+        begin = time.monotonic()
         try:
             call()
             torch.cuda.synchronize()
         except Exception as error:
             failed.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+        calls += 1
+        print(_line(end=name, seconds=round(time.monotonic() - begin, 1)), flush=True)
     kernels = sorted({str(getattr(x, "result", lambda x=x: x)().hash) for x in launch._compiled.values()})
-    print(json.dumps({"calls": len(chosen), "kernels": kernels, "failed": failed}), flush=True)
+    print(_line(calls=calls, kernels=kernels, failed=failed), flush=True)
 
 
-def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any]:
-    """All cases in `jobs` processes, under a tool or plainly (which compiles them)."""
-    under = [] if tool is None else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
+def _line(**told: Any) -> str:
+    return "sanitize: " + json.dumps(told)
 
-    def one(index: int) -> tuple[str, int]:
-        command = [*under, sys.executable, __file__, "--work", f"{index}/{jobs}", "--only", only]
+
+def _told(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("sanitize: ")) for line in text.splitlines() if line.startswith("sanitize: ")]
+
+
+def child(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str, str | None]:
+    """What a process and its children print, and None or why it did not end well; none of them outlives the limit."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=env)
-        except subprocess.TimeoutExpired as error:
-            return f"{error.stdout or ''}\nstopped after {limit_s:.0f} s", 1
-        return done.stdout + done.stderr, done.returncode
+            code = process.wait(limit_s)
+            bad = f"a process ended with {code}" if code else None
+        except subprocess.TimeoutExpired:
+            bad = f"a process was stopped after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return log.read(), bad
 
-    begin = time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
-        outputs = list(pool.map(one, range(jobs)))
-    calls, kernels, failed, errors, findings = 0, set(), [], 0, []
-    for text, code in outputs:
-        told = [json.loads(line) for line in text.splitlines() if line.startswith('{"calls"')]
-        if not told or code:
-            failed.append(f"a process ended with {code}: {text[-600:]}")
-        for each in told:
+
+def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str, Any]:
+    """What all processes of a tool told. A process that broke off counts as failed, with the case it was at."""
+    kernels: set[str] = set()
+    calls, failed, errors, findings, seconds = 0, [], 0, [], {}
+    for text, bad in outputs:
+        told = _told(text)
+        ended = {each["end"]: each["seconds"] for each in told if "end" in each}
+        totals = [each for each in told if "calls" in each]
+        seconds |= ended
+        if bad or not totals:
+            at = [each["begin"] for each in told if "begin" in each and each["begin"] not in ended]
+            failed.append(f"{bad or 'a process told nothing'}, at {at or 'no case'}: {text[-600:]}")
+        for each in totals:
             calls += each["calls"]
             kernels |= set(each["kernels"])
             failed += each["failed"]
         found = _SUMMARY.findall(text)
         if tool is not None and not found:
             failed.append(f"{tool} printed no summary: {text[-600:]}")
-        errors += sum(int(a or b) for a, b in found)
-        findings += [line for line in text.splitlines() if line.startswith("=========")][:40] if errors else []
-    seconds = round(time.monotonic() - begin)
+        wrong = sum(int(a or b) for a, b in found)
+        errors += wrong
+        findings += [line for line in text.splitlines() if line.startswith("=========")][:40] if wrong else []
+    slowest = dict(sorted(seconds.items(), key=lambda item: -item[1])[:5])
     return {
         "calls": calls, "kernels": len(kernels), "errors": errors, "failed": failed, "findings": findings[:60],
-        "seconds": seconds,
+        "slowest": slowest,
     }  # fmt: skip
+
+
+def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any]:
+    """All cases in `jobs` processes, under a tool or plainly (which compiles them)."""
+    under = [] if tool is None else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(jobs) as pool:
+        command = [*under, sys.executable, __file__, "--work", claims, "--only", only]
+        outputs = list(pool.map(lambda _: child(command, env, limit_s), range(jobs)))
+    return summary(tool, outputs) | {"seconds": round(time.monotonic() - begin)}
 
 
 def main() -> int:
@@ -127,11 +165,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit-s", type=float, default=1200, help="for each tool")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        index, jobs = (int(x) for x in args.work.split("/"))
-        work(index, jobs, args.only)
+        work(args.work, args.only)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer: not found; it comes with the CUDA toolkit", file=sys.stderr)
@@ -146,7 +183,8 @@ def main() -> int:
         found = run(tool, args.jobs, args.only, args.limit_s)
         result["tools"][tool or "without a tool"] = found
         told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
-        print(f"{tool or 'compiling':10s} {told}", *found["failed"], *found["findings"], sep="\n  ", flush=True)
+        slow = f"slowest: {found['slowest']}"
+        print(f"{tool or 'compiling':10s} {told}", slow, *found["failed"], *found["findings"], sep="\n  ", flush=True)
         if args.out is not None:
             save(args.out, result)
     return int(any(found["errors"] or found["failed"] for found in result["tools"].values()))

@@ -1,0 +1,72 @@
+"""`make sanitize` without a GPU: how its processes share the cases, and what its summary makes of what they print."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import sanitize
+
+
+def test_every_case_is_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[int] = []
+
+    def refused() -> None:
+        raise ValueError("K: expected at most 256, got 512")
+
+    cases = [(f"case {i}", lambda i=i: ran.append(i)) for i in range(3)]
+    monkeypatch.setattr(sanitize, "cases", lambda: iter([*cases, ("wide case", refused), ("other", lambda: None)]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (tmp_path / "1").mkdir()  # another process has it
+    for _ in range(2):
+        sanitize.work(tmp_path, "case")
+    first = capsys.readouterr().out
+    found = sanitize.summary(None, [(first, None)])
+    assert ran == [0, 2]
+    assert found["calls"] == 3
+    assert found["failed"] == ["wide case: ValueError: K: expected at most 256, got 512"]
+    assert set(found["slowest"]) == {"case 0", "case 2", "wide case"}
+
+
+def test_errors_of_all_processes_are_added() -> None:
+    clean = sanitize._line(calls=4, kernels=["a", "b"], failed=[]) + "\n========= ERROR SUMMARY: 0 errors\n"
+    wrong = (
+        sanitize._line(calls=3, kernels=["b", "c"], failed=[])
+        + "\n========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 2 errors\n"
+    )
+    found = sanitize.summary("memcheck", [(clean, None), (wrong, None)])
+    assert (found["calls"], found["kernels"], found["errors"], found["failed"]) == (7, 3, 2, [])
+    assert "Invalid __global__ read" in found["findings"][0]
+    races = sanitize._line(calls=1, kernels=[], failed=[])
+    races += "\n========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
+    assert sanitize.summary("racecheck", [(races, None)])["errors"] == 2
+
+
+def test_a_tool_that_prints_no_summary_counts_as_failed() -> None:
+    text = sanitize._line(calls=1, kernels=[], failed=[])
+    assert "synccheck printed no summary" in sanitize.summary("synccheck", [(text, None)])["failed"][0]
+    assert sanitize.summary(None, [(text, None)])["failed"] == []
+
+
+def test_a_process_that_hangs_is_stopped_with_its_children_and_names_its_case() -> None:
+    begun, ended = sanitize._line(begin="gla 64"), sanitize._line(end="gla 64", seconds=0.1)
+    hangs = sanitize._line(begin="gla 128")
+    lines = "\n".join([begun, ended, hangs])
+    code = f"import subprocess; print({lines!r}, flush=True); subprocess.run(['sleep', '600'])"
+    begin = time.monotonic()
+    text, bad = sanitize.child([sys.executable, "-c", code], {}, 5.0)
+    assert time.monotonic() - begin < 300, "the grandchild kept it waiting"
+    (failure,) = sanitize.summary(None, [(text, bad)])["failed"]
+    assert failure.startswith("a process was stopped after 5 s, at ['gla 128']")
+
+
+def test_a_process_that_breaks_off_counts_as_failed() -> None:
+    text, bad = sanitize.child([sys.executable, "-c", "raise SystemExit(3)"], {}, 60.0)
+    assert bad == "a process ended with 3"
+    assert sanitize.summary(None, [(text, bad)])["failed"][0].startswith("a process ended with 3, at no case")

@@ -10,6 +10,7 @@ import torch
 from flexsp.scan.exchange import exchange
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import scan_oracle
+from tests import variants
 from tests.test_compiler import assert_ranks
 from tests.test_propagate import ENV
 
@@ -69,3 +70,22 @@ def test_the_decay_of_a_rank_that_cuts_has_no_gradient(seed: int) -> None:
 @pytest.mark.parametrize("name", ["linear", "gla", "deltanet", "hgrn"])
 def test_a_document_that_starts_in_the_middle_rank_and_ends_behind_it(name: str, seed: int) -> None:
     assert_ranks(name, [11, 4, 25], [0, 0, 7, 11, 30, 30, 40], seed)
+
+
+def _gradients_of_parameters(sp: Any, name: str, lengths: list[int]) -> list[float | None]:
+    sp.set_lengths(lengths)
+    tokens, params = variants.draw(name, 1, sum(lengths), 0)
+    leaves = [x.clone().requires_grad_() for x in params.values()]
+    variant = variants.load(name).make(variants.H, variants.K, variants.V)
+    given = {key: sp.shard(x).clone().requires_grad_() for key, x in tokens.items()}
+    o, _ = variant(**given, **dict(zip(params, leaves, strict=True)), sp=sp)
+    found = torch.autograd.grad(o.square().sum(), leaves)
+    return [float(x.norm()) for x in found]
+
+
+@pytest.mark.parametrize("name", ["retnet", "gla_own_bias"])
+def test_parameters_have_gradients_on_a_rank_without_tokens(name: str) -> None:
+    """FSDP reduces what every rank has: a parameter without a gradient on one of them would end the job."""
+    found = run_ranks(_gradients_of_parameters, 3, name, [9, 0, 7])
+    assert all(norms == [0.0] * len(norms) and norms for norms in found[1:2])
+    assert all(norm > 0 for norms in (found[0], found[2]) for norm in norms)

@@ -10,16 +10,19 @@ import pytest
 import torch
 from test_schedules import fold, random_elements
 
+import flexsp
 from flexsp.comm import process_group
 from flexsp.comm.halo import halo_exchange
 from flexsp.comm.signature import MISMATCH_BIT, POISON, Signature
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
-from flexsp.ops import chunk_retention, chunk_simple_gla, mamba2_ssd
+from flexsp.nn import SequenceParallelLA
+from flexsp.ops import chunk_linear_attn, chunk_retention, chunk_simple_gla, mamba2_ssd
 from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.testing import run_ranks
 
 KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+CHECK = {"FLEXSP_CHECK": "1"}
 PATIENCE = 100.0  # seconds: only a mismatch that nobody notices lasts so long, or a machine that is very busy
 ODD = 1  # the rank that does something else
 Calls = list[Callable[[], Any]]
@@ -338,3 +341,97 @@ def test_check_mode_looks_at_decays_of_generated_kernels(tmp_path: Path) -> None
     options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": KERNELS | {"FLEXSP_CHECK": "1"}}
     for error, _ in run_ranks(_checked, 2, str(tmp_path), "negative", sp_timeout_s=PATIENCE, **options):
         assert type(error) is ValueError and "_by_keys: expected to multiply" in str(error), error
+
+
+def _backward_in_another_order(sp: Any) -> Any:
+    """Two alike calls; rank ODD runs the backward pass of the second one first."""
+    sp.set_lengths([4] * sp.world_size)
+    first, second = _inputs()[:3], _inputs()[:3]
+    losses = [chunk_linear_attn(*x, normalize=False, sp=sp)[0].sum() for x in (first, second)]
+    try:
+        for loss in losses[::-1] if sp.rank == ODD else losses:
+            loss.backward()
+        sp.check()
+    except FlexspError as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("transport", ["process_group", "posix"])
+def test_check_mode_tells_backward_passes_in_another_order(transport: str) -> None:
+    options = {"heap_mib": 1, "env": {**KERNELS, **CHECK}} if transport == "posix" else {"env": CHECK}
+    found = run_ranks(_backward_in_another_order, 3, transport=transport, fresh_sp=True, timeout=200, **options)
+    for kind, text in found:
+        assert kind is PeerMismatch
+        assert "of the backward pass of exchange" in text
+
+
+class _Odd(torch.nn.Module):
+    """Raises on rank ODD in the second batch, where the user's own code stands between two ops."""
+
+    def __init__(self, sp: Any) -> None:
+        super().__init__()
+        self.odd, self.batch = sp.rank == ODD, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = chunk_linear_attn(x, x, x, normalize=False)[0]
+        self.batch += 1
+        if self.odd and self.batch == 2:
+            raise MemoryError("of this rank")
+        return chunk_linear_attn(x, x, x, normalize=False)[0]
+
+
+@torch.no_grad()
+def _goes_on(sp: Any) -> list[Any]:
+    sp.set_lengths([4] * sp.world_size)
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4 * sp.world_size, 1, 16, generator=made)
+    with flexsp.sequence_parallel(None):
+        want = sp.shard(_Odd(sp)(x))
+    model, found = SequenceParallelLA(_Odd(sp), sp), []
+    for _ in range(4):
+        try:
+            y = model(sp.shard(x))
+            sp.check()
+            found.append(torch.allclose(y, want, rtol=1e-3, atol=1e-3))
+        except (MemoryError, FlexspError) as error:
+            found.append(type(error))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["process_group", "posix"])
+def test_a_rank_that_raises_in_the_users_code_and_goes_on(transport: str) -> None:
+    """No rank gets an output of what the others made of another batch."""
+    options = {"heap_mib": 1, "env": KERNELS} if transport == "posix" else {}
+    found = run_ranks(_goes_on, 3, transport=transport, sp_timeout_s=PATIENCE, fresh_sp=True, timeout=300, **options)
+    for rank, batches in enumerate(found):
+        assert batches[0] is True
+        assert False not in batches, found
+        assert MemoryError in batches or rank != ODD
+        assert rank == 0 or PeerMismatch in batches, found
+
+
+def _other_values(sp: Any, how: str) -> Any:
+    odd, (q, k, v, g) = sp.rank == ODD, _inputs()
+    sp.set_lengths([3, 4, 5] if odd and how == "lengths" else [4, 4, 4])
+    bounds = torch.tensor([0, 7 if odd and how == "boundaries" else 5, 12]) if how != "scale" else None
+    scale = 0.5 if odd and how == "scale" else 0.25
+    try:
+        for _ in range(4):  # the first rank of a chain of kernels hears of a mismatch later
+            chunk_simple_gla(q, k, v, g, scale=scale, cu_seqlens=bounds, sp=sp)
+            sp.check()
+    except (FlexspError, ValueError) as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("how", ["scale", "boundaries", "lengths"])
+def test_values_that_all_ranks_must_agree_on(how: str) -> None:
+    found = run_ranks(_other_values, 3, how, fresh_sp=True, sp_timeout_s=PATIENCE, timeout=200)
+    assert [kind for kind, _ in found] == [PeerMismatch] * 3, found
+
+
+def test_kernels_tell_another_scale() -> None:
+    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": KERNELS}
+    found = run_ranks(_other_values, 3, "scale", timeout=200, **options)
+    assert [kind for kind, _ in found] == [PeerMismatch] * 3, found

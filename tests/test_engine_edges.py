@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.devices import H200, planned_for
+from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
 from tests.test_triton_engine import ENV, ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk, poisoned
@@ -63,3 +65,12 @@ def test_large_numbers_behind_closed_gates_leave_no_rounding(joint: bool, seed: 
 def test_a_document_that_starts_inside_a_segment_between_others() -> None:
     """What came before it must not reach the segment behind, although that segment's last chunks start no document."""
     check_runs(Run("linear", Shape(B=1, T=134, H=1, K=5, V=3), bounds=(0, 64, 134), segments=3))
+
+
+def test_more_heads_than_a_grid_has_rows() -> None:
+    """CUDA's second axis ends at 65,535 blocks; what is past it is refused before anything is launched."""
+    q, v = torch.empty(2048, 1, 32, 16, device="meta"), torch.empty(2048, 1, 32, 4, device="meta")
+    with planned_for(H200):
+        assert make_plan(q[:, :, :31], v[:, :, :31], 0).B == 2048
+        with pytest.raises(ValueError, match=r"q: expected B \* H <= 65535 .* got 2048 \* 32"):
+            make_plan(q, v, 0)

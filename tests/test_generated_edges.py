@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.exceptions import NotAvailable
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -79,3 +80,18 @@ def _gradients(sp: Any, folder: str, seed: int) -> list[float]:
 def test_initial_states_that_want_gradients_behind_some_that_do_not(tmp_path: Path, seed: int) -> None:
     (errors,) = run_ranks(_gradients, 1, str(tmp_path), seed, env=ENV)
     assert max(errors) < 1e-5, errors
+
+
+def _batched_gradients(sp: Any, folder: str) -> str:
+    variant = variants.load("linear").make(2, 4, 4, code_dir=folder)
+    x = {name: torch.randn(1, 7, 2, 4, requires_grad=True) for name in ("q", "k", "v")}
+    o, _ = variant(**x)
+    with pytest.raises(NotAvailable) as told:
+        torch.autograd.grad(o, x["q"], torch.randn(2, *o.shape), is_grads_batched=True)
+    return str(told.value)
+
+
+def test_batched_gradients_are_refused(folder: str) -> None:
+    """vmap over the backward pass has no memory that kernels could read."""
+    (text,) = run_ranks(_batched_gradients, 1, folder, env=ENV)
+    assert "transforms of torch.func (vmap" in text

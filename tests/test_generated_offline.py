@@ -64,7 +64,7 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
     },
     (3, 9): {
         ("gla", "whole"): {"scores_grad_kernel": 112, "grads": 128},
-        ("deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 856},
+        ("deltanet", "ranks"): {"collect": 56, "back": 8, "grads": 856},
     },
 }
 WALKS = ("summarize", "output", "states", "collect", "back")

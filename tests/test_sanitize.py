@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexsp.scan import launch
 from tests.gpu import sanitize
 
 
@@ -23,6 +24,7 @@ def test_every_case_is_taken_once(
     cases = [(f"case {i}", lambda i=i: ran.append(i)) for i in range(3)]
     monkeypatch.setattr(sanitize, "cases", lambda: iter([*cases, ("wide case", refused), ("other", lambda: None)]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(launch, "_compiled", {})
     (tmp_path / "1").mkdir()  # another process has it
     for _ in range(2):
         sanitize.work(tmp_path, "case")

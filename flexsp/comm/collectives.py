@@ -123,10 +123,15 @@ class _GatherFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dim, ctx.lengths, ctx.sp_id = dim, lengths, sp_id
         ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
-        return _gather(y, dim, lengths, get_sp(sp_id).order, sp_id)
+        full = _gather(y, dim, lengths, get_sp(sp_id).order, sp_id)
+        ctx.number = get_sp(sp_id).number()
+        return full
 
     @staticmethod
     def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only("gather", _ALONE)
         (_,) = ctx.saved_tensors
-        return _gather_adjoint(d_full, ctx.dim, ctx.lengths, get_sp(ctx.sp_id).order, ctx.sp_id), None, None, None, None
+        sp = get_sp(ctx.sp_id)
+        with sp.answering(ctx.number):
+            d = _gather_adjoint(d_full, ctx.dim, ctx.lengths, sp.order, ctx.sp_id)
+        return d, None, None, None, None

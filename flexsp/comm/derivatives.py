@@ -10,7 +10,10 @@ from torch.autograd import forward_ad
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 
-__all__ = ["IN_PYTORCH", "ON_ONE_RANK", "changed", "first_only", "joined", "same_place", "transformed", "untransformed"]
+__all__ = [
+    "IN_PYTORCH", "ON_ONE_RANK", "changed", "first_only", "first_only_inside", "joined", "same_place", "transformed",
+    "untransformed",
+]  # fmt: skip
 
 ON_ONE_RANK = "compute them on one rank, with the whole sequence and sp=False"
 IN_PYTORCH = "float64 inputs and CPU tensors run in PyTorch, which has them"
@@ -23,10 +26,24 @@ def first_only(what: str, instead: str) -> None:
     in tell less: they may need no gradient where the saved tensors do.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotAvailable(
-            f"{what}: second derivatives (create_graph=True) are not available, its backward pass is not "
-            f"differentiable; {instead}"
-        )
+        _refuse_second(what, instead)
+
+
+def first_only_inside(what: str, instead: str, *cotangents: torch.Tensor | None) -> None:
+    """The same in the operator of a backward pass. Callers outside of graphs detach the gradients that come in.
+
+    ``torch.compile(backend="eager")`` runs the operator without the function around it, and with grad mode off. There
+    it drops second derivatives of every autograd.Function; what tells is a gradient that itself requires one.
+    """
+    if any(x is not None and x.requires_grad for x in cotangents):
+        _refuse_second(what, instead)
+
+
+def _refuse_second(what: str, instead: str) -> NoReturn:
+    raise NotAvailable(
+        f"{what}: second derivatives (create_graph=True) are not available, its backward pass is not "
+        f"differentiable; {instead}"
+    )
 
 
 def transformed() -> bool:
@@ -34,9 +51,12 @@ def transformed() -> bool:
     return bool(forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
 
 
-def untransformed(what: str, instead: str) -> None:
-    """NotAvailable inside vmap, jvp and the other transforms of torch.func, and in forward mode."""
-    if not torch.compiler.is_compiling() and transformed():
+def untransformed(what: str, instead: str, *given: torch.Tensor | None) -> None:
+    """NotAvailable inside vmap, jvp and the other transforms of torch.func, and in forward mode; and where a gradient
+    in ``given`` is one of many at once (``torch.autograd.grad(..., is_grads_batched=True)``)."""
+    if torch.compiler.is_compiling():
+        return
+    if transformed() or any([x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in given]):
         raise NotAvailable(
             f"{what}: transforms of torch.func (vmap, grad, jvp, ...) and forward-mode differentiation are not "
             f"available; {instead}"

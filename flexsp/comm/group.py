@@ -68,7 +68,8 @@ class SequenceParallel:
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
-        calls: exchanges begun; ``abandoned``: calls that an error ended on this rank (:func:`ranks_call`).
+        calls: exchanges begun; ``compared``: texts compared under FLEXSP_CHECK=1; ``abandoned``: calls that an error
+            ended on this rank (:func:`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
         channels: scratch of the transports; ``records``: error record of the watchdog.
     """
@@ -103,6 +104,8 @@ class SequenceParallel:
         self.failure: FlexspError | None = None
         self.calls = 0
         self.abandoned = 0
+        self.compared = 0
+        self._answered = 0
         self._lengths: list[int] | None = None
         _GROUPS[self.id] = self
 
@@ -248,7 +251,25 @@ class SequenceParallel:
             from flexsp.comm.process_group import compare_text
             from flexsp.comm.signature import raised
 
-            compare_text(self, " ".join(str(part) for part in sig) + raised(self.abandoned))
+            self.compared += 1
+            of = f", of the backward pass of exchange {self._answered}" if self._answered else ""
+            compare_text(self, " ".join(str(part) for part in sig) + of + raised(self.abandoned))
+
+    def number(self) -> int:
+        """Of the exchange that was compared last, the same on every rank; 0 without FLEXSP_CHECK=1 and in graphs."""
+        return 0 if torch.compiler.is_compiling() else self.compared
+
+    def answering(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Exchanges inside are of the backward pass of the one with this :meth:`number`, and say so to each other."""
+        return self._answering(number) if number else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _answering(self, number: int) -> Iterator[None]:
+        self._answered = number
+        try:
+            yield
+        finally:
+            self._answered = 0
 
     def check(self) -> None:
         """Raise the PeerTimeout or PeerMismatch that an earlier call left behind, if any."""

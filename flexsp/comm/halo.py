@@ -116,10 +116,14 @@ class _HaloFunction(torch.autograd.Function):
         ctx.T, ctx.sp_id = x.shape[1], sp_id
         # Nothing is needed, but only a node that saves a tensor makes checkpointing recompute up to and including it.
         ctx.save_for_backward(anchor)
-        return _halo(x, width, get_sp(sp_id).order, sp_id)
+        halo = _halo(x, width, get_sp(sp_id).order, sp_id)
+        ctx.number = get_sp(sp_id).number()
+        return halo
 
     @staticmethod
     def backward(ctx: Any, d_halo: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, ON_ONE_RANK)
         (_,) = ctx.saved_tensors
-        return _halo_adjoint(d_halo, ctx.T, get_sp(ctx.sp_id).order, ctx.sp_id), None, None, None
+        sp = get_sp(ctx.sp_id)
+        with sp.answering(ctx.number):
+            return _halo_adjoint(d_halo, ctx.T, sp.order, ctx.sp_id), None, None, None

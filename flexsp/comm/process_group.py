@@ -163,6 +163,7 @@ def begin_call(
     sp.calls += 1
     collective = source is None and target is None
     text = f"{_COLLECTIVE if collective else ''}call {sp.calls}{raised(sp.abandoned)}: {signature.text()}"
+    text += f", shards of {sp.lengths} tokens" if sp.lengths is not None else ""
     sp.check_signature((text,))
     call = Call(sp, signature, like, target)
     if not call.stamped and not collective:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place
+from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.plan import Launch, Plan
 from flexsp.compiler.walks import WALKS
-from flexsp.devices import of_device
+from flexsp.devices import MOST_HEADS, of_device
 from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.launch import Shot
@@ -34,7 +35,6 @@ __all__ = ["Recipe", "run", "table_of"]
 Tensors = dict[str, torch.Tensor]
 Strides = tuple[int, int, int]
 _F32 = torch.float32
-_ROWS = 65535
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Recipe:
         self.batched = lead.dim() == len(layout.tokens[first]) + 2
         self.B = lead.shape[0] if self.batched else 1
         self.T, self.H = lead.shape[self.batched : self.batched + 2]
-        if self.B * self.H > _ROWS:
-            raise ValueError(f"inputs: expected B * H <= {_ROWS} (a grid's second axis), got {self.B * self.H}")
+        if self.B * self.H > MOST_HEADS:
+            raise ValueError(f"inputs: expected B * H <= {MOST_HEADS} (a grid's second axis), got {self.B * self.H}")
         self.docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
         self.given = initial is not None
         self.sp_id = -1 if sp is None else sp.id
@@ -458,12 +458,14 @@ class _Function(torch.autograd.Function):
         o, final, saved = recipe.run_forward(tensors, initial, table)
         ctx.save_for_backward(*tensors, initial, saved, table)
         ctx.recipe = recipe
+        ctx.number = get_sp(recipe.sp_id).number() if recipe.sp_id >= 0 else 0
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
         first_only(ctx.recipe.code.program.merge.name, IN_PYTORCH)
+        untransformed(ctx.recipe.code.program.merge.name, IN_PYTORCH, do, dfinal)
         *tensors, initial, saved, table = ctx.saved_tensors
         same_place(ctx.recipe.device, *tensors, initial, saved, table)
         if [x.dtype for x in tensors] != ctx.recipe.dtypes:
@@ -472,7 +474,9 @@ class _Function(torch.autograd.Function):
         if do is None:
             do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
         want = initial is not None and ctx.needs_input_grad[3]
-        grads, dinitial = recipe.run_backward(tensors, initial, saved, table, do, dfinal, want)
+        sp = get_sp(recipe.sp_id) if ctx.number else None
+        with nullcontext() if sp is None else sp.answering(ctx.number):
+            grads, dinitial = recipe.run_backward(tensors, initial, saved, table, do, dfinal, want)
         return None, None, None, dinitial, *grads
 
 

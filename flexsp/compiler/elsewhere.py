@@ -25,7 +25,7 @@ def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 answer.append((work(), None))
-        except Exception as error:
+        except BaseException as error:  # also what is no Exception, such as SystemExit, belongs to the caller
             answer.append((None, error))
 
     thread = threading.Thread(target=run, name="flexsp-graph")

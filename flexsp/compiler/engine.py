@@ -261,15 +261,24 @@ class Generated:
     @cached_property
     def path(self) -> Path:
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:16]
-        default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flexsp" / "generated"
-        folder = Path(self.code_dir) if self.code_dir else Path(os.environ.get("FLEXSP_CODE_DIR", default))
-        return folder / f"{self.program.merge.name}_{digest}.py"
+        folder = self.code_dir or os.environ.get("FLEXSP_CODE_DIR") or _users_folder()
+        return Path(folder) / f"{self.program.merge.name}_{digest}.py"
 
     @cached_property
     def module(self) -> ModuleType:
         """The kernels, run from their source as it is here; their file is for those who read it, and for debuggers."""
         write_code(self.path, self.source)
         return _run(self.path, self.source)
+
+
+def _users_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "flexsp" / "generated"
+    except RuntimeError as error:
+        raise NotAvailable(
+            f"generated kernels: this user has no folder for caches ({error}); FLEXSP_CODE_DIR or code_dir names one"
+        ) from error
 
 
 def write_code(path: Path, source: str) -> None:

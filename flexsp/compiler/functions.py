@@ -152,7 +152,8 @@ class _Local:
         parts = [x for x in o if x is not None]
         if parts:
             return torch.cat(parts, dim=2).transpose(1, 2)
-        nothing = torch.stack([y.sum() for y in self.tokens.values()]).sum()  # so that the tokens have gradients
+        given = [*self.tokens.values(), *self.params.values()]
+        nothing = torch.stack([y.sum() for y in given]).sum()  # so that all have gradients
         return self._one_token(like)[:, :0] + nothing
 
     @torch.no_grad()
@@ -224,6 +225,7 @@ def run(
     before, after, leaving = local.walk(entering, in_walk)
     o = local.merge(before, zero)
     final = _final(initial, after, leaving, chunks, bounds, sp)
+    final = final.clone() if final is initial else final
     if relay is not None and arrived is not None:
         return relay.to_right(o, final, leaving, arrived)
     if arrived is not None:

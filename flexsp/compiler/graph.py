@@ -7,16 +7,20 @@ has a size that depends on the plan, and another length has another plan.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, first_only_inside
 from flexsp.comm.group import SequenceParallel, abandon, get_sp
 from flexsp.compiler.elsewhere import elsewhere
 
@@ -27,20 +31,33 @@ __all__ = ["call", "kept", "name_of"]
 
 Optional = torch.Tensor | None
 _variants: WeakValueDictionary[str, LinearAttention] = WeakValueDictionary()
-_lasting: set[LinearAttention] = set()  # that only graphs know
-_numbers = itertools.count()
+_lasting: set[LinearAttention] = set()  # that graphs know
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+_NO_SECOND = ("a variant in a graph of torch.compile", "without torch.compile, " + IN_PYTORCH)
 _defining = threading.Lock()
 
 
 def name_of(variant: LinearAttention) -> str:
-    """What graphs hold in place of the object; no number, which torch.compile would take for one of many."""
-    name = f"variant {next(_numbers)}"
+    """What graphs hold in place of the object.
+
+    No number, which torch.compile would take for one of many, and different for what may differ in the sizes that the
+    operators return: Inductor's cache on disk tells graphs of two processes apart by it.
+    """
+    digest = hashlib.sha256(f"{variant.likeness()} {_package()}".encode()).hexdigest()[:16]
+    name = f"variant {digest} {next(_numbers[digest])}"
     _variants[name] = variant
     n = len(variant.names)
     with _defining:
         if n not in _backwards:
             _backwards[n] = _define(f"variant_backward_{n}", f"{_INPUTS}, {_GRADS}", n + 1, _backward, _fake_backward)
     return name
+
+
+@functools.cache
+def _package() -> str:
+    """Of this package's own code, which decides on plans and with them on sizes."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def kept(make: Callable[[], LinearAttention]) -> tuple[str, tuple[str, ...]]:
@@ -84,6 +101,7 @@ def _run_forward(  # type: ignore[no-untyped-def]
 
 def _backward(variant, tensors, initial, cu_seqlens, saved, table, do, dfinal, want_dinitial, order=None, sp=-1):  # type: ignore[no-untyped-def]
     """Gradients of the tensors, and of the initial states (empty unless wanted)."""
+    first_only_inside(*_NO_SECOND, do, dfinal)
     model, group = _variants[variant], _group(sp)
     call, _, bounds = model.prepared(tensors, initial, cu_seqlens, group)
     if call.recipe is None:
@@ -120,6 +138,7 @@ def _looks(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]
 
 def _fake_forward(variant, tensors, initial, cu_seqlens, order=None, sp=-1):  # type: ignore[no-untyped-def]
     model, group, first = _variants[variant], _group(sp), tensors[0]
+    _lasting.add(model)
     looks = [_looks(x) for x in tensors]
     others = [None if x is None else _looks(x) for x in (initial, cu_seqlens)]
 
@@ -197,7 +216,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
-        first_only("a variant in a graph", IN_PYTORCH)
+        first_only(*_NO_SECOND)
         *tensors, initial, cu_seqlens, saved, table = ctx.saved_tensors
         alone, over_ranks = _backwards[len(tensors)]
         want = initial is not None and ctx.needs_input_grad[4]

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,7 +21,7 @@ from flexsp.compiler.arguments import boundaries, check_boundaries, check_initia
 from flexsp.compiler.check import Program, check
 from flexsp.compiler.elsewhere import elsewhere
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.trace import trace
+from flexsp.compiler.trace import CompileError, trace
 from flexsp.compiler.values import NotEmittable
 from flexsp.exceptions import check_dense, fail
 from flexsp.scan.kept import keep
@@ -35,7 +35,9 @@ __all__ = ["LinearAttention"]
 _CHUNK = 64
 _CPU = torch.device("cpu")
 _CALLS = 256  # signatures that are kept
-_MAKING = threading.RLock()  # tracers and forward-mode differentiation have one state for all threads
+_LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
+_here = threading.local()
+_M = TypeVar("_M")
 _REMEDY = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KINDS = {
@@ -98,7 +100,7 @@ class LinearAttention:
         merge_mode: Callable[..., torch.Tensor],
         sp_group: SequenceParallel | None = None,
         enable_aot: bool = False,
-        code_dir: str | None = None,
+        code_dir: str | os.PathLike[str] | None = None,
         chunk_size: int | None = None,
         autotune: bool = False,
         fallback: str | None = None,
@@ -107,9 +109,12 @@ class LinearAttention:
             raise ValueError(f'fallback: expected None or "pytorch", got {fallback!r}')
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise ValueError(f"chunk_size: expected a positive integer, got {chunk_size!r}")
+        if code_dir is not None and not isinstance(code_dir, (str, os.PathLike)):
+            raise ValueError(f"code_dir: expected a path or None, got {code_dir!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
-        self._sp, self._C, self._code_dir = _ranks(sp_group), chunk_size, code_dir
+        self._sp, self._C = _ranks(sp_group), chunk_size
+        self._code_dir = None if code_dir is None else os.fspath(code_dir)
         self._told: set[str] = set()
         self._autotune, self._fallback = autotune, fallback
         self._tuned: list[str] = []
@@ -154,6 +159,8 @@ class LinearAttention:
         sp: SequenceParallel | bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         sp = self._sp if sp is None and self._sp is not None else sp
+        if any([isinstance(x, torch.Tensor) and x.is_neg() for x in inputs.values()]):  # kernels read memory as it is
+            inputs = {name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         try:
             return self._over(resolve_sp(sp), inputs, prev_s, cu_seqlens)
         except Exception as error:
@@ -263,6 +270,13 @@ class LinearAttention:
         """Copies of a module run the same kernels."""
         return self
 
+    def likeness(self) -> str:
+        """Text that differs where variants may differ in what they compute or keep; the same in every process."""
+        program = self.program
+        traced = (program.chunk, program.decay, program.merge)
+        graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
+        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback))
+
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
         return self._calls.get(signature)
@@ -282,7 +296,8 @@ class LinearAttention:
             o, final = functions.run(
                 self.program, tokens, params, meta.numbers, initial,
                 given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
-                call_text=self.program.call_text(first.dtype, bounds is not None),
+                call_text=self.program.call_text(first.dtype, bounds is not None)
+                + ("" if bounds is None else f", boundaries {bounds}"),
             )  # fmt: skip
         o = o.to(first.dtype)
         return (o if batched else o[0]), final
@@ -322,7 +337,10 @@ class LinearAttention:
         from flexsp.compiler.ahead import compile_ahead
         from flexsp.scan.triton_private import current_target, gpu_target
 
-        arch = int(os.environ.get("FLEXSP_AOT_ARCH", 90))
+        named = os.environ.get("FLEXSP_AOT_ARCH") or "90"
+        if not named.isdecimal():
+            raise ValueError(f"FLEXSP_AOT_ARCH: expected a compute capability such as 90, got {named!r}")
+        arch = int(named)
         target = current_target() if torch.cuda.is_available() else gpu_target(arch)
         compile_ahead(self._generated, self.program.meta, target)
 
@@ -334,8 +352,9 @@ class LinearAttention:
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
-            with _MAKING:
-                return elsewhere(_CPU, lambda: generated(self._for_kernels(), self._code_dir, self._C))
+            return _making(
+                lambda: generated(self._for_kernels(), self._code_dir, self._C), self.program.merge.name
+            )  # fmt: skip
         except NotEmittable as error:
             return str(error)
 
@@ -407,7 +426,7 @@ class LinearAttention:
 
         And the plan of a call of T tokens, for the largest of the sizes that ``input_meta`` allows (32 heads where it
         names no number) and the dtype of its first tensor: schedule, chunks, tiles; bytes and microseconds that each
-        launch is predicted to take on an H200.
+        launch is predicted to take on the GPU that is there, else on an H200.
         """
         for name, n in (("T", T), ("B", B)):
             if type(n) is not int or n < 0:
@@ -518,8 +537,23 @@ def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
         decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
         return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers))
 
-    with _MAKING:
-        return elsewhere(_CPU, make)
+    return _making(make, getattr(modes[2], "__name__", "merge"))
+
+
+def _making(work: Callable[[], _M], what: str) -> _M:
+    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
+    if getattr(_here, "making", False):
+        raise CompileError(
+            "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
+            "what makes it, once before, outside of the functions"
+        )  # fmt: skip
+
+    def marked() -> _M:
+        _here.making = True
+        return work()
+
+    with _LOCK:
+        return elsewhere(_CPU, marked)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
+from flexsp.comm.group import SequenceParallel, abandon, current_sp, sequence_parallel
 from flexsp.nn.exactness import Offence, offences, own_classes
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,8 +83,14 @@ class SequenceParallelLA(nn.Module):
                 # A checkpoint in a graph may change nothing outside it; its recomputation needs no context.
                 return super().forward(*args, **kwargs)
             _warn_if_checkpointed(type(self)._flexsp_original.__name__)
+            with sequence_parallel(self._flexsp_sp):
+                return super().forward(*args, **kwargs)
         with sequence_parallel(self._flexsp_sp):
-            return super().forward(*args, **kwargs)
+            try:
+                return super().forward(*args, **kwargs)
+            except Exception as error:
+                abandon(error, self._flexsp_sp)  # the other ranks go on to the exchanges that come after it
+                raise
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces

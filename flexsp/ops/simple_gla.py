@@ -112,7 +112,7 @@ def recurrent_simple_gla(
     q_t, k_t, v_t = q.to(dtype) * check.check_scale(scale, K), k.to(dtype), v.to(dtype)
     gates = g if g is not None or g_gamma is None else g_gamma.expand(B, T, H)
     decay = None if gates is None else gates.to(dtype).clamp(min=_MIN_LOG_DECAY).exp()
-    state = q_t.new_zeros(B, H, K, V) if initial_state is None else initial_state
+    state = q_t.new_zeros(B, H, K, V) if initial_state is None else initial_state if T else initial_state.clone()
     o = []
     for t in range(T):
         if decay is not None:

@@ -58,6 +58,7 @@ class _AffineExchange(torch.autograd.Function):
     ) -> torch.Tensor:
         arrived = _exchange(F, A, get_sp(sp_id), dense, False, call)
         ctx.sp_id, ctx.dense, ctx.call = sp_id, dense, call
+        ctx.number = get_sp(sp_id).number()
         ctx.save_for_backward(A, arrived)
         return arrived
 
@@ -65,7 +66,9 @@ class _AffineExchange(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, ON_ONE_RANK)
         A, arrived = ctx.saved_tensors
-        dF = _exchange(grad, A, get_sp(ctx.sp_id), ctx.dense, True, ctx.call)
+        sp = get_sp(ctx.sp_id)
+        with sp.answering(ctx.number):
+            dF = _exchange(grad, A, sp, ctx.dense, True, ctx.call)
         with torch.autocast(grad.device.type, enabled=False):
             dA = dF @ arrived.mT if ctx.dense else dF * arrived
         return dF, dA, None, None, None, None
@@ -184,7 +187,7 @@ class _ToRight(torch.autograd.Function):
         ctx: Any, o: torch.Tensor, final: torch.Tensor | None, leaving: torch.Tensor, arrived: torch.Tensor,
         anchor: torch.Tensor, relay: Relay,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        ctx.relay = relay
+        ctx.relay, ctx.number = relay, relay.sp.number()
         ctx.save_for_backward(leaving)
         _, target = relay.sp.neighbours(False)
         relay.send(leaving, target)
@@ -195,6 +198,7 @@ class _ToRight(torch.autograd.Function):
         first_only(_NAME, ON_ONE_RANK)
         (leaving,) = ctx.saved_tensors
         relay = ctx.relay
-        relay.begin(leaving, True)
+        with relay.sp.answering(ctx.number):
+            relay.begin(leaving, True)
         _, target = relay.sp.neighbours(False)
         return grad, dfinal, relay.receive(leaving, target), torch.zeros_like(leaving), None, None

@@ -89,7 +89,7 @@ class _ExchangeFunction(torch.autograd.Function):
         call: str,
     ) -> torch.Tensor:
         state = _incoming_state(F, log_a, cut, get_sp(sp_id).order, sp_id, False, call)
-        ctx.sp_id, ctx.call = sp_id, call
+        ctx.sp_id, ctx.call, ctx.number = sp_id, call, get_sp(sp_id).number()
         # Saved even where log_a is None: unpacking in backward makes a checkpointed region recompute, on every rank,
         # before this node talks to its neighbours.
         ctx.save_for_backward(state, log_a, cut)
@@ -99,7 +99,9 @@ class _ExchangeFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, ON_ONE_RANK)
         state, log_a, cut = ctx.saved_tensors
-        dF = _incoming_state(grad, log_a, cut, get_sp(ctx.sp_id).order, ctx.sp_id, True, ctx.call)
+        sp = get_sp(ctx.sp_id)
+        with sp.answering(ctx.number):
+            dF = _incoming_state(grad, log_a, cut, sp.order, ctx.sp_id, True, ctx.call)
         dlog_a = None
         if log_a is not None:
             passed = Transition.of(state, log_a, cut).apply(state)

@@ -102,7 +102,16 @@ def workers() -> ThreadPoolExecutor:
     return pool
 
 
-os.register_at_fork(after_in_child=workers.cache_clear)
+def _forget_workers() -> None:
+    """In a process that was forked off there are no threads, and nobody finishes what they had begun."""
+    global _lock
+    _lock = threading.RLock()
+    workers.cache_clear()
+    for key in [key for key, found in _compiled.items() if not found.done()]:
+        del _compiled[key]
+
+
+os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _submit(work: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -250,8 +250,8 @@ def current_stream(device: int) -> int:
 
 def profiled() -> bool:
     """Whether somebody listens to launches."""
-    enter = knobs.runtime.launch_enter_hook
-    return enter is not None and bool(enter.calls)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any([hook is not None and hook.calls for hook in hooks])
 
 
 def make_launcher(compiled: Any) -> Any:

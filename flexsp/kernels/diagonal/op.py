@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, first_only_inside, same_place, untransformed
 from flexsp.comm.group import get_sp
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def _backward(
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     from flexsp.kernels.diagonal import triton_engine as engine
 
+    first_only_inside(_NAME, IN_PYTORCH, do, dfinal)
     group = get_sp(sp) if sp >= 0 else None
     saved = engine.Saved(q, k, v, initial, final, states, log_a, cut, table, decay, docs, scale)
     return engine.backward(saved, do, dfinal, group, want_dg, want_dinitial, call)
@@ -117,6 +118,7 @@ class _DiagonalFunction(torch.autograd.Function):
         inputs = (q, k, v, g, g_gamma, initial)
         out = _call_forward(*inputs, cu_seqlens, scale, want_final, sp, call)
         o, final, states = out[:3]
+        ctx.number = 0 if sp < 0 else get_sp(sp).number()
         ctx.save_for_backward(*inputs, final if cu_seqlens is not None else states.new_empty(0), *out[2:])
         ctx.scale, ctx.sp, ctx.call = scale, sp, call
         ctx.device, ctx.dtype = q.device, q.dtype
@@ -132,6 +134,7 @@ class _DiagonalFunction(torch.autograd.Function):
             same_place(ctx.device, q, k, v, g, g_gamma, initial, *rest)
             if (q.dtype, k.dtype, v.dtype) != (ctx.dtype,) * 3:
                 changed("dtypes", [ctx.dtype] * 3, [q.dtype, k.dtype, v.dtype])
+            do, dfinal = (x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal))
         if do is None:
             do = torch.zeros_like(v)
         if dfinal is not None:
@@ -142,7 +145,9 @@ class _DiagonalFunction(torch.autograd.Function):
         if ctx.sp < 0:
             dq, dk, dv, dg, dinitial = _ops.diagonal_backward(*args)
         else:
-            dq, dk, dv, dg, dinitial = _ops.diagonal_backward_sp(*args, get_sp(ctx.sp).order, ctx.sp, ctx.call)
+            group = get_sp(ctx.sp)
+            with group.answering(ctx.number):
+                dq, dk, dv, dg, dinitial = _ops.diagonal_backward_sp(*args, group.order, ctx.sp, ctx.call)
         dgate = dg.transpose(1, 2).to(g.dtype) if want_dg and g is not None else None
         dgamma = dg.sum((0, 2)).to(g_gamma.dtype) if want_dg and g_gamma is not None else None
         return dq, dk, dv, dgate, dgamma, dinitial if want_dinitial else None, *[None] * 6
@@ -174,9 +179,13 @@ def diagonal(
     """
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
+    if type(scale) is float:  # else symbolic
+        call += f", scale {scale}"
     if not _use_triton(q):
         from flexsp.kernels.diagonal.reference import diagonal_reference
 
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            call += f", boundaries {cu_seqlens.tolist()}"
         with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
             return diagonal_reference(
                 q, k, v, g, g_gamma, scale=scale, initial_state=initial_state,

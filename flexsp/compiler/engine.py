@@ -33,7 +33,7 @@ from flexsp.compiler.walks import WALKS
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
 from flexsp.scan.dense import DENSE_ROWS, MOST
-from flexsp.scan.launch import newer_assembler
+from flexsp.scan.launch import only_old_assemblers
 
 __all__ = ["Generated", "generated", "write_code"]
 
@@ -217,7 +217,7 @@ class Generated:
                 return f"state and extra state make a matrix of {rows} x {cols}; kernels scan up to {MOST} x {MOST}"
             if ranks and self.dense and rows > DENSE_ROWS:
                 return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
-        if on_gpu and torch.cuda.get_device_capability()[0] == 9 and newer_assembler() is None:
+        if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)

@@ -37,7 +37,8 @@ from flexsp.scan.covered import warn_if_uncovered
 from flexsp.scan.triton_private import current_target, make_launcher
 
 __all__ = [
-    "Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "specialisation", "workers"
+    "Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
+    "specialisation", "workers",
 ]  # fmt: skip
 
 _OLDEST = (12, 9)
@@ -87,6 +88,11 @@ def newer_assembler() -> Any:
     tools = [*private.shipped_assemblers(), *(tool for tool in found if tool is not None)]
     fit = [tool for tool in tools if _OLDEST <= _version(tool) < (limit + 1,)]
     return max(fit, key=_version, default=None)
+
+
+def only_old_assemblers() -> bool:
+    """Whether kernels for Hopper would be assembled by a ptxas before 12.9."""
+    return newer_assembler() is None and _version(private.assembler_for(90)) < _OLDEST
 
 
 @functools.lru_cache(maxsize=1)

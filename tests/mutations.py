@@ -458,5 +458,59 @@ _FACES = [
     ),
 ]
 
-MUTATIONS = [*_KERNELS, *_SCAN, *_COMPILER, *_FACES]
+_BETWEEN = [
+    *_in(
+        "flexsp/nn/wrapper.py",
+        ("                abandon(error, self._flexsp_sp)  #", "                #", "an error between two ops is not counted",
+         "tests/test_disagreement.py::test_a_rank_that_raises_in_the_users_code_and_goes_on"),
+        ("    if inside:\n        _warn", "    if not inside:\n        _warn", "the wrong blocks are warned of",
+         "tests/test_torch_compile.py::test_a_checkpoint_that_ends_the_graph_says_so_once"),
+    ),
+    *_in(
+        "flexsp/comm/group.py",
+        ("            self.compared += 1\n", "", "backward passes do not say which call they are of",
+         "tests/test_disagreement.py::test_check_mode_tells_backward_passes_in_another_order"),
+    ),
+    *_in(
+        "flexsp/comm/process_group.py",
+        ('text += f", shards of {sp.lengths} tokens"', 'text += ""', "ranks cut the sequence differently",
+         "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/op.py",
+        ('call += f", scale {scale}"', 'call += ""', "ranks take different scales",
+         "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
+        ('call += f", boundaries {cu_seqlens.tolist()}"', 'call += ""', "ranks take different documents",
+         "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
+    ),
+    *_in(
+        "flexsp/comm/derivatives.py",
+        ("x.requires_grad for x in cotangents", "False for x in cotangents", "a graph leaves second derivatives out",
+         "tests/test_made_once.py::test_second_derivatives_through_a_graph_raise"),
+    ),
+    *_in(
+        "flexsp/compiler/functions.py",
+        ("*self.tokens.values(), *self.params.values()]", "*self.tokens.values()]",
+         "parameters have no gradient on an empty shard",
+         "tests/test_cuts_between_ranks.py::test_parameters_have_gradients_on_a_rank_without_tokens"),
+        ("final.clone() if final is initial else final", "final", "a final state is the caller's tensor",
+         "tests/test_made_once.py::test_the_final_state_of_no_tokens_is_not_the_callers_tensor"),
+    ),
+    *_in(
+        "flexsp/compiler/graph.py",
+        ("    _lasting.add(model)\n", "", "a graph loses its variant",
+         "tests/test_made_once.py::test_a_graph_keeps_its_variant_for_the_backward_pass"),
+        ('f"{variant.likeness()} {_package()}"', 'f"{_package()}"', "graphs of two variants have one name",
+         "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
+    ),
+    *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("self._sizes, self._C, self._fallback))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
+         "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
+        ("x.resolve_neg() if isinstance", "x if isinstance", "kernels read the negative of a view",
+         "tests/test_made_once.py::test_negative_views_are_resolved"),
+    ),
+]
+
+MUTATIONS = [*_KERNELS, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -78,7 +78,7 @@ class SequenceParallelLA(nn.Module):
         """All done by `__new__`: the object is the layer, long since initialised."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """In place of the wrapped class's, which may want keywords and is not meant for the class of a wrapped module."""
+        """In place of the wrapped class's, which may want keywords, and is for the classes that its user writes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

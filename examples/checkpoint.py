@@ -12,10 +12,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import flexsp
 
 ADVICE = "use another --name or --no-resume"
 PARTS = {"settings": dict, "text": str, "step": int, "model": dict, "optimizer": dict}
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -69,6 +70,25 @@ def agree(problem: str, sp: flexsp.SequenceParallel) -> None:
     for found in problems:
         if found:
             raise UserError(found)
+
+
+def on_first_rank(work: Callable[[], T], sp: flexsp.SequenceParallel) -> T | None:
+    """What ``work`` gives on rank 0, None on the others. Whatever it raises, none of them waits for rank 0."""
+    result, failure, problem = None, None, ""
+    if sp.rank == 0:
+        try:
+            with file_errors():
+                result = work()
+        except Exception as error:
+            failure = error
+            problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__} on rank 0: {error}"
+    try:
+        agree(problem, sp)
+    except UserError:
+        if failure:
+            raise failure from None
+        raise
+    return result
 
 
 def from_first_rank(value: Any, sp: flexsp.SequenceParallel) -> Any:
@@ -157,30 +177,31 @@ def restore(path: Path, state: Mapping[str, Any], model: torch.nn.Module, optimi
 
 def load_checkpoint(path: Path, resume: bool | None, sp: flexsp.SequenceParallel) -> dict[str, Any] | None:
     """The checkpoint on every rank. None: the run starts anew, with ``resume`` False, or None and no file there."""
-    state, problem = None, ""
-    if sp.rank == 0 and resume is not False:
-        try:
-            if path.exists():
-                state = read_checkpoint(path)
-            elif resume:
-                problem = f"--resume: expected a checkpoint, got none at {path}"
-        except UserError as error:
-            problem = str(error)
-    agree(problem, sp)
-    return from_first_rank(state, sp)
+
+    def read() -> dict[str, Any] | None:
+        if resume is not False and path.exists():
+            return read_checkpoint(path)
+        if resume:
+            raise UserError(f"--resume: expected a checkpoint, got none at {path}")
+        return None
+
+    return from_first_rank(on_first_rank(read, sp), sp)
 
 
 def save_checkpoint(path: Path, state: Mapping[str, Any], metrics: Metrics | None, sp: flexsp.SequenceParallel) -> None:
     """Writes the checkpoint, which counts only with the ``metrics`` of its steps: their problem is raised first."""
-    problem = metrics.problem if metrics else ""
-    if sp.rank == 0 and not problem:
+
+    def write() -> None:
+        if metrics and metrics.problem:
+            raise UserError(metrics.problem)
         try:
             with file_errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_checkpoint(path, state)
         except UserError as error:
-            problem = f"the checkpoint of step {state['step']} cannot be written: {error}"
-    agree(problem, sp)
+            raise UserError(f"the checkpoint of step {state['step']} cannot be written: {error}") from error
+
+    on_first_rank(write, sp)
 
 
 # ---------------------------------------------------------------- metrics.jsonl
@@ -204,12 +225,14 @@ class Metrics:
 
     @staticmethod
     def parse(line: str) -> dict[str, Any] | None:
-        """None for a line that a killed run left unfinished."""
+        """None for a line that a killed run left unfinished, or that no run wrote."""
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            numbers = isinstance(row, dict) and all(
+                isinstance(value, int | float) and math.isfinite(value) for value in row.values()
+            )
+        except (ValueError, RecursionError, OverflowError):  # OverflowError: an integer that no float holds
             return None
-        numbers = isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())
         return row if numbers and "step" in row else None
 
     def add(self, **row: Any) -> None:
@@ -244,12 +267,4 @@ class Metrics:
 
 def open_metrics(path: Path, step: int, sp: flexsp.SequenceParallel) -> Metrics | None:
     """Rank 0's Metrics; None on the others."""
-    metrics, problem = None, ""
-    if sp.rank == 0:
-        try:
-            with file_errors():
-                metrics = Metrics(path, step)
-        except UserError as error:
-            problem = str(error)
-    agree(problem, sp)
-    return metrics
+    return on_first_rank(lambda: Metrics(path, step), sp)

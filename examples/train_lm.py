@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import math
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +37,7 @@ from checkpoint import (
     file_errors,
     from_first_rank,
     load_checkpoint,
+    on_first_rank,
     open_metrics,
     restore,
     save_checkpoint,
@@ -48,6 +51,8 @@ from flexsp.nn import LayerCache, SequenceParallelLA, SimpleGLA
 SEED = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+LARGEST_HEAD = 256  # of SimpleGLA
+LIMIT = 1e18  # more is a slip, which would end in an overflow
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -72,10 +77,14 @@ class Settings:
             raise UserError(f"--dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in (f.name for f in fields(self) if f.name != "dtype"):
             value, kinds = getattr(self, name), (int, float) if name == "lr" else (int,)
-            if type(value) not in kinds or not 0 < value < math.inf:
+            if type(value) not in kinds or not value > 0:
                 raise UserError(f"--{name}: expected a number > 0, got {value!r}")
+            if not value < LIMIT:
+                raise UserError(f"--{name}: expected a number < {LIMIT:g}, got {value!r}")
         if self.dim % self.heads:
             raise UserError(f"--dim: expected a multiple of --heads {self.heads}, got {self.dim}")
+        if self.dim > self.heads * LARGEST_HEAD:
+            raise UserError(f"--dim: expected at most {LARGEST_HEAD} for each of --heads {self.heads}, got {self.dim}")
 
     def learning_rate(self, step: int) -> float:
         """Rises over the first ``warmup`` steps, stays until step ``hold``, then falls with the root of the step."""
@@ -107,14 +116,14 @@ def standard_library() -> list[Path]:
 
 def read_text(data: str | None, tokens: int) -> Text:
     """Reads ``data`` (None: the standard library) and holds out every 20th file, or the end of fewer than 20 files."""
-    if data is None:
-        paths, source = standard_library(), "Python's standard library"
-    else:
-        path, source = Path(data), data
-        if not path.exists():
-            raise UserError(f"--data: expected a text file or a folder, got {data!r}, which does not exist")
-        paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     with file_errors():
+        if data is None:
+            paths, source = standard_library(), "Python's standard library"
+        else:
+            path, source = Path(data), data
+            if not path.exists():
+                raise UserError(f"--data: expected a text file or a folder, got {data!r}, which does not exist")
+            paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         files = [content for content in (p.read_bytes() for p in paths) if content and b"\0" not in content]
     if len(files) >= 20:
         held = b"\n".join(files[10::20])
@@ -397,30 +406,30 @@ def compare_with_one_rank(model: nn.Module, settings: Settings, window: torch.Te
         dist.all_reduce(grad)
         grad /= sp.world_size
     (loss_cut,) = mean_over_ranks([loss.item()], sp)
-    rows = []
-    if sp.rank == 0:
-        window = window.to(sp.device)
-        loss = F.cross_entropy(whole(window[:, :-1]).flatten(0, 1), window[0, 1:])
+
+    def compare() -> list[list[str]]:
+        inputs, targets = window[:, :-1].to(sp.device), window[0, 1:].to(sp.device)
+        loss = F.cross_entropy(whole(inputs).flatten(0, 1), targets)
         loss.backward()
         norm_whole, norm_cut = norm(gradients(whole)), norm(gradients(cut))
         error = norm([a - b for a, b in zip(gradients(whole), gradients(cut), strict=True)])
         name = str(dtype).removeprefix("torch.")
-        rows = [
+        return [
             [f"loss, {name}", f"{loss.item():.9f}", f"{loss_cut:.9f}", f"{abs(loss.item() - loss_cut):.1e}"],
             [f"gradient norm, {name}", f"{norm_whole:.9f}", f"{norm_cut:.9f}", f"{abs(norm_whole - norm_cut):.1e}"],
             [f"gradient difference / norm, {name}", "", "", f"{error / norm_whole:.1e}"],
         ]
-    dist.barrier(group=sp.cpu_group)
-    return rows
+
+    return on_first_rank(compare, sp) or []  # the whole sequence may not fit into rank 0 alone
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: str, count: int) -> str:
+def generate(model: LanguageModel, prompt: bytes, count: int) -> str:
     """``count`` bytes after ``prompt``, one step of the recurrent state a byte."""
     generator = torch.Generator().manual_seed(SEED)
     device = model.head.weight.device
     caches = [block.mix.init_cache(1) for block in model.each_block()]
-    text = list(prompt.encode() or b"\n")
+    text = list(prompt or b"\n")
     for i in range(len(text) + count - 1):
         logits, caches = model.step(torch.tensor([text[i]], device=device), caches)
         if i + 1 == len(text):
@@ -523,7 +532,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{f.name}", type=type(f.default), help=f.metadata["help"])
     add("--eval-windows", type=int, default=16, help="held-out sequences (default: 16)")
     add("--sample", type=int, default=400, help="bytes to generate at the end (default: 400)")
-    add("--prompt", default="def ", help="what the sample starts from (default: 'def ')")
+    add("--prompt", default="def ", type=os.fsencode, help="what the sample starts from (default: 'def ')")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is some")
     add("--transport", default="auto", help="how the states travel (default: auto, see init_sequence_parallel)")
     options = parser.parse_args(argv)
@@ -551,6 +560,8 @@ def start_ranks(options: argparse.Namespace) -> flexsp.SequenceParallel:
 
 
 def main(argv: list[str] | None = None) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what no encoding has
     with one_line_errors():
         options = parse_options(argv)
         sp = start_ranks(options)

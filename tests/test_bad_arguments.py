@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ import flexsp
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
-from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, ShortConvolution, SimpleGLA
+from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, SequenceParallelLA, ShortConvolution, SimpleGLA, unwrap
 from tests.variants import load
 
 B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
@@ -33,7 +34,22 @@ INTEGER = [1.5, "1", True, None, -1, float("nan")]
 SIZE = [*INTEGER, 0]
 NUMBER = ["1", float("nan"), True, [1.0], float("inf")]
 SP = [3, "sp", True, object()]
-OPTIONAL = {"flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP}
+NOT_NEGATIVE = [*NUMBER, -1, -1e-9, None]
+POSITIVE = [*NOT_NEGATIVE, 0]
+OPTIONAL = {
+    "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
+    "positive": POSITIVE, "head size": [*SIZE, 257, 300], "expand": [*POSITIVE, 1e-3, 1e308],
+    "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],
+    "range": [
+        3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (0, 1), (True, 2), ("a", 2), (1, float("nan")),
+        (float("nan"), 1), (1, 1e300), (1e-300, 1), torch.tensor([1.0, 2.0]), {1: 2, 3: 4},
+    ],
+    "activation": ["relu", True, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0]), numpy.array(["silu", "relu"])],
+    "lengths": [[True], [torch.tensor(True)], torch.tensor([True]), [1.5], [-1], [], [1, 2], 8, ["8"], [None]],
+    "paths": [3, None, True, 1.5, [3], [3, "a"], [["a"]], ["a"], "a", torch.tensor([1, 2]), [b""]],
+    "module": [3, None, "a", nn.Linear, torch.ones(2)],
+    "dtype": ["float32", torch.int64, 3, torch.complex64],
+}  # fmt: skip
 
 
 def qkv() -> dict[str, torch.Tensor]:
@@ -94,25 +110,43 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "Mamba2.step": (MAMBA2.step, {"x": ONE}, {}, {"cache": MAMBA2.init_cache(3)}),
     "SimpleGLA.init_cache": (GLA_LAYER.init_cache, {}, {"batch": "size"}, {"batch": 1}),
     "Mamba2.init_cache": (MAMBA2.init_cache, {}, {"batch": "size"}, {"batch": 1}),
-    "ShortConvolution.init_cache": (CONV.init_cache, {}, {"batch": "size"}, {"batch": 1}),
+    "ShortConvolution.init_cache": (CONV.init_cache, {}, {"batch": "size", "dtype": "dtype"}, {"batch": 1}),
     "RMSNorm": (RMSNorm(D), {"x": X}, {}, {}),
     "GatedRMSNorm": (GatedRMSNorm(D), {"x": X, "gate": X}, {}, {}),
     "SimpleGLA()": (
-        SimpleGLA, {}, {"hidden_size": "size", "num_heads": "size", "head_k_dim": "size", "head_v_dim": "size",
-        "conv_size": "size", "use_short_conv": "flag", "conv_bias": "flag", "use_output_gate": "flag",
-        "gate_logit_normalizer": "number", "norm_eps": "number", "expand_k": "number", "expand_v": "number"},
+        SimpleGLA, {}, {"hidden_size": "size", "num_heads": "size", "head_k_dim": "head size",
+        "head_v_dim": "head size", "conv_size": "size", "use_short_conv": "flag", "conv_bias": "flag",
+        "use_output_gate": "flag", "gate_logit_normalizer": "positive", "norm_eps": "not negative",
+        "expand_k": "expand", "expand_v": "expand"},
         {"hidden_size": D, "num_heads": 2},
     ),
+    "SimpleGLA() of given heads": (
+        SimpleGLA, {}, {"head_k_dim": "head size", "head_v_dim": "head size", "expand_k": "positive",
+        "expand_v": "positive"},
+        {"hidden_size": D, "num_heads": 3, "head_k_dim": 1, "head_v_dim": 256},
+    ),
     "Mamba2()": (
-        Mamba2, {}, {"hidden_size": "size", "head_dim": "size", "state_size": "size", "n_groups": "size",
-        "expand": "number", "conv_size": "size", "conv_bias": "flag", "norm_eps": "number"},
+        Mamba2, {}, {"hidden_size": "size", "head_dim": "head size", "state_size": "head size", "n_groups": "size",
+        "expand": "expand", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative", "dt_min": "initial",
+        "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range"},
         {"hidden_size": D, "head_dim": 16, "state_size": 16},
     ),
-    "ShortConvolution()": (ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag"}, {"dim": D}),
-    "RMSNorm()": (RMSNorm, {}, {"dim": "size", "eps": "number", "group_size": "size"}, {"dim": D}),
+    "ShortConvolution()": (
+        ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag", "activation": "activation"}, {"dim": D},
+    ),
+    "RMSNorm()": (RMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size"}, {"dim": D}),
+    "GatedRMSNorm()": (
+        GatedRMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size", "gate_first": "flag"},
+        {"dim": D},
+    ),
     "sp.shard": (SequenceParallel().shard, {"x": X}, {"dim": "integer"}, {"dim": 1}),
     "sp.gather": (SequenceParallel().gather, {"y": X}, {"dim": "integer"}, {"dim": 1}),
     "sp.partition": (SequenceParallel().partition, {}, {"total": "integer"}, {"total": 8}),
+    "sp.set_lengths": (SequenceParallel().set_lengths, {}, {"lengths": "lengths"}, {"lengths": [8]}),
+    "SequenceParallelLA": (
+        partial(SequenceParallelLA, nn.Linear(D, D), SequenceParallel()), {}, {"allow": "paths"}, {"allow": []},
+    ),
+    "unwrap": (unwrap, {}, {"module": "module"}, {"module": nn.Linear(D, D)}),
     "verify": (partial(flexsp.verify, nn.Linear(D, D), SequenceParallel()), {"x": X}, {"dim": "integer"}, {"dim": 1}),
 }  # fmt: skip
 MAY_BE_NONE = {"head_k_dim", "head_v_dim", "group_size"}
@@ -132,7 +166,7 @@ def bad_values(name: str) -> Iterator[tuple[str, Any]]:
         for value in OPTIONAL[kind]:
             if value is None and argument in MAY_BE_NONE:
                 continue
-            if value == -1 and type(value) is int and (name, argument) in NEGATIVE_IS_GOOD:
+            if type(value) is int and value == -1 and (name, argument) in NEGATIVE_IS_GOOD:
                 continue
             yield argument, value
 

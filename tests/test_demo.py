@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -227,6 +229,56 @@ def test_ranks_that_read_other_text_say_so(text_file: Path) -> None:
     assert run_ranks(read_own, 2, [str(text_file)] * 2) == ["", ""]
 
 
+def test_the_largest_head() -> None:
+    """What the settings let pass, the layer takes."""
+    script = demo()
+    script.LanguageModel(script.Settings(dim=script.LARGEST_HEAD, heads=1, layers=1))
+    with pytest.raises(script.UserError, match="^--dim: expected at most 256 for each of --heads 2, got 514$"):
+        script.Settings(dim=514, heads=2)
+    with pytest.raises(ValueError, match=r"expand_k: expected .* of 1\.\.256, got 257"):
+        script.SimpleGLA(2 * (script.LARGEST_HEAD + 1), 2)
+
+
+def fail_on_the_first_rank(sp: Any, text: str) -> str:
+    script = demo()
+
+    def fail(tensors: list[torch.Tensor]) -> float:
+        raise MemoryError("no room for the whole sequence")
+
+    before, script.norm = script.norm, fail
+    try:
+        compare(sp, text)
+    except (MemoryError, script.UserError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        script.norm = before
+    return ""
+
+
+def test_no_rank_waits_for_one_that_cannot_take_the_step() -> None:
+    said = run_ranks(fail_on_the_first_rank, 2, "a window of an even number of bytes and one")
+    problem = "MemoryError: no room for the whole sequence"
+    assert said == [problem, f"UserError: {problem.replace(':', ' on rank 0:')}"]
+
+
+def test_names_and_prompts_that_are_no_text(tmp_path: Path) -> None:
+    """As a shell gives them: bytes that no encoding reads, in the prompt and in the names of files."""
+    text = write_text(tmp_path).rename(tmp_path / os.fsdecode(b"text\xff.txt"))
+    argv = arguments(text, os.fsdecode(b"run\xff"), "--steps", "1", "--prompt", os.fsdecode(b"\xffa"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "examples/train_lm.py", "--device", "cpu", *argv]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "text\\udcff.txt" in done.stdout and "run\\udcff:" in done.stdout
+    assert (tmp_path / os.fsdecode(b"run\xff") / "sample.txt").read_text(encoding="utf-8").startswith("\ufffda")
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    script = demo()
+    with pytest.raises(script.UserError, match="File name too long"):
+        script.read_text(str(tmp_path / ("a" * 300)), 64)
+
+
 def test_missing_and_short_text(tmp_path: Path) -> None:
     script = demo()
     with pytest.raises(script.UserError, match="--data: expected a text file or a folder, got .*nowhere"):
@@ -241,7 +293,8 @@ def test_missing_and_short_text(tmp_path: Path) -> None:
     [(name, value) for name in ("--steps", "--tokens", "--dim", "--layers", "--heads", "--warmup", "--hold",
                                 "--eval-windows", "--sample") for value in ("0", "-3")]
     + [(name, value) for name in ("--lr", "--minutes") for value in ("0", "-1", "nan", "inf")]
-    + [("--heads", "3"), ("--dtype", "int8")],
+    + [("--heads", "3"), ("--dtype", "int8"), ("--lr", "1e39"), ("--dim", "1028")]
+    + [(name, "1" + "0" * 400) for name in ("--tokens", "--dim", "--layers", "--warmup", "--hold")],
 )  # fmt: skip
 def test_refuses_options_in_one_line(option: str, value: str) -> None:
     script = demo()

@@ -279,6 +279,49 @@ def test_a_folder_that_cannot_be_made_ends_in_one_line(text_file: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"train_lm: {line}\n")
 
 
+def test_a_name_that_is_too_long_ends_in_one_line(text_file: Path) -> None:
+    for more in [], ["--no-resume"]:
+        said = run_ranks(complain, 2, arguments(text_file, "a" * 300, "--steps", "1", *more))
+        assert said[0] == said[1] and said[0].endswith(": File name too long"), said
+
+
+def test_a_head_that_is_too_wide_leaves_nothing_behind(text_file: Path) -> None:
+    said = run_ranks(complain, 2, arguments(text_file, "run", "--steps", "1", "--dim", "512", "--heads", "1"))
+    assert said == ["--dim: expected at most 256 for each of --heads 1, got 512"] * 2
+    assert not (text_file.parent / "run").exists()
+
+
+def fail_on_the_first_rank(sp: Any, call: str) -> str:
+    """What each rank raises where rank 0 meets something that is no OSError."""
+    files = module("checkpoint")
+    path = Path("nowhere")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("full")
+
+    names = {"read": "read_checkpoint", "write": "write_checkpoint", "metrics": "Metrics"}
+    before = getattr(files, names[call])
+    setattr(files, names[call], fail)
+    try:
+        if call == "read":
+            files.load_checkpoint(Path(__file__), None, sp)
+        elif call == "write":
+            files.save_checkpoint(Path("checkpoint.pt"), small_state(), None, sp)
+        else:
+            files.open_metrics(path, 0, sp)
+    except (MemoryError, files.UserError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(files, names[call], before)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["read", "write", "metrics"])
+def test_no_rank_waits_for_one_that_failed(call: str) -> None:
+    said = run_ranks(fail_on_the_first_rank, 2, call)
+    assert said == ["MemoryError: full", "UserError: MemoryError on rank 0: full"]
+
+
 # ---------------------------------------------------------------- metrics.jsonl
 
 
@@ -322,9 +365,10 @@ def test_metrics_that_need_no_change_are_not_touched(tmp_path: Path, monkeypatch
 def test_resumes_beside_unfinished_and_foreign_metrics(text_file: Path) -> None:
     run_ranks(train, 1, arguments(text_file, "run", "--steps", "2"))
     metrics = text_file.parent / "run" / "metrics.jsonl"
-    foreign = b'\xff\xfe\n[1]\n{"step": "2"}\n{"step": 1, "loss": []}\n{"step": 2, "lo'
+    foreign = b'\xff\xfe\n[1]\n{"step": "2"}\n{"step": 1, "loss": []}\n' + b"[" * 100_000 + b"\n"
+    foreign += b'{"step": 1, "loss": %s}\n' * 3 % (b"9" * 400, b"9" * 5000, b"1e999") + b'{"step": 2, "lo'
     metrics.write_bytes(metrics.read_bytes() + foreign)
-    run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))
+    run_ranks(train, 2, arguments(text_file, "run", "--steps", "3"))
     assert [row["step"] for row in rows_of(metrics.parent, "loss")] == [1, 2, 3]
     metrics.unlink()
     run_ranks(train, 1, arguments(text_file, "run", "--steps", "3"))  # nothing left to train

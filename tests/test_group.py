@@ -101,7 +101,7 @@ def test_partition_and_shard() -> None:
     assert sp.shard(x).tolist() == [list(range(1, 10))]
     with pytest.raises(ValueError, match=r"x: expected 10 tokens along dim 1 \(set_lengths\), got 9"):
         sp.shard(x[:, 1:])
-    for bad in ([1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 3.5], 9):
+    for bad in ([1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 3.5], [1, 2, 3, True], 9):
         with pytest.raises(ValueError, match="lengths: expected 4 integers >= 0"):
             sp.set_lengths(bad)
     with pytest.raises(ValueError, match="total: expected"):

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexsp.comm.group import sequence_parallel
 from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, ShortConvolution, SimpleGLA
@@ -246,6 +248,63 @@ def test_a_cache_for_other_sequences_is_refused(name: str) -> None:
         layer.step(x, layer.init_cache(1))
 
 
+@pytest.mark.parametrize("size", [1, 8, 256])
+def test_the_smallest_and_largest_heads(size: int) -> None:
+    x = torch.randn(1, 5, 256)
+    for layer in (SimpleGLA(256, 1, head_k_dim=size, head_v_dim=size), Mamba2(256, size, size)):
+        assert layer(x).isfinite().all() and layer.step(x[:, 0], layer.init_cache(1))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+def test_x_of_another_dtype_than_the_layer(name: str) -> None:
+    layer, width = make(name, 0).float(), LAYERS[name][2]
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        x = torch.randn(1, 5, width).to(dtype)
+        with pytest.raises(ValueError, match=f"^x: expected dtype torch.float32, .*, got {dtype}"):
+            layer(x)
+        with pytest.raises(ValueError, match=f"^x: expected dtype torch.float32, .*, got {dtype}"):
+            layer.step(x[:, 0], layer.init_cache(1))
+        with pytest.raises(ValueError, match=f"^x: expected dtype torch.float32, .*, got {dtype}"):
+            layer(x, cache=layer.init_cache(1))
+
+
+@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+def test_autocast(name: str) -> None:
+    """Whatever dtype of the two comes in, the layer's weights are cast too."""
+    layer, width = make(name, 0).float(), LAYERS[name][2]
+    x = torch.randn(1, 9, width, requires_grad=True)
+    want = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        for given in (x, x.bfloat16()):
+            y = layer(given)
+            assert y.dtype == torch.bfloat16 and (y - want).norm() <= 0.1 * want.norm()
+            layer.step(given[:, 0], layer.init_cache(1))
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def mixed_precision(sp: Any, name: str, each: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = make(name, 0).float(), torch.randn(1, 9, LAYERS[name][2])
+    want = layer(x)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in [m for m in layer.modules() if isinstance(m, nn.Linear)] if each else []:
+        fully_shard(module, mesh=init_device_mesh("cpu", (sp.world_size,)), mp_policy=policy)
+    if not each:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (sp.world_size,)), mp_policy=policy)
+    for given in (x, x.bfloat16()):
+        y = layer(given)
+        assert (y - want).norm() <= 0.1 * want.norm()
+        y.float().sum().backward()
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["the layer", "each projection"])
+def test_mixed_precision_of_fsdp(each: bool) -> None:
+    """Projections that are cut one by one show their own dtype, not that of what comes in, until their hooks run."""
+    for name in ("gla", "mamba2"):
+        run_ranks(mixed_precision, 2, name, each)
+
+
 def test_mamba2_initialisation() -> None:
     layer = Mamba2(256, head_dim=16, state_size=16)
     dt = F.softplus(layer.dt_bias.double())
@@ -304,7 +363,13 @@ def test_cache_under_ranks() -> None:
         (lambda: ShortConvolution(4).prefill(torch.randn(1, 3, 4), torch.randn(1, 4, 3)), "cache: expected"),
         (lambda: Mamba2(24, head_dim=32), "head_dim: expected a divisor"),
         (lambda: Mamba2(32, head_dim=16, n_groups=3), "n_groups: expected a divisor"),
+        (lambda: Mamba2(300, head_dim=300), r"head_dim: expected 1\.\.256, an integer, got 300"),
+        (lambda: Mamba2(32, dt_min=1, dt_max=0.5), r"dt_max: expected a number >= dt_min=1, got 0\.5"),
+        (lambda: Mamba2(32, A_init_range=(5, 1)), r"A_init_range: expected .* smaller one first, got \(5, 1\)"),
+        (lambda: Mamba2(32, A_init_range=(-1, 1)), r"A_init_range\[0\]: expected a number of 1e-30\.\.1e30, got -1"),
         (lambda: SimpleGLA(30, num_heads=4), "expand_k: expected"),
+        (lambda: SimpleGLA(600, 2), r"expand_k: expected hidden_size \* expand_k / num_heads of 1\.\.256, got 300"),
+        (lambda: SimpleGLA(64, 2, expand_v=16), r"expand_v: expected .* / num_heads of 1\.\.256, got 512"),
         (lambda: RMSNorm(10, group_size=3), "group_size: expected a divisor"),
     ],
 )

@@ -231,6 +231,7 @@ def test_accepts_tokenwise_modules() -> None:
     [
         (lambda x: x, SequenceParallel(), "layer: expected an nn.Module"),
         (nn.Linear(2, 2), None, "sp: expected a SequenceParallel"),
+        (nn.Linear(2, 2), True, "sp: expected a SequenceParallel .*, got bool"),
     ],
 )
 def test_bad_arguments(layer: Any, sp: Any, message: str) -> None:
@@ -269,3 +270,45 @@ def test_replaced_forward() -> None:
     model[0].forward = model[0].forward
     with pytest.raises(ValueError, match="forward was replaced on the instance"):
         SequenceParallelLA(model, SequenceParallel())
+    assert type(model) is nn.Sequential
+
+
+class Registered(nn.Module):
+    names: list[str] = []
+
+    def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.names.append(tag)
+
+
+class Tagged(Registered, tag="one"):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_a_class_that_wants_to_hear_of_its_subclasses() -> None:
+    """Only of those that its user writes."""
+    model = nn.Sequential(Tagged())
+    SequenceParallelLA(model, SequenceParallel())
+    assert isinstance(model[0], Tagged) and isinstance(model[0], SequenceParallelLA)
+    assert torch.equal(model(torch.zeros(1)), torch.ones(1))
+    assert Registered.names == ["one"]
+    assert type(unwrap(model)[0]) is Tagged
+
+
+class Final(type(nn.Module)):
+    def __new__(meta, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+        if any(type(base) is meta for base in bases):
+            raise TypeError(f"{name} has a final base")
+        return super().__new__(meta, name, bases, attributes)
+
+
+class Last(nn.Module, metaclass=Final):
+    pass
+
+
+def test_a_class_that_refuses_subclasses() -> None:
+    model = nn.Sequential(UserAttention(16), Last())
+    with pytest.raises(ValueError, match="^layer: expected classes that have subclasses, got Last: .*final base"):
+        SequenceParallelLA(model, SequenceParallel())
+    assert type(model) is nn.Sequential and type(model[0]) is UserAttention

@@ -150,10 +150,12 @@ class SequenceParallel:
             self._lengths = None
             return
         try:
-            values = [operator.index(n) for n in lengths]
+            given = list(lengths)
+            values = [operator.index(n) for n in given]
         except TypeError:
-            values = []
-        if len(values) != self.world_size or min(values) < 0:
+            given = values = []
+        booleans = any(isinstance(n, bool) or getattr(n, "dtype", None) == torch.bool for n in given)
+        if len(values) != self.world_size or min(values) < 0 or booleans:
             raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {lengths!r}")
         self._lengths = values
 

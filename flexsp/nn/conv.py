@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.comm.halo import halo_exchange
-from flexsp.exceptions import check_flag, check_integer
-from flexsp.nn.norm import accumulation_dtype, check_input
+from flexsp.exceptions import check_flag, check_integer, fail
+from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
 
 
@@ -103,7 +103,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         dim, width = check_integer("dim", dim, least=1), check_integer("width", width, least=1)
         check_flag("bias", bias)
-        if activation not in ("silu", None):
+        if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
         self.dim, self.width, self.activation = dim, width, activation
         self.weight = nn.Parameter(torch.empty(dim, width))
@@ -164,8 +164,12 @@ class ShortConvolution(nn.Module):
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros [B, D, W]: nothing read yet."""
-        check_integer("batch", batch, least=1)
-        return torch.zeros(batch, self.dim, self.width, dtype=dtype or self.weight.dtype, device=self.weight.device)
+        batch = check_integer("batch", batch, least=1)
+        if dtype is None:
+            dtype = self.weight.dtype
+        elif dtype not in FLOATS:
+            fail("dtype", "a floating dtype", repr(dtype))
+        return torch.zeros(batch, self.dim, self.width, dtype=dtype, device=self.weight.device)
 
     def _activate(self, y: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.comm.group import resolve_sp
-from flexsp.exceptions import check_flag, check_integer, check_number
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_input
+from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_eps, check_input
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
+from flexsp.ops._validate import MAX_HEAD_DIM
 
 
 class LayerCache(NamedTuple):
@@ -58,6 +59,18 @@ def _check_token(x: Tensor, hidden_size: int) -> Tensor:
     return x if one else x.unsqueeze(1)
 
 
+def _project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x). What may come in is for torch to say: autocast and the hooks of FSDP cast x on its way."""
+    if torch.compiler.is_compiling():
+        return linear(x)
+    try:
+        return linear(x)
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        raise ValueError(f"x: expected dtype {linear.weight.dtype}, the layer's own, got {x.dtype}") from error
+
+
 class SimpleGLA(nn.Module):
     """Gated linear attention with one scalar gate a head and token (simple GLA; Yang et al. 2024, RetNet with a
     data-dependent decay).
@@ -69,12 +82,15 @@ class SimpleGLA(nn.Module):
     Args:
         hidden_size: model width D.
         num_heads: heads H.
-        head_k_dim, head_v_dim: K and V of a head, 16 to 256; default ``hidden_size * expand_k (expand_v) / num_heads``.
+        head_k_dim, head_v_dim: K and V of a head, 1 to 256; default ``hidden_size * expand_k (expand_v) / num_heads``.
         expand_k, expand_v: see above.
         use_short_conv, conv_size, conv_bias: the convolution over q, k and v (one, so that ranks exchange one halo).
         use_output_gate: multiply by silu(W_z x).
         gate_logit_normalizer: larger remembers longer.
-        norm_eps: of the output norm, which is over each head's V.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
     """
 
     def __init__(
@@ -93,20 +109,18 @@ class SimpleGLA(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "conv_size": conv_size}.items():
-            check_integer(name, size, least=1)
-        for name, given in {"head_k_dim": head_k_dim, "head_v_dim": head_v_dim}.items():
-            if given is not None:
-                check_integer(name, given, least=1)
+        hidden_size = check_integer("hidden_size", hidden_size, least=1)
+        num_heads = check_integer("num_heads", num_heads, least=1)
+        check_integer("conv_size", conv_size, least=1)
         for name, flag in {
             "use_short_conv": use_short_conv, "conv_bias": conv_bias, "use_output_gate": use_output_gate,
         }.items():  # fmt: skip
             check_flag(name, flag)
         check_number("gate_logit_normalizer", gate_logit_normalizer, above=0)
-        check_number("norm_eps", norm_eps)
+        check_eps("norm_eps", norm_eps)
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_k_dim = head_k_dim or _head_dim("expand_k", hidden_size, expand_k, num_heads)
-        self.head_v_dim = head_v_dim or _head_dim("expand_v", hidden_size, expand_v, num_heads)
+        self.head_k_dim = _head_dim("k", head_k_dim, expand_k, hidden_size, num_heads)
+        self.head_v_dim = _head_dim("v", head_v_dim, expand_v, hidden_size, num_heads)
         self.gate_logit_normalizer = gate_logit_normalizer
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         channels = 2 * self.key_dim + self.value_dim
@@ -130,7 +144,7 @@ class SimpleGLA(nn.Module):
         check_input("x", x, (None, None, self.hidden_size))
         if cache is not None:
             _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
-        qkv, conv_cache = self.qkv_proj(x), None
+        qkv, conv_cache = _project(self.qkv_proj, x), None
         if cache is not None:
             _refuse_cache_under_sp(cu_seqlens)
             if self.conv is not None:
@@ -155,7 +169,7 @@ class SimpleGLA(nn.Module):
         """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
         token = _check_token(x, self.hidden_size)
         _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
-        qkv, conv_cache = self.qkv_proj(token), None
+        qkv, conv_cache = _project(self.qkv_proj, token), None
         if self.conv is not None:
             assert cache.conv is not None
             mixed, conv_cache = self.conv.step(qkv.squeeze(1), cache.conv)
@@ -200,14 +214,18 @@ class Mamba2(nn.Module):
 
     Args:
         hidden_size: model width.
-        head_dim: P, channels a head (the state's V), 16 to 256.
-        state_size: N, the state's K, 16 to 256.
-        n_groups: groups G of heads that share B and C.
+        head_dim: P, channels a head (the state's V), 1 to 256; a divisor of the inner width.
+        state_size: N, the state's K, 1 to 256.
+        n_groups: groups G of heads that share B and C; a divisor of the number of heads.
         expand: inner width = expand * hidden_size.
         conv_size, conv_bias: of the convolution.
-        dt_min, dt_max, dt_init_floor: softplus(dt_bias) is initialised log-uniform in [dt_min, dt_max].
-        A_init_range: -A is initialised uniformly in it.
-        norm_eps: of the gated norm, over each group's channels.
+        dt_min, dt_max: softplus(dt_bias) is initialised log-uniform between them; 0 < dt_min <= dt_max.
+        dt_init_floor: raises what falls below it; 0 for nothing.
+        A_init_range: -A is initialised uniformly in this pair of numbers > 0.
+        norm_eps: of the gated norm, over each group's channels; at least 0.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
     """
 
     def __init__(
@@ -226,14 +244,15 @@ class Mamba2(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "head_dim": head_dim, "state_size": state_size, "n_groups": n_groups}
-        for name, size in {**sizes, "conv_size": conv_size}.items():
-            check_integer(name, size, least=1)
+        self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
+        self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
+        self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
+        self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
+        check_integer("conv_size", conv_size, least=1)
         check_flag("conv_bias", conv_bias)
-        check_number("expand", expand, above=0)
-        check_number("norm_eps", norm_eps)
-        self.hidden_size, self.head_dim, self.state_size, self.n_groups = hidden_size, head_dim, state_size, n_groups
-        self.inner_size = int(expand * hidden_size)
+        check_eps("norm_eps", norm_eps)
+        _check_initialisation(dt_min, dt_max, dt_init_floor, A_init_range)
+        self.inner_size = _expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
             raise ValueError(f"head_dim: expected a divisor of expand * hidden_size {self.inner_size}, got {head_dim}")
         self.num_heads = self.inner_size // head_dim
@@ -335,7 +354,7 @@ class Mamba2(nn.Module):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
-        z, mixed, dt = self.in_proj(x).split(sizes, dim=-1)
+        z, mixed, dt = _project(self.in_proj, x).split(sizes, dim=-1)
         return z, mixed, dt
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -348,8 +367,43 @@ class Mamba2(nn.Module):
         return self.out_proj(self.norm(y.flatten(-2), z).to(dtype))
 
 
-def _head_dim(name: str, hidden_size: int, expand: float, num_heads: int) -> int:
-    total = int(hidden_size * check_number(name, expand, above=0))
-    if total < num_heads or total % num_heads:
-        raise ValueError(f"{name}: expected hidden_size * {name} = {total} divisible by num_heads={num_heads}")
+def _expanded(name: str, hidden_size: int, expand: Any) -> int:
+    width = hidden_size * check_number(name, expand, above=0)
+    if not 1 <= width < 2**31:
+        fail(name, f"hidden_size * {name} of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
+    return int(width)
+
+
+def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: int) -> int:
+    """K or V of `SimpleGLA`: as given, else from the width."""
+    name = f"expand_{which}"
+    check_number(name, expand, above=0)
+    if given is not None:
+        return check_integer(f"head_{which}_dim", given, least=1, most=MAX_HEAD_DIM)
+    total = _expanded(name, hidden_size, expand)
+    if total % num_heads:
+        fail(name, f"hidden_size * {name} divisible by num_heads={num_heads}", total)
+    if total > MAX_HEAD_DIM * num_heads:
+        fail(name, f"hidden_size * {name} / num_heads of 1..{MAX_HEAD_DIM}", total // num_heads)
     return total // num_heads
+
+
+def _positive(name: str, x: Any) -> float:
+    """A number that float32 holds with its inverse."""
+    value = check_number(name, x)
+    if not 1e-30 <= value <= 1e30:
+        fail(name, "a number of 1e-30..1e30", repr(x))
+    return value
+
+
+def _check_initialisation(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:
+    low = _positive("dt_min", dt_min)
+    if _positive("dt_max", dt_max) < low:
+        fail("dt_max", f"a number >= dt_min={dt_min}", dt_max)
+    if check_number("dt_init_floor", dt_init_floor) != 0:
+        _positive("dt_init_floor", dt_init_floor)
+    if not isinstance(A_init_range, (tuple, list)) or len(A_init_range) != 2:
+        fail("A_init_range", "a pair of numbers", repr(A_init_range))
+    first, last = (_positive(f"A_init_range[{i}]", bound) for i, bound in enumerate(A_init_range))
+    if last < first:
+        fail("A_init_range", "a pair of numbers, the smaller one first", A_init_range)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -22,7 +22,7 @@ def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
     """A dense floating tensor of these sizes, None for any; ``...`` at the front for any axes before."""
     shown = "[" + ", ".join({None: "*", ...: "..."}.get(n, str(n)) for n in sizes) + "]"
     check_dense(name, x, f"a floating tensor {shown}")
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         fail(name, f"a floating tensor {shown}", x.dtype)
     if sizes[0] is ...:
         sizes = (*[None] * (x.dim() - len(sizes) + 1), *sizes[1:])
@@ -30,21 +30,28 @@ def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
         fail(name, shown, list(x.shape))
 
 
+def check_eps(name: str, eps: Any) -> float:
+    value = check_number(name, eps)
+    if value < 0:
+        fail(name, "a finite number >= 0", repr(eps))
+    return value
+
+
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last axis, or over equal groups of it; computed in float32 (float64 stays).
 
     Args:
         dim: size of the last axis of the input.
-        eps: added to the mean square.
+        eps: added to the mean square, at least 0.
         group_size: channels that share one rms; ``None`` means all `dim`.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None) -> None:
         super().__init__()
-        check_integer("dim", dim, least=1)
+        dim = check_integer("dim", dim, least=1)
         if group_size is not None:
-            check_integer("group_size", group_size, least=1)
-        self.dim, self.eps, self.group_size = dim, check_number("eps", eps), group_size or dim
+            group_size = check_integer("group_size", group_size, least=1)
+        self.dim, self.eps, self.group_size = dim, check_eps("eps", eps), group_size or dim
         if dim % self.group_size:
             raise ValueError(f"group_size: expected a divisor of dim={dim}, got {group_size}")
         self.weight = nn.Parameter(torch.ones(dim))

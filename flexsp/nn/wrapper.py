@@ -77,6 +77,9 @@ class SequenceParallelLA(nn.Module):
     def __init__(self, layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()) -> None:
         """All done by `__new__`: the object is the layer, long since initialised."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """In place of the wrapped class's, which may want keywords, and is for the classes that its user writes."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if current_sp() is self._flexsp_sp:
@@ -119,8 +122,10 @@ def unwrap(module: M) -> M:
     """Undo `SequenceParallelLA`, in place: `module` and its submodules are plain again.
 
     Raises:
-        ValueError: `fully_shard` came after the wrapper.
+        ValueError: no module, or `fully_shard` came after the wrapper.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module: expected an nn.Module, got {type(module).__name__}")
     for submodule in module.modules():
         if isinstance(submodule, SequenceParallelLA):
             if type(submodule) not in _BOUND.values():
@@ -135,15 +140,25 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
         raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
-    allowed = frozenset((allow,) if isinstance(allow, str) else allow)
+    _refuse(list(offences(layer, _allowed(layer, allow))))
+    modules = [module for module in layer.modules() if module is layer or own_classes(module)]
+    for module, bound in [(module, _bound_class(module)) for module in modules]:  # all of them, or none
+        _bind(module, bound, sp)
+    return layer
+
+
+def _allowed(layer: nn.Module, allow: Any) -> frozenset[str]:
+    try:
+        paths = (allow,) if isinstance(allow, str) else tuple(allow)
+    except TypeError:
+        paths = (allow,)
+    if not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"allow: expected paths of submodules, got {allow!r}")
+    allowed = frozenset(paths)
     unknown = allowed.difference(path for path, _ in layer.named_modules(remove_duplicate=False))
     if unknown:
         raise ValueError(f"allow: expected paths of submodules, got {sorted(unknown)}")
-    _refuse(list(offences(layer, allowed)))
-    for module in list(layer.modules()):
-        if module is layer or own_classes(module):
-            _bind(module, sp)
-    return layer
+    return allowed
 
 
 def _refuse(found: list[Offence]) -> None:
@@ -169,18 +184,29 @@ def _refuse(found: list[Offence]) -> None:
 _BOUND: dict[type[nn.Module], type[SequenceParallelLA]] = {}
 
 
-def _bind(module: nn.Module, sp: SequenceParallel) -> None:
+def _bound_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that `module` gets, its own where it is bound already; None if it stays as it is."""
     cls = type(module)
-    if not issubclass(cls, SequenceParallelLA):
-        if "forward" in module.__dict__:
-            if not own_classes(module):
-                return  # torch.compile's OptimizedModule: the module inside is bound
-            raise ValueError(
-                f"layer: expected forward methods of classes, got a {cls.__name__} whose forward was replaced on the "
-                "instance; wrap first"
-            )
-        if cls not in _BOUND:
-            attributes = {"_flexsp_original": cls, "__module__": __name__, "__doc__": cls.__doc__}
+    if issubclass(cls, SequenceParallelLA):
+        return cls
+    if "forward" in module.__dict__:
+        if not own_classes(module):
+            return None  # torch.compile's OptimizedModule: the module inside is bound
+        raise ValueError(
+            f"layer: expected forward methods of classes, got a {cls.__name__} whose forward was replaced on the "
+            "instance; wrap first"
+        )
+    if cls not in _BOUND:
+        attributes = {"_flexsp_original": cls, "__module__": __name__, "__doc__": cls.__doc__}
+        try:
             _BOUND[cls] = type(f"SequenceParallel{cls.__name__}", (SequenceParallelLA, cls), attributes)
-        module.__class__ = _BOUND[cls]
+        except Exception as error:  # a metaclass's
+            raise ValueError(f"layer: expected classes that have subclasses, got {cls.__name__}: {error}") from error
+    return _BOUND[cls]
+
+
+def _bind(module: nn.Module, bound: type[nn.Module] | None, sp: SequenceParallel) -> None:
+    if bound is None:
+        return
+    module.__class__ = bound  # type: ignore[assignment]
     object.__setattr__(module, "_flexsp_sp", sp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -211,3 +212,147 @@ def test_a_library_is_known_by_how_it_was_installed(installed: Path, files: dict
         assert "Layer at '(the layer itself)': a class of flexsp_test_package" in refused(layer)
     else:
         SequenceParallelLA(layer, SequenceParallel())
+
+
+class Base(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def plainly_decorated(function: Any) -> Any:
+    def inner(*args: Any) -> Any:
+        return function(*args)
+
+    return inner
+
+
+def imports_module(self: Any, x: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional as G
+
+    return G.scaled_dot_product_attention(x, x, x)
+
+
+def imports_dotted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional
+
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def imports_function(self: Any, x: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import relu
+    from torch.nn.functional import scaled_dot_product_attention as a
+
+    return relu([a(y, y, y) for y in (x,)][0])
+
+
+def imports_in_a_closure(self: Any, x: torch.Tensor) -> torch.Tensor:
+    from torch.nn import functional as G
+
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        return G.scaled_dot_product_attention(y, y, y)
+
+    return inner(x)
+
+
+class Helper:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return attend(self, x)
+
+
+PARTIAL, HELPER = functools.partial(F.scaled_dot_product_attention, is_causal=True), Helper()
+REGISTRY = {"softmax": [F.scaled_dot_product_attention]}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "no_grad": {"forward": torch.no_grad()(attend)},
+    "autocast": {"forward": torch.autocast("cpu", dtype=torch.bfloat16)(attend)},
+    "compile": {"forward": torch.compile(attend)},
+    "disable": {"forward": torch.compiler.disable(attend)},
+    "decorated": {"forward": plainly_decorated(attend)},
+    "cached": {"forward": functools.cache(attend)},
+    "import": {"forward": imports_module},
+    "dotted import": {"forward": imports_dotted},
+    "from import": {"forward": imports_function},
+    "closure import": {"forward": imports_in_a_closure},
+    "partial": {"forward": lambda self, x: PARTIAL(x, x, x)},
+    "helper": {"forward": lambda self, x: HELPER(x)},
+    "registry": {"forward": lambda self, x: REGISTRY["softmax"][0](x, x, x)},
+    "static method": {"attend": staticmethod(lambda x: attend(None, x)), "forward": lambda self, x: self.attend(x)},
+    "class method": {"attend": classmethod(attend), "forward": lambda self, x: self.attend(x)},
+    "property": {"attend": property(lambda self: F.scaled_dot_product_attention),
+                 "forward": lambda self, x: self.attend(x, x, x)},
+    "cached property": {"attend": functools.cached_property(lambda self: F.scaled_dot_product_attention),
+                        "forward": lambda self, x: self.attend(x, x, x)},
+    "class attribute": {"attend": staticmethod(F.scaled_dot_product_attention),
+                        "forward": lambda self, x: self.attend(x, x, x)},
+    "by string": {"attend": attend, "forward": lambda self, x: getattr(self, "att" + "end")(x)},
+}  # fmt: skip
+
+
+def of_user(members: dict[str, Any], **attributes: Any) -> nn.Module:
+    return type("Users", (Base,), {"__module__": __name__, **members})(**attributes)
+
+
+@pytest.mark.parametrize("how", ATTENTION)
+def test_attention_is_seen_behind(how: str) -> None:
+    assert "its code calls scaled_dot_product_attention" in refused(nn.Sequential(of_user(ATTENTION[how])))
+
+
+def test_what_instances_hold_is_seen() -> None:
+    for held in (PARTIAL, HELPER, {"a": [attend]}, F.scaled_dot_product_attention, torch.compile(attend)):
+        assert "its attribute 'held' calls scaled_dot_product_attention" in refused(Base(held=held))
+    for held in ([nn.Conv1d(4, 4, 3)], {"a": (nn.Conv1d(4, 4, 3),)}, [nn.Sequential(nn.Conv1d(4, 4, 3))]):
+        assert "its attribute 'held' holds a Conv1d that is not registered as a submodule" in refused(Base(held=held))
+    hooked = Base()
+    hooked.linear.register_forward_hook(lambda module, args, y: attend(None, y))
+    assert "Linear at 'linear': its attribute '_forward_hooks' calls scaled_dot_" in refused(hooked)
+    fine = Base(held=[nn.Linear(4, 4), SimpleGLA(32, 1)], size=3, names={"a": [1, 2]}, f=F.silu)
+    fine.parents = [fine]
+    SequenceParallelLA(fine, SequenceParallel())
+    shared = Base()
+    shared.conv = nn.Conv1d(4, 4, 3)
+    shared.again = [shared.conv]
+    SequenceParallelLA(shared, SequenceParallel(), allow=["conv"])
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["conv1d", "conv2d", "conv_transpose1d", "conv_tbc", "batch_norm", "instance_norm", "group_norm", "avg_pool1d",
+     "max_pool1d", "adaptive_avg_pool1d", "lp_pool1d", "interpolate", "unfold", "fold", "pad", "embedding_bag",
+     "pixel_unshuffle", "channel_shuffle", "local_response_norm", "grid_sample", "ctc_loss"],
+)  # fmt: skip
+def test_functions_of_torch(function: str) -> None:
+    called = getattr(F, function)
+    assert f"its code calls {function}: " in refused(of_user({"forward": lambda self, x: called(x)}))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.GroupNorm(1, 4), nn.LayerNorm((8, 4)), nn.RMSNorm((8, 4)), nn.Softmax(dim=1), nn.LogSoftmax(1), nn.GLU(1),
+     nn.CosineSimilarity(), nn.EmbeddingBag(5, 4), nn.PixelUnshuffle(2), nn.ChannelShuffle(2),
+     nn.Conv1d(4, 4, 1, padding=1), nn.LocalResponseNorm(2), nn.CrossEntropyLoss(), nn.KLDivLoss(reduction="batchmean"),
+     nn.CTCLoss(), type("Pool", (nn.AvgPool1d,), {"__module__": __name__})(2),
+     type("Conv", (nn.Conv1d,), {"__module__": __name__, "forward": attend})(4, 4, 1)],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_modules_of_torch(module: nn.Module) -> None:
+    assert f"{type(module).__name__} at '0': " in refused(nn.Sequential(module))
+
+
+def test_what_is_exact_is_accepted() -> None:
+    modules = [nn.Softmax(-1), nn.LayerNorm(4), nn.RMSNorm(4), nn.GLU(), nn.Conv1d(4, 4, 1, padding="same"),
+               nn.CrossEntropyLoss(reduction="none"), nn.MSELoss(reduction="sum"), nn.Embedding(3, 4)]  # fmt: skip
+    unused, again = (of_user({"reference": attend, "compare": lambda self, x: x}) for _ in range(2))
+    used = of_user({"reference": attend, "compare": lambda self, x: self.reference(x)})
+    SequenceParallelLA(nn.Sequential(*modules, unused), SequenceParallel())
+    assert "scaled_dot_product_attention" in refused(used), "another method names it"
+    caller = of_user({"forward": lambda self, x: self.inner[0].reference(x)}, inner=[again])
+    assert "scaled_dot_product_attention" in refused(nn.Sequential(again, caller)), "another module names it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ def test_names_the_submodule() -> None:
 def edges(sp: SequenceParallel, seed: int) -> None:
     model, x = made(seed, LocalScan), torch.randn(1, 9, D)
     twin = copy.deepcopy(model)
-    with pytest.raises(flexsp.NotExact, match=r"not exact over 2 ranks with 5, 4 tokens: submodule 'inner\.1' .L"):
+    with pytest.raises(flexsp.NotExact, match=r"not exact over 2 ranks with 7, 2 tokens: submodule 'inner\.1' .L"):
         flexsp.verify(model, sp, x)
     assert type(model) is Block and type(model.first) is SimpleGLA, "the module itself is left alone"
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -257,9 +258,198 @@ def test_one_rank_and_bad_arguments() -> None:
     for args, error, message in (
         ((lambda x: x, sp, x), TypeError, "module: expected an nn.Module, got function"),
         ((layer, None, x), TypeError, "sp: expected a SequenceParallel"),
-        ((layer, sp, [1.0]), ValueError, "x: expected a tensor"),
+        ((layer, sp, [1.0]), ValueError, r"x: expected a tensor \(the whole batch\), got list"),
         ((layer, sp, torch.randn(3)), ValueError, "dim: expected one of the 1 axes"),
         ((layer, sp, torch.randn(1, 0, 4)), ValueError, "x: expected tokens along dim 1"),
     ):
         with pytest.raises(error, match=message):
             flexsp.verify(*args)
+
+
+class Then(nn.Module):
+    """A projection, then code of its own."""
+
+    def __init__(self, f: Any, first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.project, self.f = nn.Identity() if first is None else first, nn.Linear(D, D), f
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> Any:
+        return self.f(self.project(self.first(x)))
+
+
+class OneAxis(nn.Module):
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.embed, self.mixes = nn.Embedding(7, D), mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x).cumsum(0) if self.mixes else self.embed(x)
+
+
+@dataclasses.dataclass
+class Output:
+    y: torch.Tensor
+    rest: Any = None
+
+
+class Opaque:
+    __slots__ = ("y",)
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+class Indices(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.shape[1]).expand(x.shape[:2])
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices, self.embed = Indices(), nn.Embedding(64, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.embed(self.indices(x))
+
+
+class Codes(nn.Module):
+    """Its roll is hidden behind codes that any rounding changes."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.project, self.mixes = nn.Linear(D, D), mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = ((x * 8).round() / 8).detach()
+        return self.project(x) + (codes.roll(1, 1) if self.mixes else codes)
+
+
+class ComplexScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(D, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).imag
+
+
+UNSEEN = {
+    "dataclass": lambda y: Output(y.cumsum(1)),
+    "nested": lambda y: {"a": [Output(y, Output(y.cumsum(1)))]},
+    "integers": lambda y: y.cumsum(1).argmax(-1),
+    "bools": lambda y: y.cumsum(1) > 1,
+    "complex": lambda y: torch.fft.fft(y, dim=1),
+    "number": lambda y: (y, y.mean().item()),
+    "mean pool": lambda y: y.mean(1),
+    "in place": lambda y: y.add_(y.cumsum(1)),
+}
+SEEN = {
+    "dataclass": lambda y: Output(y, None),
+    "integers": lambda y: (y.argmax(-1), y > 0),
+    "complex": lambda y: torch.fft.fft(y, dim=2),
+    "numbers": lambda y: (y, 3.0, "text", None),
+    "in place": lambda y: y.mul_(2).relu_(),
+}
+
+
+def outputs(sp: SequenceParallel, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, tokens = torch.randn(1, 30, D), torch.randint(7, (31,))
+    for name, f in UNSEEN.items():
+        report = flexsp.verify(Then(f), sp, x, raise_on_error=False)
+        assert (report.ok, report.submodule, report.what) == (False, "", "output"), f"{name}: {report}"
+    for name, f in SEEN.items():
+        assert flexsp.verify(Then(f, nn.ReLU(inplace=True)), sp, x).ok, name
+    assert not flexsp.verify(OneAxis(True), sp, tokens, dim=0, raise_on_error=False).ok
+    assert flexsp.verify(OneAxis(False), sp, tokens, dim=0).ok
+    assert flexsp.verify(Embedded(), sp, x, raise_on_error=False).submodule == "indices"
+    report = flexsp.verify(ComplexScale(), sp, x)
+    assert report.ok and flexsp.verify(ComplexScale(), sp, x, dtype=None).ok
+    whole = ComplexScale()
+    flexsp.verify(whole, sp, x)
+    assert whole.scale.dtype == torch.complex64
+    beside = (lambda y: (y, Opaque(y)), r"a Opaque at output\[1\]")
+    for f, got in ((Opaque, "a Opaque at output"), (lambda y: None, "none"), beside):
+        with pytest.raises(ValueError, match="module: cannot be judged: expected an output of tensors.*" + got):
+            flexsp.verify(Then(f), sp, x)
+    with pytest.raises(ValueError, match=r"expected outputs with the tokens along one axis.*got \[30, 30\] whole"):
+        flexsp.verify(Then(lambda y: y[0] @ y[0].mT), sp, x)
+
+
+def judgements(sp: SequenceParallel, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(1, 300, D)
+    codes = x.bfloat16()
+    codes[:, ::3] = (codes[:, ::3] * 8).floor() / 8 + 0.0625  # halves, which any rounding moves
+    with pytest.raises(ValueError, match=r"cannot be judged: output of the module itself \(Codes\) is off by"):
+        flexsp.verify(Codes(True), sp, codes)
+    assert flexsp.verify(Codes(False), sp, codes).ok
+    with pytest.raises(ValueError, match="cannot be judged: .* moves it by inf"):
+        flexsp.verify(Then(lambda y: y, nn.Sequential(Pole())), sp, torch.ones(1, 9, D))
+    half = sp.partition(300)
+    sp.set_lengths(half)
+    assert len(set(half)) == 1
+    with pytest.raises(ValueError, match=r"cannot be judged: expected uneven lengths, got \[150, 150\]"):
+        flexsp.verify(Then(lambda y: y.mean(1)), sp, x)
+    assert flexsp.verify(Then(lambda y: y.exp()), sp, x).ok
+    sp.set_lengths(None)
+    for total in (1, 2, 3):
+        assert flexsp.verify(Then(lambda y: y.exp()), sp, x[:, :total]).ok, total
+    for dtype in (torch.bfloat16, torch.float32):
+        assert flexsp.verify(made(seed, lambda: Mamba2(D, 16, 16)), sp, x[:, :50], dtype=dtype).ok
+
+
+class Pole(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.acos(x) + x.cumsum(1)
+
+
+class FailsOnEmpty(nn.Module):
+    def __init__(self, before: nn.Module, backward: bool = False) -> None:
+        super().__init__()
+        self.before, self.project, self.backward = before, nn.Linear(D, D), backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.project(self.before(x))
+        if self.backward:
+            y.register_hook(lambda dy: dy + 0 * dy.amax(1, keepdim=True))
+            return y
+        return y - y.detach().abs().amax(1, keepdim=True)
+
+
+def failures(sp: SequenceParallel, seed: int) -> None:
+    """An error on one rank is one on all, and the next call starts afresh."""
+    torch.manual_seed(seed)
+    for before, backward in ((nn.Identity(), False), (nn.Identity(), True), (SimpleGLA(D, 1), False)):
+        with pytest.raises(ValueError, match="0 of 1 tokens, got IndexError: amax.* on rank 1"):
+            flexsp.verify(FailsOnEmpty(before, backward), sp, torch.randn(1, 1, D))
+        assert flexsp.verify(nn.Linear(D, D), sp, torch.randn(1, 9, D)).ok and sp.lengths is None
+    x = torch.randn(1, 9, D)
+    same = {"a": [1.0, "text", None], "b": (True, torch.arange(3))}
+    assert flexsp.verify(Then(lambda y: y), sp, x, scale=same).ok
+    for scale in (1.0 + sp.rank, [1, sp.rank], {"a": (sp.rank == 0,)}, {f"{sp.rank}": 1}, [torch.ones(2) * sp.rank]):
+        with pytest.raises(ValueError, match="scale: expected the same on all ranks, got another on rank"):
+            flexsp.verify(Then(lambda y: y), sp, x, scale=scale)
+    with pytest.raises(ValueError, match="dtype: expected one in which the module runs.*only here"):
+        flexsp.verify(Then(_raise if sp.rank == 1 else lambda y: y), sp, x)
+
+
+def _raise(y: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("only here")
+
+
+@pytest.mark.parametrize("what", [outputs, judgements, failures])
+def test_what_is_seen_and_judged(what: Any) -> None:
+    run_ranks(what, 2, int(torch.randint(1 << 30, ())))
+
+
+def fails_amid_an_exchange(sp: SequenceParallel) -> None:
+    """Rank 1 raises while rank 0 waits for its gradient."""
+    got = "an error on another rank meanwhile" if sp.rank == 0 else "IndexError: amax"
+    with pytest.raises(ValueError, match=f"expected one that runs on the gradient of .* rank {sp.rank}, got {got}"):
+        flexsp.verify(FailsOnEmpty(SimpleGLA(D, 1), True), sp, torch.randn(1, 1, D))
+
+
+def test_fails_amid_an_exchange() -> None:
+    run_ranks(fails_amid_an_exchange, 2, fresh_sp=True)

@@ -6,20 +6,21 @@ it is known to treat tokens one by one, since its tokens may meet in code that c
 
 from __future__ import annotations
 
-import dis
 import functools
 import re
 import sys
 from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import conv, fold, padding, pooling, rnn, upsampling
+from torch.nn.modules import conv, fold, loss, padding, pixelshuffle, pooling, rnn, upsampling
 from torch.nn.modules.batchnorm import _NormBase
+
+from flexsp.nn.calls import Reader, mentions
 
 __all__ = ["Offence", "offences", "own_classes", "refusal"]
 
@@ -28,9 +29,13 @@ _ATTENTION = (
     "wrapper, between sp.gather and sp.shard"
 )
 _CONVOLUTION = "a convolution reads tokens of other ranks; use flexsp.nn.ShortConvolution"
+_STATISTICS = "its statistics are over this rank's tokens only; use nn.LayerNorm or nn.RMSNorm"
+_RECURRENCE = "its recurrence starts anew on every rank; use a layer built on flexsp.ops"
+_OTHER_TOKENS = "it reads tokens of other ranks"
+_LOCAL_LOSS = "its mean is over this rank's tokens only; use reduction='none' and sp.token_mean"
 _REFUSED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((conv._ConvNd,), _CONVOLUTION),
-    ((rnn.RNNBase, rnn.RNNCellBase), "its recurrence starts anew on every rank; use a layer built on flexsp.ops"),
+    ((rnn.RNNBase, rnn.RNNCellBase), _RECURRENCE),
     (
         (
             nn.MultiheadAttention,
@@ -42,19 +47,33 @@ _REFUSED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
         ),
         _ATTENTION,
     ),
-    ((_NormBase,), "its statistics are over this rank's tokens only; use nn.LayerNorm or nn.RMSNorm"),
+    ((_NormBase,), _STATISTICS),
+    ((nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d),
+     "it takes axis 1 for channels and the axes after it for one sample, tokens among them; use nn.LayerNorm or "
+     "flexsp.nn.GatedRMSNorm"),
+    ((nn.Softmax2d, nn.ChannelShuffle), "it takes an axis other than the last for channels, which may be the tokens"),
+    ((nn.EmbeddingBag,), "it adds up the tokens of a bag; use nn.Embedding"),
+    ((nn.CTCLoss,), "it reads every token of the sequence; gather its input with sp.gather"),
+    ((nn.AdaptiveLogSoftmaxWithLoss,), _LOCAL_LOSS),
     ((torch.jit.ScriptModule,), "the code of a scripted module cannot be seen; wrap the original module"),
 )
-_REFUSED_FILES = tuple(module.__name__ for module in (fold, padding, pooling, upsampling))
+_REFUSED_FILES = tuple(module.__name__ for module in (fold, padding, pixelshuffle, pooling, upsampling))
 _REFUSED_CALLS = {
     "scaled_dot_product_attention": _ATTENTION,
     "multi_head_attention_forward": _ATTENTION,
     "flex_attention": _ATTENTION,
     "flash_attn_func": _ATTENTION,
     "flash_attn_varlen_func": _ATTENTION,
-    "conv1d": _CONVOLUTION,
     "causal_conv1d_fn": _CONVOLUTION,
 }
+# Torch's functions that do what refused modules do.
+_REFUSED_OF_TORCH = tuple((re.compile(names), reason) for names, reason in (
+    (r"conv(_transpose)?\dd|conv_tbc|_?convolution", _CONVOLUTION),
+    (r"(native_|cudnn_)?(batch|instance|group)_norm|local_response_norm", _STATISTICS),
+    (r"(lstm|gru|rnn_tanh|rnn_relu)(_cell)?", _RECURRENCE),
+    (r"\w*pool\dd\w*|interpolate|upsample\w*|grid_sample\w*|affine_grid\w*|fold|unfold|pad|embedding_bag|ctc_loss"
+     r"|pixel_(un)?shuffle|(native_)?channel_shuffle|im2col|col2im", _OTHER_TOKENS),
+))  # fmt: skip
 # Functions of other libraries in which tokens meet, by what their names say.
 _MIXING = re.compile("chunk|recurrent|scan|attn|attention|conv|delta_rule|token_shift")
 _KERNELS = ("fla.ops", "mamba_ssm.ops.selective", "mamba_ssm.ops.triton.ssd", "causal_conv1d", "mlstm_kernels")
@@ -113,38 +132,54 @@ def offences(module: nn.Module, allow: Collection[str] = (), path: str = "") -> 
 
     Torch's modules inside a refused one of another library are left out: to exchange them would not make it exact.
     """
-    yield from _offences(module, path, allow, False)
+    yield from _offences(module, path, allow, False, _Program(module))
 
 
-def _offences(module: nn.Module, path: str, allow: Collection[str], inside: bool) -> Iterator[Offence]:
+def _offences(
+    module: nn.Module, path: str, allow: Collection[str], inside: bool, program: _Program
+) -> Iterator[Offence]:
     if path in allow:
         return
     origin = _foreign(type(module))
-    reason = refusal(module)
+    reason = refusal(module, program)
     if reason is not None and (origin is not None or not inside):
         yield Offence(path, type(module).__name__, reason)
     inside = inside or (origin is not None and reason is not None)
     for name, child in module.named_children():
-        yield from _offences(child, f"{path}.{name}" if path else name, allow, inside)
+        yield from _offences(child, f"{path}.{name}" if path else name, allow, inside, program)
 
 
-def refusal(module: nn.Module) -> str | None:
+def refusal(module: nn.Module, program: _Program | None = None) -> str | None:
     """Why ``module`` itself, whatever stands inside it, is not accepted."""
-    if isinstance(module, conv._ConvNd) and set(module.kernel_size) == set(module.stride) == {1}:
-        return None
-    for types, reason in _REFUSED:
-        if isinstance(module, types):
-            return reason
-    if type(module).__module__ in _REFUSED_FILES:
-        return "it reads tokens of other ranks"
+    reason = _of_torch(module)
+    if reason is not None:
+        return reason
     foreign = _foreign(type(module))
     if foreign is not None:
         return _of_a_library(type(module), foreign)
-    for cls in own_classes(module):
-        for function in vars(cls).values() if _library(cls) is None else ():
-            if isinstance(function, FunctionType) and (found := _refused_call(function, set())) is not None:
-                return found
+    return (_Program(module) if program is None else program).refusal(module)
+
+
+def _of_torch(module: nn.Module) -> str | None:
+    pointwise = isinstance(module, conv._ConvNd) and _pointwise(module)
+    for types, reason in _REFUSED:
+        if isinstance(module, types) and not pointwise:
+            return reason
+    if any(cls.__module__ in _REFUSED_FILES for cls in type(module).__mro__):
+        return _OTHER_TOKENS
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1:
+        shape = tuple(module.normalized_shape)
+        return f"expected statistics over the last axis, got the last {len(shape)}, {shape}, which may hold tokens"
+    if isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.CosineSimilarity)) and module.dim != -1:
+        return f"expected dim=-1, got dim={module.dim}, which may be the tokens"
+    if isinstance(module, loss._Loss) and module.reduction not in ("none", "sum"):
+        return _LOCAL_LOSS
     return None
+
+
+def _pointwise(module: conv._ConvNd) -> bool:
+    pad = () if isinstance(module.padding, str) else module.padding  # of one element, "same" and "valid" add none
+    return set(module.kernel_size) == set(module.stride) == {1} and not any((*pad, *module.output_padding))
 
 
 def own_classes(module: nn.Module) -> list[type]:
@@ -230,37 +265,118 @@ def _distributions() -> dict[str, list[str]]:
 
 # --------------------------------------------------------------------------------------------- what code calls
 
+_INTERNALS = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BY_STRING = frozenset({
+    "__dict__", "__getattr__", "__getattribute__", "attrgetter", "dir", "eval", "exec", "getattr", "getattr_static",
+    "getmembers", "methodcaller", "vars",
+})  # fmt: skip
 
-def _refused_call(function: FunctionType, seen: set[FunctionType]) -> str | None:
-    """Why `function`, or a function of the same program that it calls, cannot be exact over ranks."""
-    seen.add(function)
-    own = function.__module__.partition(".")[0] not in _LIBRARIES
-    for called in _called(function.__code__, function.__globals__):
-        name, origin = getattr(called, "__name__", ""), getattr(called, "__module__", None) or ""
-        if name in _REFUSED_CALLS:
-            return f"its code calls {name}: {_REFUSED_CALLS[name]}"
-        mixes = origin.partition(".")[0] in _LIBRARIES and not isinstance(called, type) and _MIXING.search(name)
-        if origin.startswith(_KERNELS) or (own and mixes):
-            return f"its code calls {origin}.{name}, which knows nothing of ranks; use flexsp.ops"
-        if isinstance(called, FunctionType) and called not in seen and not origin.startswith(("torch.", "flexsp.")):
-            reason = _refused_call(called, seen)
-            if reason is not None:
-                return reason
+
+class _Program:
+    """The user's code in a tree of modules."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.registered = {id(module) for module in root.modules()}
+        self.examined: set[int] = set()
+        self.of_class: dict[type, str | None] = {}
+
+    def refusal(self, module: nn.Module) -> str | None:
+        for cls in _read(module):
+            if cls not in self.of_class:
+                self.of_class[cls] = self._of_class(cls)
+            if self.of_class[cls] is not None:
+                return self.of_class[cls]
+        for name, value in _attributes(module):
+            found = self._refused(value, type(module).__module__, f"its attribute {name!r}")
+            if found is not None:
+                return found
+        return None
+
+    def _of_class(self, cls: type) -> str | None:
+        for name, value in list(vars(cls).items()):
+            found = self._refused(value, cls.__module__)
+            if found is not None and not self._unused(cls, name):
+                return found
+        return None
+
+    def _refused(self, start: Any, origin: str, what: str = "its code") -> str | None:
+        """Why `start`, or something of the same program that it calls or holds, cannot be exact over ranks."""
+        for holder, value in Reader(_entered, _owned).reached(start, origin):
+            if isinstance(value, nn.Module):
+                found = self._unregistered(value, what)
+            elif value is start and isinstance(value, FunctionType) and _entered(value.__module__ or ""):
+                found = None
+            else:
+                found = _refused_call(value, holder, what)
+            if found is not None:
+                return found
+        return None
+
+    def _unregistered(self, module: nn.Module, what: str) -> str | None:
+        """Of a module in a list, a dict, a closure or a global: it is no submodule, so it has no path."""
+        if id(module) in self.registered | self.examined or any(inner is self.root for inner in module.modules()):
+            return None
+        self.examined.add(id(module))
+        for offence in _offences(module, "", (), False, self):
+            return f"{what} holds a {offence.kind} that is not registered as a submodule: {offence.reason}"
+        return None
+
+    def _unused(self, cls: type, name: str) -> bool:
+        """Whether no other code of the program says the name of a method of ``cls``, so that nothing comes to it."""
+        libraries = [base for base in cls.__mro__ if base.__module__.startswith(("torch.", "flexsp."))]
+        if name.startswith("__") or "forward" in name or any(hasattr(base, name) for base in libraries):
+            return False
+        reader = Reader(_entered, _owned)
+        waiting, seen = list(self.root.modules()), {id(module) for module in self.root.modules()}
+        while waiting:
+            module = waiting.pop()
+            if any(_library(base) is not None for base in type(module).__mro__):
+                return False
+            values = [value for base in _read(module) for other, value in vars(base).items() if other != name]
+            for _, value in reader.reached([*values, *(value for _, value in _attributes(module))], ""):
+                inner = [one for one in value.modules() if id(one) not in seen] if isinstance(value, nn.Module) else []
+                seen.update(map(id, inner))
+                waiting += inner
+        said = mentions(reader.codes)
+        return name not in said and not said & _BY_STRING
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Hooks, and what else an instance of a user's class holds beside its parameters and submodules."""
+    own = bool(_read(module))
+    return [(name, x) for name, x in vars(module).items() if name in _HOOKS or (own and name not in _INTERNALS)]
+
+
+def _read(module: nn.Module) -> list[type]:
+    """The classes of ``module`` that the user wrote."""
+    return [cls for cls in own_classes(module) if not cls.__module__.startswith("flexsp.") and _library(cls) is None]
+
+
+def _entered(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top not in ("torch", "flexsp", "numpy", "builtins") and top not in sys.stdlib_module_names | _LIBRARIES
+
+
+def _owned(module: str) -> bool:
+    return _entered(module) and not _installed(module)
+
+
+def _refused_call(called: Any, holder: str, what: str) -> str | None:
+    name, origin = getattr(called, "__name__", None) or "", getattr(called, "__module__", None) or ""
+    if not isinstance(name, str) or not isinstance(origin, str):
+        return None
+    how = f"{what} calls"
+    if isinstance(called, torch.jit.ScriptFunction):
+        return f"{how} {name}, a scripted function, whose code cannot be seen; use the original one"
+    if name in _REFUSED_CALLS:
+        return f"{how} {name}: {_REFUSED_CALLS[name]}"
+    if origin == "torch" or origin.startswith("torch."):
+        for names, reason in _REFUSED_OF_TORCH:
+            if names.fullmatch(name):
+                return f"{how} {name}: {reason}"
+    mixes = origin.partition(".")[0] in _LIBRARIES and not isinstance(called, type) and _MIXING.search(name)
+    if origin.startswith(_KERNELS) or (mixes and holder.partition(".")[0] not in _LIBRARIES):
+        return f"{how} {origin}.{name}, which knows nothing of ranks; use flexsp.ops"
     return None
-
-
-def _called(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """The functions that `code` reaches by name, such as F.conv1d; not by attributes of its arguments (self.conv1d)."""
-    value: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            value = names.get(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-            value = getattr(value, instruction.argval, None)
-        else:
-            value = None
-        if callable(value):
-            yield value
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _called(constant, names)

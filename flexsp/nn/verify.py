@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from flexsp.comm.collectives import sum_over_ranks
 from flexsp.comm.group import SequenceParallel, sequence_parallel
-from flexsp.exceptions import NotExact, check_dense
+from flexsp.comm.process_group import exchange_ints
+from flexsp.exceptions import NotExact, PeerMismatch, PeerTimeout, check_dense
+from flexsp.nn.recording import Key, Record, each, has_gradient
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = ["Verification", "verify"]
 
 _NOISE = 32  # how much further than a rounding of every input and parameter carries a value, cutting may carry it
 _ROUNDINGS = 64
+_LARGEST = 1e-3  # what rounding may explain at most, and so many epsilons where they are more
+_LARGEST_ROUNDINGS = 16
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,10 @@ class Verification:
         cut = f"over {len(self.lengths)} ranks with {', '.join(map(str, self.lengths))} tokens"
         if self.ok:
             return f"exact {cut}: {self.compared} outputs and gradients of submodules and parameters agree"
-        where = f"submodule {self.submodule!r} ({self.kind})" if self.submodule else f"the module itself ({self.kind})"
         return (
-            f"not exact {cut}: {where} is the first whose {self.what} differs from that of the whole sequence "
-            f"({self.detail}: off by {self.error:.2g} of the root mean square, rounding explains {self.bound:.2g})"
+            f"not exact {cut}: {_place(self.submodule or '', self.kind)} is the first whose {self.what} differs from "
+            f"that of the whole sequence ({self.detail}: off by {self.error:.2g} of the root mean square, "
+            f"rounding explains {self.bound:.2g})"
         )
 
 
@@ -74,43 +80,52 @@ def verify(
     Args:
         module: has the same parameters on all ranks and draws no random numbers (``module.eval()`` if it has dropout).
         x: the whole batch, the same on every rank, tokens along ``dim``. It is cut by ``sp.set_lengths`` where that was
-            called for as many tokens, else by ``sp.partition``. Uneven lengths find more.
-        dtype: what floating parameters and inputs are converted to first. In float64 rounding hides nothing. None, or a
-            dtype, for modules that do not run in it.
+            called for as many tokens, else into uneven parts: between equal ones the mean of a shard's tokens looks
+            like a part of a mean over all.
+        dtype: what floating parameters and inputs are converted to first (complex ones to the complex type of that
+            precision). In float64 rounding hides nothing. None, or a dtype, for modules that do not run in it.
         raise_on_error: raise instead of returning a Verification that is not ok.
         inputs: further arguments of ``module``. Tensors of two or more axes with as many tokens along ``dim`` are cut
-            too; others, such as global ``cu_seqlens``, are passed as they are.
+            too, in lists, tuples and dicts as well; others, such as global ``cu_seqlens``, are passed as they are.
 
     Raises:
         NotExact: something differs; its ``report`` is the Verification.
-        ValueError: bad arguments, or what cannot be judged: random numbers, other inputs or parameters on some rank.
+        ValueError: bad arguments, a module that raises on a rank, or what cannot be judged: random numbers, other
+            arguments or parameters on some rank, outputs without tensors, values that differ but that a rounding of
+            the inputs moves as far, or that are right only as a part of a mean over shards of equal lengths.
 
     Example:
         >>> flexsp.verify(model, sp, torch.randint(256, (1, 300)))
     """
     _check_arguments(module, sp, x, dim)
+    sp.check()
     total, known = x.shape[dim], sp.lengths
-    lengths = known if known is not None and sum(known) == total else sp.partition(total)
+    lengths = known if known is not None and sum(known) == total else _uneven(total, sp)
     shard = _Shard(sum(lengths[: sp.rank]), lengths[sp.rank], total)
     whole = unwrap(copy.deepcopy(module))
     if dtype is not None:
-        whole = whole.to(dtype=dtype)
-    x, inputs = _converted(x, dtype), {name: _converted(value, dtype) for name, value in inputs.items()}
-    _same_everywhere(whole, sp, {"x": x, **inputs})
-    with sequence_parallel(None):
-        want = _run_whole(whole, x, inputs, dtype)
-        _refuse_random(whole, x, inputs, want)
-        nudged = {name: _nudged(value) for name, value in inputs.items()}
-        off = _run_whole(_with_nudged_parameters(whole), _nudged(x), nudged, dtype)
-    cut = SequenceParallelLA(copy.deepcopy(whole), sp, allow=("",))
+        whole._apply(lambda t: _converted(t, dtype))
+    x, inputs = _converted(x, dtype), each(inputs, lambda t: _converted(t, dtype))
+    _same_everywhere(whole, sp, {"dim": dim, "sp.set_lengths": lengths, "x": x, **inputs})
+
+    def alone() -> tuple[Record, Record]:
+        with sequence_parallel(None):
+            want = _run_whole(whole, x, inputs, dtype)
+            _refuse_unseen(want)
+            _refuse_random(whole, x, inputs, want)
+            return want, _run_whole(_with_nudged_parameters(whole), _nudged(x), each(inputs, _nudged), dtype)
+
+    want, off = _on_all_ranks(alone, sp, f"{total} tokens")
     sp.set_lengths(lengths)
     try:
-        got = _Record(cut)
-        mine = {name: _cut(value, dim, shard) for name, value in inputs.items()}
-        got.forward(_cut(x, dim, shard), mine)
-        judge = _Judge(want, got, off, shard, sp)
-        got.backward(judge.cotangents())
-        report = judge.report(tuple(lengths))
+        got = Record(SequenceParallelLA(copy.deepcopy(whole), sp, allow=("",)))
+        mine, part = each(inputs, lambda t: _cut(t, dim, shard)), x.narrow(dim, shard.start, shard.length)
+        how = f"{shard.length} of {total} tokens"
+        _on_all_ranks(lambda: got.forward(part, mine), sp, how)
+        judge = _Judge(want, got, off, shard, tuple(lengths), sp)
+        cotangents = judge.cotangents()
+        _on_all_ranks(lambda: got.backward(cotangents), sp, f"the gradient of {how}")
+        report = judge.report()
     finally:
         sp.set_lengths(known)
     if raise_on_error and not report.ok:
@@ -118,109 +133,11 @@ def verify(
     return report
 
 
-# ----------------------------------------------------------------------------------------------- recording a run
+# ----------------------------------------------------------------------------------------- running a module whole
 
 
-class _Key(NamedTuple):
-    """A tensor that enters ("in") or leaves ("out") the n-th call of a submodule."""
-
-    path: str
-    n: int
-    side: str
-    leaf: str
-
-
-class _Record:
-    """One run of a module: values in the order in which they are made, their gradients in the order of arrival."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.values: dict[_Key, Tensor] = {}
-        self.grads: dict[_Key, Tensor] = {}
-        self.callers: dict[tuple[str, int], str] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._running: list[tuple[str, int]] = []
-        self._live = False
-
-    def forward(self, x: Tensor, inputs: Mapping[str, Any]) -> None:
-        handles = []
-        for path, submodule in self.module.named_modules():
-            handles.append(submodule.register_forward_pre_hook(self._entering(path), with_kwargs=True))
-            handles.append(submodule.register_forward_hook(self._leaving))
-        self._live = True
-        leaf = x.detach().clone()
-        try:
-            self.module(leaf.requires_grad_(leaf.is_floating_point()), **inputs)
-        finally:
-            self._live = False
-            for handle in handles:
-                handle.remove()
-
-    def backward(self, cotangents: Mapping[str, Tensor]) -> None:
-        pairs = [(y, cotangents[name]) for name, y in self.outputs.items() if y.requires_grad and name in cotangents]
-        if pairs:
-            torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
-        self.outputs = {}
-
-    def _entering(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not self._live:
-                return None
-            n = self._counts.get(path, 0)
-            self._counts[path] = n + 1
-            self.callers[path, n] = self._running[-1][0] if self._running else ""
-            self._running.append((path, n))
-            return _mapped(args, "", self._note_input), _mapped(kwargs, "", self._note_input)
-
-        return hook
-
-    def _note_input(self, leaf: str, x: Tensor) -> Tensor:
-        key = _Key(*self._running[-1], "in", leaf)
-        x = x.view_as(x) if x.requires_grad else x  # of its own, so that its gradient is this submodule's part
-        self._note(key, x)
-        return x
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._live:
-            return
-        path, n = self._running.pop()
-        for leaf, y in _leaves(output, ""):
-            self._note(_Key(path, n, "out", leaf), y)
-            if not self._running:
-                self.outputs[leaf] = y
-
-    def _note(self, key: _Key, x: Tensor) -> None:
-        if not x.is_floating_point():
-            return
-        self.values[key] = x.detach().clone()
-        if x.requires_grad:
-            x.register_hook(lambda grad: self.grads.__setitem__(key, grad.detach().clone()))
-
-
-def _mapped(x: Any, name: str, f: Any) -> Any:
-    if isinstance(x, Tensor):
-        return f(name, x)
-    if type(x) in (tuple, list):
-        return type(x)(_mapped(y, f"{name}[{i}]", f) for i, y in enumerate(x))
-    if type(x) is dict:
-        return {key: _mapped(y, f"{name}[{key!r}]", f) for key, y in x.items()}
-    return x
-
-
-def _leaves(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(x, Tensor):
-        yield name, x
-    elif isinstance(x, (tuple, list)):
-        for i, y in enumerate(x):
-            yield from _leaves(y, f"{name}[{i}]")
-    elif isinstance(x, Mapping):
-        for key, y in x.items():
-            yield from _leaves(y, f"{name}[{key!r}]")
-
-
-def _run_whole(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype | None) -> _Record:
-    record = _Record(module)
+def _run_whole(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype | None) -> Record:
+    record = Record(module)
     try:
         module.zero_grad(set_to_none=True)
         record.forward(x, inputs)
@@ -236,13 +153,24 @@ def _run_whole(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], dtype: t
 
 def _random_like(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(0)
-    return {name: torch.randn(y.shape, generator=made, dtype=torch.float64).to(y) for name, y in outputs.items()}
+    return {
+        name: torch.randn(y.shape, generator=made, dtype=torch.complex128 if y.is_complex() else torch.float64).to(y)
+        for name, y in outputs.items()
+        if has_gradient(y)
+    }
 
 
-def _refuse_random(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], want: _Record) -> None:
-    again = _Record(module)
-    with torch.no_grad():
-        again.forward(x, inputs)
+def _refuse_unseen(want: Record) -> None:
+    seen = "tensors and numbers, in tuples, lists, dicts or attributes"
+    for leaf, kind in want.unseen.items():
+        raise ValueError(f"module: cannot be judged: expected an output of {seen}, got a {kind} at output{leaf}")
+    if not any(key[:3] == ("", 0, "out") for key in want.values):
+        raise ValueError(f"module: cannot be judged: expected an output of {seen}, got none")
+
+
+def _refuse_random(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], want: Record) -> None:
+    again = Record(module)
+    again.forward(x, inputs)
     for key, value in want.values.items():
         if key not in again.values or _far(again.values[key], value)[0] > 1e-3:
             raise ValueError(
@@ -251,13 +179,16 @@ def _refuse_random(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], want
             )
 
 
-def _nudged(x: Any) -> Any:
+def _nudged(x: Tensor) -> Tensor:
     """Relative errors of a rounding, of float32 at least, in every number."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
+    x = x.detach()
+    if x.is_complex():
+        return torch.view_as_complex(_nudged(torch.view_as_real(x)))
+    if not x.is_floating_point():
         return x
     roundoff = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) / 2
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return (x.detach() * (1 + roundoff * noise).to(x.device)).to(x.dtype)
+    return (x * (1 + roundoff * noise).to(x.device)).to(x.dtype)
 
 
 def _with_nudged_parameters(module: nn.Module) -> nn.Module:
@@ -277,13 +208,24 @@ class _Shard(NamedTuple):
     total: int
 
 
-def _converted(x: Any, dtype: torch.dtype | None) -> Any:
-    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+def _uneven(total: int, sp: SequenceParallel) -> list[int]:
+    """Balanced lengths, with half of the last rank's tokens given to the first."""
+    lengths = sp.partition(total)
+    moved = lengths[-1] // 2
+    lengths[-1] -= moved
+    lengths[0] += moved
+    return lengths
 
 
-def _cut(x: Any, dim: int, shard: _Shard) -> Any:
-    """This rank's part of what has the tokens along ``dim``; anything else as it is."""
-    if isinstance(x, Tensor) and x.dim() > max(1, dim) and x.shape[dim] == shard.total:
+def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if x.is_complex():
+        return x.to(_COMPLEX.get(dtype, x.dtype)) if dtype is not None else x
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
+def _cut(x: Tensor, dim: int, shard: _Shard) -> Tensor:
+    """This rank's part of a further input that has the tokens along ``dim``; any other as it is."""
+    if x.dim() > max(1, dim) and x.shape[dim] == shard.total:
         return x.narrow(dim, shard.start, shard.length)
     return x
 
@@ -293,7 +235,7 @@ def _check_arguments(module: Any, sp: Any, x: Any, dim: Any) -> None:
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise TypeError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
-    check_dense("x", x, "a tensor, the whole batch,")
+    check_dense("x", x, "a tensor (the whole batch)")
     if type(dim) is not int or not 0 <= dim < x.dim():
         raise ValueError(f"dim: expected one of the {x.dim()} axes of x, counted from 0, got {dim!r}")
     if x.shape[dim] == 0:
@@ -310,9 +252,14 @@ def _same_everywhere(module: nn.Module, sp: SequenceParallel, given: Mapping[str
 
 
 def _checksum(x: Any) -> tuple[Any, ...]:
-    """Of all bits, in whole numbers: the same wherever it is computed."""
+    """Of all bits, in whole numbers: the same wherever it is computed. Of what is no tensor, what can be compared."""
+    kind = type(x).__name__
+    if isinstance(x, (tuple, list)):
+        return (kind, *map(_checksum, x))
+    if isinstance(x, Mapping):
+        return (kind, *((repr(key), _checksum(value)) for key, value in x.items()))
     if not isinstance(x, Tensor):
-        return (type(x).__name__,)
+        return (kind, repr(x)) if x is None or isinstance(x, (bool, int, float, complex, str, bytes)) else (kind,)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.int64)
     numbers = x.detach().contiguous().flatten().view(bits).to(torch.int64)
     weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 2654435761
@@ -327,8 +274,35 @@ def _gathered(x: Any, sp: SequenceParallel) -> list[Any]:
     return everyone
 
 
+def _on_all_ranks(run: Callable[[], R], sp: SequenceParallel, what: str) -> R:
+    """``run()``; an error on any rank is one on all, so that none goes on to wait for the others."""
+    result, failure = None, None
+    try:
+        result = run()
+    except Exception as error:  # noqa: BLE001
+        failure = error
+    said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    try:
+        failed = any(exchange_ints(sp, int(failure is not None))) if sp.world_size > 1 else failure is not None
+    except (PeerMismatch, PeerTimeout) as error:  # a rank has failed while another waits for it in an exchange
+        if failure is None or isinstance(failure, (PeerMismatch, PeerTimeout)):
+            said = f"an error on another rank meanwhile ({failure or error})"
+        expected = f"module: expected one that runs on {what} on rank {sp.rank}"
+        raise ValueError(f"{expected}, got {said}") from failure or error
+    if failed:
+        rank, (how, text) = next((rank, x) for rank, x in enumerate(_gathered((what, said), sp)) if x[1])
+        if isinstance(failure, ValueError) and str(failure).startswith(("dtype: ", "module: ")):
+            raise failure
+        raise ValueError(f"module: expected one that runs on {how}, got {text} on rank {rank}") from failure
+    return result  # type: ignore[return-value]
+
+
 def _total(x: Tensor, sp: SequenceParallel) -> Tensor:
-    return x if sp.world_size == 1 else sum_over_ranks(x, sp)
+    if sp.world_size == 1:
+        return x
+    if x.is_complex():
+        return torch.view_as_complex(sum_over_ranks(torch.view_as_real(x).contiguous(), sp))
+    return sum_over_ranks(x if x.is_floating_point() else x.long(), sp)
 
 
 # --------------------------------------------------------------------------------------------------- comparing runs
@@ -336,13 +310,46 @@ def _total(x: Tensor, sp: SequenceParallel) -> Tensor:
 
 def _far(got: Tensor, want: Tensor, size: float | None = None) -> tuple[float, float]:
     """(largest difference / root mean square of ``want``, that root mean square); inf where only one is finite."""
+    if got.is_complex() or want.is_complex():
+        got, want = (torch.view_as_real(x.to(torch.complex128)) for x in (got, want))
     if size is None:
         size = want.double().square().mean().sqrt().item() if want.numel() else 0.0
     if not got.numel():
         return 0.0, size
-    difference = (got.double() - want.double()).abs().masked_fill(got == want, 0.0)
+    difference = (got.double() - want.double()).abs()
+    if not (got.is_floating_point() or want.is_floating_point()):
+        difference = difference.clamp(min=1.0)  # large integers may be the same in float64
+    difference = difference.masked_fill(got == want, 0.0)
     difference = difference.masked_fill(got.isnan() & want.isnan(), 0.0).nan_to_num(nan=float("inf"))
     return difference.max().item() / (size if 0.0 < size < float("inf") else 1.0), size
+
+
+class _Found(NamedTuple):
+    """An error, how far rounding alone may carry the values, and the most that it may explain."""
+
+    error: float
+    bound: float
+    largest: float
+
+    @property
+    def fine(self) -> bool:
+        return self.error <= min(self.bound, self.largest)
+
+    @property
+    def unclear(self) -> bool:
+        return not self.fine and self.error <= self.bound
+
+
+def _found(error: float, off: Tensor | None, whole: Tensor, size: float) -> _Found:
+    noise = 0.0 if off is None else _far(off, whole, size)[0]
+    if not has_gradient(whole):
+        return _Found(error, _NOISE * noise, 0.0)
+    eps = torch.finfo(whole.dtype).eps
+    return _Found(error, _NOISE * noise + _ROUNDINGS * eps, max(_LARGEST, _LARGEST_ROUNDINGS * eps))
+
+
+def _place(path: str, kind: str) -> str:
+    return f"submodule {path!r} ({kind})" if path else f"the module itself ({kind})"
 
 
 def _aligned(want: Tensor, shape: torch.Size, shard: _Shard) -> Iterator[Tensor]:
@@ -366,8 +373,10 @@ def _aligned(want: Tensor, shape: torch.Size, shard: _Shard) -> Iterator[Tensor]
 class _Judge:
     """What differs between the whole run and the cut one, agreed on by all ranks."""
 
-    def __init__(self, want: _Record, got: _Record, off: _Record, shard: _Shard, sp: SequenceParallel) -> None:
-        self.want, self.got, self.off, self.shard, self.sp = want, got, off, shard, sp
+    def __init__(
+        self, want: Record, got: Record, off: Record, shard: _Shard, lengths: tuple[int, ...], sp: SequenceParallel
+    ) -> None:
+        self.want, self.got, self.off, self.shard, self.lengths, self.sp = want, got, off, shard, lengths, sp
         shapes = {key: tuple(x.shape) for key, x in got.values.items()}
         everywhere = _gathered(shapes, sp)
         # What has the whole's shape on all ranks is not cut: equal everywhere, or a part of a sum or mean.
@@ -379,71 +388,82 @@ class _Judge:
 
     def cotangents(self) -> dict[str, Tensor]:
         """Of this rank's outputs; together they are those of the whole ones."""
-        made = {}
+        made, problems = {}, []
         whole = {key.leaf: key for key in self.want.values if key[:3] == ("", 0, "out")}
         random = _random_like({leaf: self.want.values[key] for leaf, key in whole.items()})
         for leaf, key in whole.items():
-            if key in self.shared:
-                total = _total(self.got.values[key], self.sp)
-                added = max(_gathered(_far(total, self.want.values[key])[0], self.sp)) < 1e-3
+            value, mine = self.want.values[key], self.got.values.get(key)
+            if key in self.shared and leaf in random:
+                assert mine is not None
+                added = max(_gathered(_far(_total(mine, self.sp), value)[0], self.sp)) < 1e-3
                 made[leaf] = random[leaf] if added else random[leaf] / self.sp.world_size
-            elif key in self.got.values:
-                part = next(_aligned(random[leaf], self.got.values[key].shape, self.shard), None)
+            elif key not in self.shared:
+                part = None if mine is None else next(_aligned(random.get(leaf, value), mine.shape, self.shard), None)
                 if part is None:
-                    shapes = f"{list(self.want.values[key].shape)} whole and {list(self.got.values[key].shape)} cut"
-                    raise ValueError(f"module: expected outputs with the tokens along one axis, got {shapes}")
-                made[leaf] = part.contiguous()
+                    cut = "none" if mine is None else list(mine.shape)
+                    problems.append(f"{list(value.shape)} whole and {cut} cut at output{leaf}")
+                elif leaf in random:
+                    made[leaf] = part.contiguous()
+        problems += [f"output{key.leaf} only where cut" for key in self.got.values
+                     if key[:3] == ("", 0, "out") and key not in self.want.values]  # fmt: skip
+        for rank, theirs in enumerate(_gathered(problems, self.sp)):
+            for problem in theirs:
+                raise ValueError(
+                    "module: cannot be judged: expected outputs with the tokens along one axis, or the same shape on "
+                    f"all ranks, got {problem} on rank {rank}"
+                )
         return made
 
-    def report(self, lengths: tuple[int, ...]) -> Verification:
-        found = self._first_value() or self._first_gradient() or self._first_parameter()
-        if found is None:
-            return Verification(True, lengths, self.compared)
-        path, what, detail, error, bound = found
-        kind = type(self.want.module.get_submodule(path)).__name__
-        return Verification(False, lengths, self.compared, path, kind, what, detail, error, bound)
+    def report(self) -> Verification:
+        for path, what, detail, found in self._all():
+            kind = type(self.want.module.get_submodule(path)).__name__
+            if found.unclear:
+                raise ValueError(
+                    f"module: cannot be judged: {what} of {_place(path, kind)} is off by {found.error:.2g} of the root "
+                    f"mean square ({detail}), expected at most {found.largest:.2g}, and a rounding of the inputs moves "
+                    f"it by {found.bound / _NOISE:.2g}: values on an edge (round, argmax, a comparison, a pole), or "
+                    "too low a precision. Try another x, or dtype=torch.float64"
+                )
+            if not found.fine:
+                error, bound = found.error, min(found.bound, found.largest)
+                return Verification(False, self.lengths, self.compared, path, kind, what, detail, error, bound)
+        return Verification(True, self.lengths, self.compared)
 
-    def _first_value(self) -> tuple[str, str, str, float, float] | None:
-        for key, error, bound in self._worst(self.want.values, self.got.values, self.off.values):
-            if not error <= bound:
-                if key.side == "out":
-                    return key.path, "output", "what it returns", error, bound
-                return self.want.callers[key[:2]], "output", f"what it passes to {key.path!r}", error, bound
-        return None
+    def _all(self) -> Iterator[tuple[str, str, str, _Found]]:
+        """Every comparison, in the order in which a fault shows: path, what, detail, error and bounds."""
+        for key, found in self._worst(self.want.values, self.got.values, self.off.values):
+            if key.side == "out":
+                yield key.path, "output", "what it returns", found
+            else:
+                yield self.want.callers[key[:2]], "output", f"what it passes to {key.path!r}", found
+        for key, found in self._worst(self.want.grads, self.got.grads, self.off.grads):
+            if key.side == "in":
+                yield key.path, "gradient", "the gradient of its input", found
+            else:
+                yield self.want.callers[key[:2]], "gradient", f"the gradient of what {key.path!r} gives it", found
+        yield from self._parameters()
 
-    def _first_gradient(self) -> tuple[str, str, str, float, float] | None:
-        for key, error, bound in self._worst(self.want.grads, self.got.grads, self.off.grads):
-            if not error <= bound:
-                if key.side == "in":
-                    return key.path, "gradient", "the gradient of its input", error, bound
-                detail = f"the gradient of what {key.path!r} gives it"
-                return self.want.callers[key[:2]], "gradient", detail, error, bound
-        return None
-
-    def _first_parameter(self) -> tuple[str, str, str, float, float] | None:
+    def _parameters(self) -> Iterator[tuple[str, str, str, _Found]]:
         cut, off = (dict(record.module.named_parameters()) for record in (self.got, self.off))
-        mine: dict[str, tuple[float, float]] = {}
+        mine: dict[str, _Found] = {}
         for path, whole in reversed(list(self.want.module.named_parameters())):
             if whole.grad is None:
                 continue
             part = cut[path].grad
             total = _total(torch.zeros_like(whole) if part is None else part, self.sp)
             error, size = _far(total, whole.grad)
-            mine[path] = error, _bound(_noise(off[path].grad, whole.grad, size), whole.dtype)
+            mine[path] = _found(error, off[path].grad, whole.grad, size)
         self.compared += len(mine)
         everyone = _gathered(mine, self.sp)
         for path in mine:
-            error, bound = max(theirs[path] for theirs in everyone)
-            if not error <= bound:
-                owner, _, name = path.rpartition(".")
-                return owner, "gradient", f"the gradient of its {name}", error, bound
-        return None
+            owner, _, name = path.rpartition(".")
+            yield owner, "gradient", f"the gradient of its {name}", max(theirs[path] for theirs in everyone)
 
     def _worst(
-        self, want: Mapping[_Key, Tensor], got: Mapping[_Key, Tensor], off: Mapping[_Key, Tensor]
-    ) -> Iterator[tuple[_Key, float, float]]:
+        self, want: Mapping[Key, Tensor], got: Mapping[Key, Tensor], off: Mapping[Key, Tensor]
+    ) -> Iterator[tuple[Key, _Found]]:
         """Error and bound of every tensor, the worst of all ranks; the same on all."""
-        mine: dict[_Key, tuple[float, float]] = {}
+        mine: dict[Key, _Found] = {}
         for key, whole in want.items():
             shape = self.got.values[key].shape if key in self.got.values else None
             if key in self.shared or shape is None:
@@ -452,34 +472,29 @@ class _Judge:
             if part is None:
                 part = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
             size = _far(whole, whole)[1]
-            noise = _noise(off.get(key), whole, size)
             errors = [_far(part, x, size)[0] for x in _aligned(whole, part.shape, self.shard)]
             if errors:
-                mine[key] = (min(errors), _bound(noise, whole.dtype))
+                mine[key] = _found(min(errors), off.get(key), whole, size)
         everyone = _gathered(mine, self.sp)
         for key, whole in want.items():
             if key in self.shared:
                 self.compared += 1
-                yield key, *self._of_shared(whole, got.get(key), off.get(key))
+                yield key, self._of_shared(key, whole, got.get(key), off.get(key))
             elif judged := [theirs[key] for theirs in everyone if key in theirs]:
                 self.compared += 1
-                yield key, *max(judged)
+                yield key, max(judged)
 
-    def _of_shared(self, whole: Tensor, mine: Tensor | None, off: Tensor | None) -> tuple[float, float]:
+    def _of_shared(self, key: Key, whole: Tensor, mine: Tensor | None, off: Tensor | None) -> _Found:
         """Error of what is not cut, as the same everywhere, as a sum or as a mean, whichever it is."""
         part = torch.zeros_like(whole) if mine is None else mine
         total, size = _total(part, self.sp), _far(whole, whole)[1]
-        errors = tuple(_far(x, whole, size)[0] for x in (part, total, total / self.sp.world_size))
-        bound = _bound(_noise(off, whole, size), whole.dtype)
-        everyone = _gathered((*errors, bound), self.sp)
-        *worst, bound = (max(column) for column in zip(*everyone, strict=True))
-        return min(worst), bound
-
-
-def _noise(off: Tensor | None, whole: Tensor, size: float) -> float:
-    """How far a rounding of everything that is given carries a value."""
-    return 0.0 if off is None else _far(off, whole, size)[0]
-
-
-def _bound(noise: float, dtype: torch.dtype) -> float:
-    return _NOISE * noise + _ROUNDINGS * torch.finfo(dtype).eps
+        readings = (part, total, total / self.sp.world_size)
+        everyone = _gathered([_found(_far(x, whole, size)[0], off, whole, size) for x in readings], self.sp)
+        same, added, mean = (max(column) for column in zip(*everyone, strict=True))
+        if mean.fine and not (same.fine or added.fine) and len(set(self.lengths)) == 1:
+            raise ValueError(
+                f"sp.set_lengths: cannot be judged: expected uneven lengths, got {list(self.lengths)}: what "
+                f"{key.path!r} {'takes' if key.side == 'in' else 'gives'} is right as a part of a mean over the ranks, "
+                "which between equal lengths the mean of a rank's own tokens is too"
+            )
+        return min(same, added, mean)

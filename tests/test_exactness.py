@@ -199,10 +199,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     [
         ({"INSTALLER": "pip"}, True),
         ({"INSTALLER": "uv", "direct_url.json": '{"url": "https://github.com/a/b", "vcs_info": {"vcs": "git"}}'}, True),
+        ({"INSTALLER": "conda", "direct_url.json": '{"url": "file:///home/conda/work", "dir_info": {}}'}, True),
         ({"INSTALLER": "pip", "direct_url.json": '{"url": "file:///home/me/mine", "dir_info": {}}'}, False),
         ({}, False),
     ],
-    ids=["index", "repository", "own folder", "checkout"],
+    ids=["index", "repository", "conda", "own folder", "checkout"],
 )
 def test_a_library_is_known_by_how_it_was_installed(installed: Path, files: dict[str, str], foreign: bool) -> None:
     for name, text in files.items():

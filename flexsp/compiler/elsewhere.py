@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["elsewhere"]
+from flexsp.compiler.trace import CompileError
+
+__all__ = ["elsewhere", "one_at_a_time"]
+
+_LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
+_here = threading.local()
+_Result = TypeVar("_Result")
+
+
+@functools.cache
+def _outlive_threads() -> None:
+    """torch 2.11 built for CUDA, on a host without a GPU: the first thread that enters a FakeTensorMode leaves a device
+    guard of its own for all others, which crash once it has ended. So a thread that does not end goes first."""
+    if not torch.__version__.startswith("2.11.") or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    entered = threading.Event()
+
+    def stay() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="flexsp-guard", daemon=True).start()
+    entered.wait()
 
 
 def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
@@ -18,6 +43,7 @@ def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
     There no tracer, mode, transform or hook of the caller's thread is in force: inference mode, autocast, what compiles
     or checkpoints the call, hooks on saved tensors.
     """
+    _outlive_threads()
     answer: list[Any] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -35,3 +61,19 @@ def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
+    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
+    if getattr(_here, "making", False):
+        raise CompileError(
+            "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
+            "what makes it, once before, outside of the functions"
+        )  # fmt: skip
+
+    def marked() -> _Result:
+        _here.making = True
+        return work()
+
+    with _LOCK:
+        return elsewhere(torch.device("cpu"), marked)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools as ft
 import os
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,9 +18,9 @@ from flexsp.comm.group import SequenceParallel, abandon, resolve_sp, sp_over
 from flexsp.compiler import functions, graph
 from flexsp.compiler.arguments import boundaries, check_boundaries, check_initial
 from flexsp.compiler.check import Program, check
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.trace import CompileError, trace
+from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
 from flexsp.exceptions import check_dense, fail
 from flexsp.scan.kept import keep
@@ -33,11 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LinearAttention"]
 
 _CHUNK = 64
-_CPU = torch.device("cpu")
 _CALLS = 256  # signatures that are kept
-_LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
-_here = threading.local()
-_M = TypeVar("_M")
 _REMEDY = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KINDS = {
@@ -352,7 +347,7 @@ class LinearAttention:
         except ImportError as error:
             return f"Triton is not there ({error})"
         try:
-            return _making(
+            return one_at_a_time(
                 lambda: generated(self._for_kernels(), self._code_dir, self._C), self.program.merge.name
             )  # fmt: skip
         except NotEmittable as error:
@@ -537,23 +532,7 @@ def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
         decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
         return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers))
 
-    return _making(make, getattr(modes[2], "__name__", "merge"))
-
-
-def _making(work: Callable[[], _M], what: str) -> _M:
-    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
-    if getattr(_here, "making", False):
-        raise CompileError(
-            "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
-            "what makes it, once before, outside of the functions"
-        )  # fmt: skip
-
-    def marked() -> _M:
-        _here.making = True
-        return work()
-
-    with _LOCK:
-        return elsewhere(_CPU, marked)
+    return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 
 
 @dataclass(frozen=True)

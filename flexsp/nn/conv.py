@@ -68,7 +68,9 @@ def _weighted_sum(padded: Tensor, weight: Tensor, since: Tensor | None) -> Tenso
     for back in range(1, width):
         at = width - 1 - back
         out = out + _own_document(padded[:, at : at + length], since, back) * taps[:, at]
-    return out.to(padded.dtype)
+    # Where nothing changes, `to` gives the same tensor, and torch.compile of torch 2.11 loses the gradient of an output
+    # that is an intermediate value too.
+    return out if out.dtype == padded.dtype else out.to(padded.dtype)
 
 
 def _taps(padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:

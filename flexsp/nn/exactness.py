@@ -250,8 +250,9 @@ def _installed(module: str) -> bool:
         return False
     for name in _distributions().get(module.partition(".")[0], ()):
         package = metadata.distribution(name)
-        local = '"file:' in (package.read_text("direct_url.json") or "")
-        if package.read_text("INSTALLER") is None or local:  # metadata in a checkout, or a directory or wheel of theirs
+        installer = (package.read_text("INSTALLER") or "").strip()
+        local = '"file:' in (package.read_text("direct_url.json") or "") and installer != "conda"  # says so of all
+        if not installer or local:  # metadata in a checkout, or a directory or wheel of theirs
             continue
         if Path(file).resolve().is_relative_to(Path(str(package.locate_file(""))).resolve()):
             return True
@@ -260,7 +261,13 @@ def _installed(module: str) -> bool:
 
 @functools.cache
 def _distributions() -> dict[str, list[str]]:
-    return dict(metadata.packages_distributions())
+    """Packages that hold a top-level name. metadata.packages_distributions of Python 3.10 knows only those of old."""
+    found: dict[str, list[str]] = {}
+    for package in metadata.distributions():
+        code = [file for file in package.files or [] if file.suffix in (".py", ".so", ".pyd")]
+        for top in {file.parts[0] if len(file.parts) > 1 else file.name.partition(".")[0] for file in code}:
+            found.setdefault(top, []).append(package.metadata["Name"])
+    return found
 
 
 # --------------------------------------------------------------------------------------------- what code calls

@@ -29,6 +29,8 @@ class SequenceParallelLA(nn.Module):
     their forward enters ``sequence_parallel(sp)``, so that recomputation of a checkpointed submodule, which runs in the
     backward pass on another thread, finds it too. A checkpointed plain function must pass ``sp=`` to its ops itself
     (FlexspError otherwise).
+    Only forward enters the group: other methods that call ops themselves, such as an `encode`, run on this rank's
+    tokens alone unless they are called inside ``sequence_parallel(sp)``.
     Under torch.compile a checkpointed block stays in the graph if the model around it is wrapped too, or called inside
     ``sequence_parallel(sp)``; else the graph ends there, with a warning. Wrap before DistributedDataParallel,
     fully_shard, torch.compile; copy.deepcopy works; save state_dicts rather than pickled modules. `unwrap` undoes it.

@@ -276,11 +276,11 @@ def _gathered(x: Any, sp: SequenceParallel) -> list[Any]:
 
 def _on_all_ranks(run: Callable[[], R], sp: SequenceParallel, what: str) -> R:
     """``run()``; an error on any rank is one on all, so that none goes on to wait for the others."""
-    result, failure = None, None
+    result, failure, abandoned = None, None, sp.abandoned
     try:
         result = run()
     except Exception as error:  # noqa: BLE001
-        failure = error
+        failure, sp.abandoned = error, abandoned  # the others hear of it below
     said = "" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
         failed = any(exchange_ints(sp, int(failure is not None))) if sp.world_size > 1 else failure is not None

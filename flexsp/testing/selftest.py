@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flexsp.testing.compare import Report
-from flexsp.testing.problems import OPS, check, draw, merge, solve
+from flexsp.testing.compare import DRAWS, Report
+from flexsp.testing.problems import OPS, check, draw, merge, solve, together
 
 __all__ = ["main", "ops", "ranks"]
 
@@ -37,8 +37,8 @@ def ops(device: str, dtype_name: str) -> Findings:
     names = list(OPS) if device == "cpu" else ["simple_gla", "mamba2"]
     for op in names:
         for documents in (None, DOCUMENTS):
-            problem = draw(op, T=sum(DOCUMENTS), K=32, V=32, documents=documents).rounded(dtype)
-            reports += check(problem, dtype, solve(problem, dtype, device))
+            draws = [draw(op, T=sum(DOCUMENTS), K=32, V=32, documents=documents).rounded(dtype) for _ in range(DRAWS)]
+            reports += together([check(problem, dtype, solve(problem, dtype, device)) for problem in draws])
     where = "the CPU" if device == "cpu" else "GPU 0"
     return [_finding(f"ops on {where}, {dtype_name}", reports, began)]
 

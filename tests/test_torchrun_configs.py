@@ -85,6 +85,10 @@ def test_one_host_without_triton(one_rank: Path) -> None:
         assert part in said
 
 
+NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+@pytest.mark.slow if NAMESPACES else lambda test: test  # the test in namespaces shows more
 def test_two_hosts_that_are_one(one_rank: Path) -> None:
     """Two agents on the loopback interface."""
     command = [str(CONFIGS / "two_hosts.sh"), "1", *options(one_rank, "agents")]
@@ -98,7 +102,7 @@ def two_namespaces() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
 
     Neither has another way out, so what their processes tell each other goes over the cable.
     """
-    if os.geteuid() or not shutil.which("ip"):
+    if not NAMESPACES:
         pytest.skip("network namespaces need root and iproute2; test_two_hosts_that_are_one runs without")
     names = [f"flexsp-{os.getpid()}-{i}" for i in range(2)]
     addresses = ["192.0.2.1", "192.0.2.2"]

@@ -204,11 +204,14 @@ def test_the_newest_ptxas_that_torch_can_load_is_taken(monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", own)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert newer_assembler.__wrapped__() is None
-    monkeypatch.setattr(module, "newer_assembler", newer_assembler.__wrapped__)
-    assert module.only_old_assemblers()
-    monkeypatch.setenv("TRITON_PTXAS_PATH", tool("newest", "13.2"))
-    assert newer_assembler.__wrapped__() is None, "of a newer CUDA than torch's"
-    assert not module.only_old_assemblers(), "but Triton's own choice is not old"
+
+
+@pytest.mark.parametrize(("own", "old"), [("12.8", True), ("12.9", False), ("13.2", False)])
+def test_tritons_own_choice_may_be_new_enough(own: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be of a newer CUDA than torch's, which is not taken for another."""
+    monkeypatch.setattr(module, "newer_assembler", lambda: None)
+    monkeypatch.setattr(module.private, "assembler_for", lambda arch: knobs.NvidiaTool("somewhere/ptxas", own))
+    assert module.only_old_assemblers() is old
 
 
 def test_the_newer_ptxas_is_that_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

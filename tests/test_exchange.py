@@ -20,6 +20,8 @@ from tests.marks import slow
 
 Tensors = list[torch.Tensor]
 
+KEEPS = torch.__version__.startswith("2.11.")  # of checkpoints in graphs, what later releases compute again
+
 
 def leaves(elements: list[tuple]) -> list[tuple]:
     for F, log_a, _ in elements:
@@ -147,13 +149,11 @@ def test_layers_with_an_empty_shard(mode: str) -> None:
     xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (5, 0, 4)]
     got = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=90.0)
     ys, grads = _one_process(xs)
-    # Of the checkpoint in a graph, torch 2.11 keeps what later releases compute again.
-    recomputed = {"compile checkpoint": (0, 2), "checkpoint": (2,), "checkpoint reentrant": (2,)}.get(mode, (0,))
+    recomputed = 0 if "checkpoint" not in mode or (KEEPS and "compile" in mode) else 2
     for r in range(3):
         torch.testing.assert_close(got[r][0], ys[r].detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(got[r][1], grads[r], rtol=1e-12, atol=1e-12)
-        forward, all_calls = got[r][2]
-        assert forward == 2 and all_calls - 4 in recomputed
+        assert got[r][2] == (2, 4 + recomputed)
 
 
 def _unread(sp: SequenceParallel, xs: Tensors, mode: str) -> tuple:

@@ -64,9 +64,10 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
     },
     (3, 9): {
         ("gla", "whole"): {"scores_grad_kernel": 112, "grads": 128},
-        ("deltanet", "ranks"): {"collect": 56, "back": 8, "grads": 856},
+        ("deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 856},
     },
 }
+STACK_OF_PTXAS = {(134, "deltanet", "ranks"): {"collect": 56}}  # where a release of ptxas takes more
 WALKS = ("summarize", "output", "states", "collect", "back")
 
 
@@ -151,6 +152,7 @@ def test_stack(compiled: Callable[[str, str], list[dict[str, Any]]], name: str, 
     if allowed is None:
         pytest.skip(f"no stack is stated for this variant under Triton {triton.__version__}")
     found = compiled(name, how)
+    allowed = allowed | STACK_OF_PTXAS.get((max(x["assembler"] for x in found), name, how), {})
     stack = {name: max(x["stack"] for x in found if x["name"] == name) for name in {x["name"] for x in found}}
     more = {kernel: n for kernel, n in stack.items() if n > allowed.get(kernel, 0)}
     assert not more, f"stack of {more}, allowed {allowed}\n{described(found)}"

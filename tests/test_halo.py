@@ -12,6 +12,8 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.halo import halo_exchange
 from flexsp.testing import run_ranks
 
+KEEPS = torch.__version__.startswith("2.11.")  # of checkpoints in graphs, what later releases compute again
+
 
 def bounds(lengths: list[int]) -> list[tuple[int, int]]:
     return [(sum(lengths[:r]), sum(lengths[: r + 1])) for r in range(len(lengths))]
@@ -53,8 +55,7 @@ def check(lengths: list[int], width: int, mode: str = "eager") -> None:
         assert torch.equal(got[r][0], want[r]), context
         grad = whole.grad[:, start:stop]
         torch.testing.assert_close(got[r][1], grad, rtol=1e-14, atol=1e-14, msg=lambda m, c=context: f"{c}: d {m}")
-        # Of the checkpoint in a graph, torch 2.11 keeps what later releases compute again.
-        assert got[r][2] in {"compile": (2,), "eager": (2,), "compile checkpoint": (2, 3)}.get(mode, (3,))
+        assert got[r][2] == (2 if "checkpoint" not in mode or (KEEPS and "compile" in mode) else 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

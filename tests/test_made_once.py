@@ -124,10 +124,14 @@ def test_negative_views_are_resolved() -> None:
     inputs, variant = _inputs(), simple_gla.make(1, 4, 4)
     seen: list[Any] = []
     run = variant._over
-    variant._over = lambda group, given, *rest: (seen.extend(given.values()), run(group, given, *rest))[1]  # type: ignore[method-assign]
     z = torch.complex(torch.zeros(1, 5, 1, 4), inputs["k"].detach())
     k = z.conj().imag
     assert k.is_neg()
+    variant._over = lambda group, given, prev_s, *rest: (  # type: ignore[method-assign]
+        seen.extend(x for x in (*given.values(), prev_s) if x is not None), run(group, given, prev_s, *rest)
+    )[1]
+    state = torch.complex(torch.zeros(1, 1, 4, 4), torch.randn(1, 1, 4, 4)).conj().imag
+    torch.testing.assert_close(variant(**inputs, prev_s=state)[0], variant(**inputs, prev_s=state.resolve_neg())[0])
     o, _ = variant(**{**inputs, "k": k})
     assert not any(x.is_neg() for x in seen)
     torch.testing.assert_close(o, variant(**{**inputs, "k": -inputs["k"]})[0])

@@ -466,6 +466,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
         first_only(ctx.recipe.code.program.merge.name, IN_PYTORCH)
         untransformed(ctx.recipe.code.program.merge.name, IN_PYTORCH, do, dfinal)
+        do, dfinal = (x if x is None else x.resolve_neg() for x in (do, dfinal))
         *tensors, initial, saved, table = ctx.saved_tensors
         same_place(ctx.recipe.device, *tensors, initial, saved, table)
         if [x.dtype for x in tensors] != ctx.recipe.dtypes:

@@ -154,8 +154,10 @@ class LinearAttention:
         sp: SequenceParallel | bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         sp = self._sp if sp is None and self._sp is not None else sp
-        if any([isinstance(x, torch.Tensor) and x.is_neg() for x in inputs.values()]):  # kernels read memory as it is
+        if any([isinstance(x, torch.Tensor) and x.is_neg() for x in (*inputs.values(), prev_s)]):
+            # kernels read memory as it is
             inputs = {name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+            prev_s = prev_s.resolve_neg() if isinstance(prev_s, torch.Tensor) else prev_s
         try:
             return self._over(resolve_sp(sp), inputs, prev_s, cu_seqlens)
         except Exception as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
+
+from flexsp.testing.compare import Report
 
 HERE = Path(__file__).parent
 
@@ -25,6 +28,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _closest(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Keeps which tensor of a test came closest to its bound, so that a bound is seen before it is missed."""
+    seen: dict[str, float] = {}
+    judged = Report.ok.fget  # type: ignore[attr-defined]
+
+    def ok(report: Report) -> bool:
+        seen[report.name] = max(seen.get(report.name, 0.0), report.error / report.bound)
+        return bool(judged(report))
+
+    monkeypatch.setattr(Report, "ok", property(ok))
+    yield
+    if seen:
+        record_property("closest", max((share, name) for name, share in seen.items()))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    found = [
+        (*value, report.nodeid)
+        for report in terminalreporter.stats.get("", ()) if getattr(report, "when", "") == "teardown"
+        for key, value in report.user_properties if key == "closest"
+    ]  # fmt: skip
+    if found:
+        terminalreporter.section("closest to their bounds")
+        for share, name, test in sorted(found, reverse=True)[:10]:
+            terminalreporter.write_line(f"{share:.2f} of its bound: {name} in {test}")
 
 
 @pytest.fixture

@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
-from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions
+from flexsp.testing.compare import DRAWS, FLOAT32_ROUNDING, RoundedProducts, a_rounding_off, check_functions
 from tests import variants
 from tests.test_generated import Run, differentiated, problem_of, sizes, wide
 
 CUDA = torch.device("cuda")
+# What the yardstick does not do on the CPU: tensor cores cut sums off toward zero, running sums of gates are made in
+# another order, and a GPU's exp has an error of up to two roundings. A state after few strong gates shows it: an error
+# of five to seven roundings where the yardstick had two.
+GPU_ROUNDINGS = 4 * FLOAT32_ROUNDING
 Tensors = dict[str, torch.Tensor]
 Call = Callable[[Tensors], Any]
 
@@ -58,7 +62,7 @@ def assert_right(
     cotangents = [tuple(a_rounding_off(x, made, dtype) for x in each) for each in cotangents]
     with RoundedProducts("tf32x3" if dtype == torch.float32 else dtype):
         low = differentiated(functions, off, cotangents)
-    check_functions(_to("cpu", found[0]), [_to("cpu", x) for x in want], low)
+    check_functions(_to("cpu", found[0]), [_to("cpu", x) for x in want], low, GPU_ROUNDINGS)
 
 
 def check_variant(

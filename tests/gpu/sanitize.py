@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -129,7 +130,7 @@ def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str
         seconds |= ended
         if bad or not totals:
             at = [each["begin"] for each in told if "begin" in each and each["begin"] not in ended]
-            failed.append(f"{bad or 'a process told nothing'}, at {at or 'no case'}: {text[-600:]}")
+            failed.append(f"{bad or 'a process told nothing'}, at {at or 'no case'}: {text[-3000:]}")
         for each in totals:
             calls += each["calls"]
             kernels |= set(each["kernels"])
@@ -168,6 +169,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
+        faulthandler.enable()
         work(args.work, args.only)
         return 0
     if shutil.which("compute-sanitizer") is None:

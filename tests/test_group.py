@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +305,6 @@ def _fails_on_rank_1(sp: SequenceParallel) -> int:
 
 
 def _sleeps(sp: SequenceParallel) -> None:
-    import time
-
     time.sleep(600 * sp.rank)
 
 
@@ -327,3 +326,35 @@ def test_harness() -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert set(run_ranks(_pid, 2, **options)).isdisjoint(pids)
+
+
+_LEAVES_A_POOL = """
+import os, signal
+from flexsp.testing import run_ranks
+from tests.test_group import _pid
+print(*run_ranks(_pid, 2), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def _become(pids: list[int], states: set[str]) -> bool:
+    deadline = time.monotonic() + 60
+    while not all(_state(pid) in states for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return all(_state(pid) in states for pid in pids)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+def test_idle_ranks_are_stopped_and_do_not_outlive_who_started_them() -> None:
+    assert _become(run_ranks(_pid, 2), {"T"})
+    found = subprocess.run([sys.executable, "-c", _LEAVES_A_POOL], capture_output=True, text=True, timeout=300)
+    pids = [int(pid) for pid in found.stdout.split()]
+    assert len(pids) == 2, found.stderr
+    assert _become(pids, {"gone", "Z"})

@@ -129,7 +129,10 @@ class _Origin:
 
 
 class _Pool:
-    """Processes of one default process group, waiting for tasks on pipes."""
+    """Processes of one default process group, waiting for tasks on pipes.
+
+    On the CPU they are stopped between tasks: the threads of gloo's groups wake up a hundred times a second each.
+    """
 
     def __init__(self, world_size: int, device: str, env: dict[str, str]) -> None:
         key = tuple(sorted(env.items()))
@@ -144,8 +147,23 @@ class _Pool:
             self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device))
             self.pipes.append(here)
         self.started = False
+        self.pauses = device == "cpu"
 
     def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any], fresh: bool, timeout: float
+    ) -> list[Any]:
+        self._signal(signal.SIGCONT)
+        results = self._run(fn, args, settings, fresh, timeout)
+        if self.pauses:
+            self._signal(signal.SIGSTOP)
+        return results
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any], fresh: bool, timeout: float
     ) -> list[Any]:
         task = (list(sys.path), pickle.dumps((fn, args)), settings, fresh)
@@ -173,6 +191,7 @@ class _Pool:
         self._end(0.0)
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -222,13 +241,16 @@ def _fork_ranks(channel: Connection) -> None:
     """Body of an origin: forks ranks and ends them, as asked, until there is nobody to ask."""
     for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops"):
         importlib.import_module(name)
+    children: set[int] = set()
     while True:
         try:
             asked = channel.recv()
-        except EOFError:
+        except EOFError:  # a stopped child does not notice that its pipe was closed
+            _end(list(children), 0.0)
             os._exit(0)
         if isinstance(asked[0], list):
             _end(*asked)
+            children -= set(asked[0])
             channel.send(None)
             continue
         handle = recv_handle(channel)
@@ -237,6 +259,7 @@ def _fork_ranks(channel: Connection) -> None:
             channel.close()
             _serve(Connection(handle), *asked)
         os.close(handle)
+        children.add(pid)
         channel.send(pid)
 
 

@@ -73,7 +73,8 @@ GPU_ENV := PYTHONPATH=. NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NV
 test-gpu:
 	@status=0; $(MAKE) test-gpu-one || status=1; $(MAKE) test-gpu-ranks || status=1; exit $$status
 
-# Most of the time goes into compiling kernels, so many processes share the GPU. SHARD=1/2 takes about half of the tests.
+# Most of the time goes into compiling kernels: GPU_WORKERS is about the number of cores, and the workers are dealt out
+# over the GPUs. SHARD=1/2 takes about half of the tests.
 GPU_WORKERS ?= 12
 SHARD       ?= 1/1
 

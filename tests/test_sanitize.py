@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -72,3 +73,12 @@ def test_a_process_that_breaks_off_counts_as_failed() -> None:
     text, bad = sanitize.child([sys.executable, "-c", "raise SystemExit(3)"], {}, 60.0)
     assert bad == "a process ended with 3"
     assert sanitize.summary(None, [(text, bad)])["failed"][0].startswith("a process ended with 3, at no case")
+
+
+def test_tools_that_run_one_at_a_time_end_in_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    here = {"commit": "0123abc", "device": "NVIDIA H200", "date": "today", "command": "--tools racecheck"}
+    assert sanitize.earlier(None, here) == sanitize.earlier(out, here) == {}
+    out.write_text(json.dumps({"environment": here, "tools": {"racecheck": {"calls": 4}}}))
+    assert sanitize.earlier(out, here | {"date": "tomorrow", "command": ""}) == {"racecheck": {"calls": 4}}
+    assert sanitize.earlier(out, here | {"commit": "4567def"}) == {}

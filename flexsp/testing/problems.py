@@ -19,7 +19,7 @@ from flexsp.testing.compare import FEW, FLOAT32_ROUNDING, FLOAT64_BOUND, Report,
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["OPS", "Problem", "check", "draw", "merge", "solve", "together"]
+__all__ = ["OPS", "Problem", "check", "draw", "exact_answer", "merge", "solve", "together"]
 
 Tensors = dict[str, torch.Tensor]
 # A float32 product on tensor cores (tf32x3) keeps 22 of float32's 24 bits.
@@ -238,6 +238,11 @@ def merge(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
     return merged
 
 
+def exact_answer(problem: Problem, device: torch.device | str = "cpu") -> Tensors:
+    """The token loop's answer in float64."""
+    return solve(problem, device=device, call=partial(_oracle, problem.op, oracles.token_loop))
+
+
 def check(
     problem: Problem,
     dtype: torch.dtype,
@@ -255,10 +260,7 @@ def check(
     multiply in tf32x3 there. `oracle` replaces the token loop, whose steps are slow where T is large; `device` is
     where the low-precision reference runs, `oracle_device` where the token loop does.
     """
-    if oracle is None:
-        loop = partial(_oracle, problem.op, oracles.token_loop)
-        oracle = solve(problem, device=oracle_device, call=loop)
-    want = oracle
+    want = exact_answer(problem, oracle_device) if oracle is None else oracle
     if found.keys() != want.keys():
         raise AssertionError(f"{problem.op}: expected {sorted(want)}, got {sorted(found)}")
     low = dict.fromkeys(want, 0.0)

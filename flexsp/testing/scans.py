@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,18 +29,24 @@ class ScanCall:
     cuts: bool = False
     reverse: bool = False
 
-    def draw(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """All ranks' segments, on CPU: F [B, n, H, K, V], log_a (A if dense), cut, and the state that enters first."""
-        gen = torch.Generator().manual_seed(seed)
+    def draw(
+        self, seed: int, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """All ranks' segments: F [B, n, H, K, V], log_a (A if dense), cut, and the state that enters first.
+
+        Ranks on devices of one kind draw alike.
+        """
+        gen = torch.Generator(device).manual_seed(seed)
+        normal, uniform = (partial(f, generator=gen, device=device) for f in (torch.randn, torch.rand))
         n = sum(self.nsegs)
-        F = torch.randn(self.B, n, self.H, self.K, self.V, generator=gen)
+        F = normal(self.B, n, self.H, self.K, self.V)
         if self.kind == "dense":
-            A = torch.randn(self.B, n, self.H, self.K, self.K, generator=gen) / self.K**0.5
-            return F, A, None, torch.randn(self.B, self.H, self.K, self.V, generator=gen)
+            A = normal(self.B, n, self.H, self.K, self.K) / self.K**0.5
+            return F, A, None, normal(self.B, self.H, self.K, self.V)
         shape = (self.B, n, self.H) if self.kind == "scalar" else (self.B, n, self.H, self.K)
-        log_a = None if self.kind == "none" else -3 * torch.rand(shape, generator=gen)
-        cut = (torch.rand(self.B, n, generator=gen) < 0.3).int() if self.cuts else None
-        return F, log_a, cut, torch.randn(self.B, self.H, self.K, self.V, generator=gen)
+        log_a = None if self.kind == "none" else -3 * uniform(shape)
+        cut = (uniform(self.B, n) < 0.3).int() if self.cuts else None
+        return F, log_a, cut, normal(self.B, self.H, self.K, self.V)
 
 
 def random_calls(
@@ -68,7 +75,7 @@ def scan_oracle(
 ) -> torch.Tensor:
     """Boundary states [B, n + 1, H, K, V] of the whole sequence in float64."""
     B, n, H, K, V = F.shape
-    out = torch.empty(B, n + 1, H, K, V, dtype=torch.float64)
+    out = F.new_empty(B, n + 1, H, K, V, dtype=torch.float64)
     S = out[:, n if reverse else 0] = initial.double()
     for s in range(n - 1, -1, -1) if reverse else range(n):
         if log_a is not None and log_a.dim() == 5:
@@ -92,22 +99,22 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
     from flexsp.scan.propagate import propagate
 
     rank, world = (0, 1) if sp is None else (sp.rank, sp.world_size)
-    F, log_a, cut, initial = call.draw(seed)
+    F, log_a, cut, initial = call.draw(seed, device)
     want = scan_oracle(F, log_a, cut, initial, call.reverse)
     begin, count = sum(call.nsegs[:rank]), call.nsegs[rank]
     part = slice(begin, begin + count)
     states = torch.full((call.B, count + 1, call.H, call.K, call.V), float("nan"), device=device)
     (states[:, :count] if call.reverse else states[:, 1:]).copy_(F[:, part])
     if rank == (world - 1 if call.reverse else 0):
-        states[:, count if call.reverse else 0] = initial.to(device)
-    mine = [None if x is None else x[:, part].to(device) for x in (log_a, cut)]
+        states[:, count if call.reverse else 0] = initial
+    mine = [None if x is None else x[:, part] for x in (log_a, cut)]
     if call.kind == "dense":
         A = mine[0]
         assert A is not None
         propagate(states, None, None, sp, A=A.contiguous(), reverse=call.reverse)
     else:
         propagate(states, mine[0], mine[1], sp, reverse=call.reverse)
-    error = (states.cpu().double() - want[:, begin : begin + count + 1]).abs().max().item()
+    error = (states.double() - want[:, begin : begin + count + 1]).abs().max().item()
     return error if error == error else float("inf")
 
 

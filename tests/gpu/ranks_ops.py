@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.ops import chunk_simple_gla
-from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
+from flexsp.testing.problems import OPS, Problem, check, draw, exact_answer, merge, solve
 
 # A check returns what is wrong. It raises only where that cannot leave another rank waiting for a call.
 Check = Callable[[SequenceParallel], "list[str] | None"]
@@ -47,89 +47,111 @@ def uneven(sp: SequenceParallel, unit: int) -> list[int]:
     return [lengths[i] for i in order]
 
 
-def compare(
-    sp: SequenceParallel,
-    problem: Problem,
-    dtype: torch.dtype,
-    lengths: list[int],
-    call: Callable[..., Any] | None = None,
-) -> list[str]:
-    """All ranks' parts together against float64, with the one-rank answer on the same device as yardstick."""
-    problem = problem.rounded(dtype)
-    mine, failure = {}, ""
-    try:
-        mine = {name: x.cpu() for name, x in solve(problem, dtype, sp.device, sp, lengths, call).items()}
-        sp.check()
-    except Exception as error:
-        failure = f"rank {sp.rank}: {type(error).__name__}: {error}"
-    failures, parts = zip(*gathered((failure, mine)), strict=True)
-    if any(failures):
-        raise RuntimeError("; ".join(filter(None, failures)))
-    if sp.rank != 0:
-        return []
-    reports = check(problem, dtype, merge(problem, parts), one_rank=solve(problem, dtype, sp.device))
-    where = f" (lengths {lengths}, boundaries {problem.cu_seqlens})"
-    return [str(report) + where for report in reports if not report.ok]
+class Case(NamedTuple):
+    """A problem that every rank draws alike."""
+
+    op: str
+    dtype: torch.dtype
+    lengths: list[int]
+    B: int = 1
+    H: int = 2
+    documents: list[int] | None = None
+    seed: int = 0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.op, self.dtype, sum(self.lengths), self.B, self.H, str(self.documents), self.seed
+
+    def drawn(self) -> Problem:
+        shape: dict[str, Any] = {"B": self.B, "T": sum(self.lengths), "H": self.H, "K": 64, "V": 64}
+        return draw(self.op, **shape, documents=self.documents, seed=self.seed).rounded(self.dtype)
+
+
+# By key: a check's problems are the same over every transport, and the token loop takes longest.
+_oracles: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+
+
+def oracle_of(case: Case, problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    if case.key not in _oracles:
+        _oracles[case.key] = exact_answer(problem, device)
+    return _oracles[case.key]
+
+
+def compare(sp: SequenceParallel, cases: list[Case], call: Callable[..., Any] | None = None) -> list[str]:
+    """All ranks' parts together against float64, with the one-rank answer on the same device as yardstick.
+
+    Every rank judges its share of the cases.
+    """
+    mine = []
+    for i, case in enumerate(cases):
+        problem, part, failure = case.drawn(), {}, ""
+        try:
+            solved = solve(problem, case.dtype, sp.device, sp, case.lengths, call)
+            part = {name: x.cpu() for name, x in solved.items()}
+            sp.check()
+        except Exception as error:
+            failure = f"rank {sp.rank}: {type(error).__name__}: {error}"
+        failures, parts = zip(*gathered((failure, part)), strict=True)
+        if any(failures):
+            raise RuntimeError("; ".join(filter(None, failures)))
+        if i % sp.world_size == sp.rank:
+            mine.append((case, problem, merge(problem, parts)))
+    sp.set_lengths(None)
+    wrong = []
+    for case, problem, found in mine:
+        alone = solve(problem, case.dtype, sp.device)
+        oracle = oracle_of(case, problem, sp.device)
+        reports = check(problem, case.dtype, found, one_rank=alone, oracle=oracle, device=sp.device)
+        where = f" (lengths {case.lengths}, boundaries {problem.cu_seqlens})"
+        wrong += [str(report) + where for report in reports if not report.ok]
+    return wrong
 
 
 def every_op(sp: SequenceParallel, dtype: torch.dtype) -> list[str]:
-    wrong = []
-    for seed, op in enumerate(OPS):
-        for unit in (70, 150):
-            lengths = uneven(sp, unit)
-            wrong += compare(sp, draw(op, B=2, T=sum(lengths), H=3, K=64, V=64, seed=seed), dtype, lengths)
-    return wrong
+    return compare(
+        sp, [Case(op, dtype, uneven(sp, unit), B=2, H=3, seed=i) for i, op in enumerate(OPS) for unit in (70, 150)]
+    )
 
 
 def documents(sp: SequenceParallel, dtype: torch.dtype) -> list[str]:
     """Documents that span several ranks, end on their borders, are empty at the start, inside and at the end."""
-    wrong = []
-    for seed, op in enumerate(OPS):
-        lengths = uneven(sp, 130)
-        total = sum(lengths)
-        for pieces in ([0, total // 3, 0, total - total // 3 - 1, 1, 0], [0, *lengths, 0], [total]):
-            problem = draw(op, T=total, H=2, K=64, V=64, documents=pieces, seed=seed)
-            wrong += compare(sp, problem, dtype, lengths)
-    return wrong
+    lengths = uneven(sp, 130)
+    total = sum(lengths)
+    ways = ([0, total // 3, 0, total - total // 3 - 1, 1, 0], [0, *lengths, 0], [total])
+    return compare(sp, [Case(op, dtype, lengths, documents=way, seed=i) for i, op in enumerate(OPS) for way in ways])
 
 
 def all_shards_empty_but_one(sp: SequenceParallel) -> list[str]:
-    wrong = []
-    for owner in range(sp.world_size):
-        lengths = [90 if rank == owner else 0 for rank in range(sp.world_size)]
-        wrong += compare(sp, draw("simple_gla", T=90, H=2, K=64, V=64, seed=owner), torch.float32, lengths)
-    return wrong
+    ranks = range(sp.world_size)
+    return compare(
+        sp, [Case("simple_gla", torch.float32, [90 * (r == owner) for r in ranks], seed=owner) for owner in ranks]
+    )
 
 
 def lengths_exchanged(sp: SequenceParallel) -> list[str]:
     """cu_seqlens without set_lengths: the ranks tell each other their lengths at every call."""
     lengths = uneven(sp, 100)
-    problem = draw("simple_gla", T=sum(lengths), H=2, K=64, V=64, documents=[40, sum(lengths) - 40], seed=1)
 
     def call(x: dict[str, torch.Tensor], initial: Any, common: dict[str, Any]) -> Any:
         sp.set_lengths(None)
         return OPS["simple_gla"](x, initial, common)
 
-    return compare(sp, problem, torch.float32, lengths, call)
+    case = Case("simple_gla", torch.float32, lengths, documents=[40, sum(lengths) - 40], seed=1)
+    return compare(sp, [case], call)
 
 
 def under_checkpoint(sp: SequenceParallel) -> list[str]:
     def call(x: Any, initial: Any, common: Any) -> Any:
         return checkpoint(OPS["simple_gla"], x, initial, common, use_reentrant=False)
 
-    wrong = []
-    for seed in range(3):
-        lengths = uneven(sp, 120 + seed)
-        problem = draw("simple_gla", T=sum(lengths), H=2, K=64, V=64, seed=seed)
-        wrong += compare(sp, problem, torch.float32, lengths, call)
-    return wrong
+    cases = [Case("simple_gla", torch.float32, uneven(sp, 120 + seed), seed=seed) for seed in range(3)]
+    return compare(sp, cases, call)
 
 
 def under_compile(sp: SequenceParallel) -> list[str]:
     torch._dynamo.reset()
     call = torch.compile(OPS["simple_gla"], fullgraph=True, backend="aot_eager")
-    lengths = uneven(sp, 120)
-    return compare(sp, draw("simple_gla", T=sum(lengths), H=2, K=64, V=64, seed=5), torch.float32, lengths, call)
+    return compare(sp, [Case("simple_gla", torch.float32, uneven(sp, 120), seed=5)], call)
 
 
 def leaves_of(sp: SequenceParallel, T: int, H: int = 4, D: int = 64, seed: int = 0) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@
 
 The configurations are compiled first, side by side and without a sanitizer. Then each tool runs over all of them, in
 several processes. The summary says for each tool how many calls and distinct kernels ran and what was found; with
-`--out` it is written as JSON. Exit code 1 where a tool reports an error or a call fails.
+`--out` it is written as JSON, beside what the file has of other tools if it is of the same commit and machine. Exit
+code 1 where a tool reports an error or a call fails.
 """
 
 from __future__ import annotations
@@ -159,6 +160,15 @@ def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any
     return summary(tool, outputs) | {"seconds": round(time.monotonic() - begin)}
 
 
+def earlier(out: Path | None, environment: dict[str, Any]) -> dict[str, Any]:
+    """What `out` has of the tools, if it was measured at the same commit with the same software and GPU."""
+    if out is None or not out.exists():
+        return {}
+    found = json.loads(out.read_text())
+    same = ("commit", "dirty", "torch", "triton", "driver", "device")
+    return found["tools"] if all(found["environment"].get(key) == environment.get(key) for key in same) else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
@@ -180,16 +190,18 @@ def main() -> int:
     from flexsp.bench.record import environment, save
 
     result: dict[str, Any] = {"kind": "sanitize", "environment": environment(torch.device("cuda"), sys.argv)}
-    result["tools"] = {}
+    result["tools"] = earlier(args.out, result["environment"])
+    bad = False
     for tool in (None, *args.tools):
         found = run(tool, args.jobs, args.only, args.limit_s)
         result["tools"][tool or "without a tool"] = found
+        bad |= bool(found["errors"] or found["failed"])
         told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
         slow = f"slowest: {found['slowest']}"
         print(f"{tool or 'compiling':10s} {told}", slow, *found["failed"], *found["findings"], sep="\n  ", flush=True)
         if args.out is not None:
             save(args.out, result)
-    return int(any(found["errors"] or found["failed"] for found in result["tools"].values()))
+    return int(bad)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,10 @@ def check_number(name: str, x: Any, above: float | None = None) -> float:
     expected = "a finite number" if above is None else f"a finite number > {above:g}"
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         fail(name, expected, f"{type(x).__name__} {x!r}")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:
+        fail(name, expected, f"an int of {int(x).bit_length()} bits")
     if not math.isfinite(value) or (above is not None and not value > above):
         fail(name, expected, repr(x))
     return value

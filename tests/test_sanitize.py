@@ -82,3 +82,26 @@ def test_tools_that_run_one_at_a_time_end_in_one_file(tmp_path: Path) -> None:
     out.write_text(json.dumps({"environment": here, "tools": {"racecheck": {"calls": 4}}}))
     assert sanitize.earlier(out, here | {"date": "tomorrow", "command": ""}) == {"racecheck": {"calls": 4}}
     assert sanitize.earlier(out, here | {"commit": "4567def"}) == {}
+
+
+def test_a_process_that_crashes_at_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first case; the case is taken again, and a crash later on stays a failure."""
+    fresh = sanitize._line(begin="gla 64", index=3)
+    later = "\n".join([sanitize._line(begin="gla 32", index=2), sanitize._line(end="gla 32", seconds=0.1), fresh])
+    ended = sanitize._line(calls=1, kernels=["a"], failed=[]) + "\n========= ERROR SUMMARY: 0 errors"
+    answers = [(fresh, "a process ended with -11"), (ended, None)]
+    claims: list[list[str]] = []
+
+    def child(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str, str | None]:
+        folder = Path(command[command.index("--work") + 1])
+        claims.append([x.name for x in folder.iterdir()])
+        (folder / "3").mkdir(exist_ok=True)
+        return answers.pop(0)
+
+    monkeypatch.setattr(sanitize, "child", child)
+    found = sanitize.run("memcheck", 1, "", 60.0)
+    assert claims == [[], []] and found["failed"] == [] and found["calls"] == 1
+    assert found["restarted"][0].startswith("a process ended with -11, at gla 64")
+    answers += [(fresh, "a process ended with -11"), (fresh, "a process ended with -11")]
+    assert "at ['gla 64']" in sanitize.run("memcheck", 1, "", 60.0)["failed"][0]
+    assert sanitize.crashes([(later, "a process ended with -11"), (fresh, "a process was stopped after 5 s")]) == []

@@ -157,12 +157,13 @@ def traffic_table(result: Result) -> str:
 
 
 def sanitize_table(result: Result) -> str:
-    """What `make sanitize` found: calls, kernels, errors and failures of each of compute-sanitizer's tools."""
+    """What `make sanitize` found: what each of compute-sanitizer's tools ran, reported and missed."""
     lines = [
-        [tool, str(found["calls"]), str(found["kernels"]), str(found["errors"]), str(len(found["failed"]))]
+        [tool, *(str(found[key]) for key in ("calls", "kernels", "errors")),
+         *(str(len(found.get(key, []))) for key in ("failed", "restarted"))]
         for tool, found in result["tools"].items()
     ]
-    return grid(["tool", "calls", "kernels", "errors", "calls that failed"], lines)
+    return grid(["tool", "calls", "kernels", "errors", "calls that failed", "processes started again"], lines)
 
 
 _TABLES = {

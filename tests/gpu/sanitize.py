@@ -82,7 +82,7 @@ def work(claims: Path, only: str) -> None:
             (claims / str(index)).mkdir()
         except FileExistsError:
             continue
-        print(_line(begin=name), flush=True)
+        print(_line(begin=name, index=index), flush=True)
         begin = time.monotonic()
         try:
             call()
@@ -149,15 +149,29 @@ def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str
     }  # fmt: skip
 
 
+def crashes(outputs: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """The processes that a signal ended at their first case: the tools themselves do that when many start at once."""
+    return [(text, bad) for text, bad in outputs if "ended with -" in (bad or "") and len(_told(text)) == 1]
+
+
 def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any]:
-    """All cases in `jobs` processes, under a tool or plainly (which compiles them)."""
+    """All cases in `jobs` processes, under a tool or plainly (which compiles them).
+
+    Processes that crashed at once are started once more, and reported as restarted.
+    """
     under = [] if tool is None else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(jobs) as pool:
         command = [*under, sys.executable, __file__, "--work", claims, "--only", only]
         outputs = list(pool.map(lambda _: child(command, env, limit_s), range(jobs)))
-    return summary(tool, outputs) | {"seconds": round(time.monotonic() - begin)}
+        crashed = crashes(outputs)
+        for text, _ in crashed:
+            (Path(claims) / str(_told(text)[0]["index"])).rmdir()
+        again = pool.map(lambda _: child(command, env, limit_s), crashed)
+        outputs = [*(x for x in outputs if x not in crashed), *again]
+    restarted = [f"{bad}, at {_told(text)[0]['begin']}: {text[-3000:]}" for text, bad in crashed]
+    return summary(tool, outputs) | {"restarted": restarted, "seconds": round(time.monotonic() - begin)}
 
 
 def earlier(out: Path | None, environment: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +212,8 @@ def main() -> int:
         bad |= bool(found["errors"] or found["failed"])
         told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
         slow = f"slowest: {found['slowest']}"
-        print(f"{tool or 'compiling':10s} {told}", slow, *found["failed"], *found["findings"], sep="\n  ", flush=True)
+        wrong = [*found["failed"], *found["findings"], *found["restarted"]]
+        print(f"{tool or 'compiling':10s} {told}", slow, *wrong, sep="\n  ", flush=True)
         if args.out is not None:
             save(args.out, result)
     return int(bad)

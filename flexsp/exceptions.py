@@ -93,7 +93,7 @@ class NotAvailable(FlexspError, RuntimeError):
 
 
 class UncoveredWarning(UserWarning):
-    """No run of the GPU tests has covered this Triton release on this GPU. `flexsp.scan.covered` lists the runs."""
+    """No run of the GPU tests has covered this Triton release on this GPU. `flexsp.runtime.covered` lists the runs."""
 
 
 class NotExact(FlexspError, RuntimeError):

@@ -168,12 +168,12 @@ _SCAN = [
         ("else dF * arrived", "else dF * dF", "the gradient of a decay", _RANKS + "[gla-[9, 0, 21]]"),
     ),
     *_in(
-        "flexsp/scan/steps.py",
+        "flexsp/runtime/steps.py",
         ("-(-math.prod(shape) * dtype.itemsize // 256) * 256", "math.prod(shape) * dtype.itemsize // 256 * 256",
          "buffers overlap", _PLAIN),
     ),
     *_in(
-        "flexsp/scan/lanes.py",
+        "flexsp/runtime/lanes.py",
         ("int(by) >= 32}", "int(by) > 32}", "lanes next to each other are not seen", "tests/test_lanes.py"),
         ("|ashr|udiv|sdiv|or|", "|ashr|udiv|sdiv|", "promises about or stay", "tests/test_lanes.py"),
     ),

@@ -445,10 +445,10 @@ def test_without_dispatcher_ends() -> None:
     from flexsp.bench.host import without_dispatcher
     from flexsp.compiler import LinearAttention
     from flexsp.compiler.dispatch import Recipe
-    from flexsp.scan.launch import Shot
+    from flexsp.runtime.launch import KernelLaunch
 
     def parts() -> list[object]:
-        return [Shot.fire, Shot.prepare, Recipe.foresee, LinearAttention.remembered]
+        return [KernelLaunch.run, KernelLaunch.prepare, Recipe.precompile, LinearAttention.remembered]
 
     before = parts()
     with without_dispatcher():

@@ -20,7 +20,7 @@ import pytest
 import triton
 
 from flexsp.devices import H200
-from flexsp.scan.triton_private import RELEASE
+from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ import torch
 
 from flexsp.exceptions import UncoveredWarning
 from flexsp.launch import cli, doctor
-from flexsp.scan import covered
-from flexsp.scan.covered import Run, uncovered, warn_if_uncovered
+from flexsp.runtime import covered
+from flexsp.runtime.covered import Run, uncovered, warn_if_uncovered
 
 RUNS = (Run("3.6.0", (9, 0), "NVIDIA H200", "0123abc", 324), Run("3.9.0", (9, 0), "NVIDIA H200", "0123abc", 324))
 

@@ -27,7 +27,7 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
-from flexsp.scan.launch import Shot
+from flexsp.runtime.steps import launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -53,15 +53,15 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
             shape = lead[name] + [sizes[s.name] for s in what.shape if s != "T"]
             given[name] = torch.empty(shape, dtype=what.dtype, device="meta")
         recipe = dispatch.Recipe(code, given, None, None, None)
-        recipe.play = lambda steps, frame, device: found.update(x.facts(frame) for x in steps if isinstance(x, Shot))
+        recipe.run_steps = lambda steps, frame, device: found.update(x.facts(frame) for x in launches_of(steps))
         o, _, saved = recipe.run_forward(list(given.values()), None, None)
         recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
         counts.append(len(found))
     return counts
 
 
-def foreseen(sp: Any, name: str, folder: str) -> list[bool]:
-    """Whether the kernels that calls and their backward passes launch are those that were foreseen."""
+def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
+    """Whether the kernels that calls and their backward passes launch are those that were precompiled."""
     from flexsp.compiler import dispatch
 
     code, found = variants.load(name).make(4, 64, 64, torch.bfloat16, code_dir=folder)._generated, []
@@ -75,19 +75,17 @@ def foreseen(sp: Any, name: str, folder: str) -> list[bool]:
         initial = torch.zeros(4 * 64 * 64 + odd)[odd:].view(1, 4, 64, 64).requires_grad_() if given else None
         bounds = torch.tensor([0, 100, 4096]) if packed else None
         recipe, facts = dispatch.Recipe(code, x, initial, bounds, None), set()
-        recipe.play = lambda steps, frame, _, facts=facts: facts.update(
-            x.facts(frame) for x in steps if isinstance(x, Shot)
-        )
+        recipe.run_steps = lambda steps, frame, _, facts=facts: facts.update(x.facts(frame) for x in launches_of(steps))
         table = torch.zeros(recipe.plan.n_chunks, 5, dtype=torch.int32) if packed else None
         o, _, saved = recipe.run_forward([*x.values()], initial, table)
         recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
-        found.append({shot.facts(frame) for shot, frame in recipe.launches([*x.values()], initial, True)} == facts)
+        found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
     return found
 
 
 @pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
-def test_backward_kernels_are_foreseen(name: str, tmp_path: Path) -> None:
-    assert run_ranks(foreseen, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
+    assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
 
 
 @pytest.mark.parametrize("name", ["retnet", "gla", "gated_deltanet"])

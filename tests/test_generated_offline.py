@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import triton
 
-from flexsp.scan.triton_private import RELEASE
+from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
 SHARED_LIMIT = 227 * 1024

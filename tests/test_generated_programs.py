@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def inverses(sp: Any, C: int) -> list[float]:
     from flexsp.compiler.intrinsic_kernels import inverse_kernel
-    from flexsp.scan.launch import launch
+    from flexsp.runtime.launch import launch
 
     x = torch.randn(2, 3, C, C) / C**0.5
     x[1, 2, C // 2 + 1 :] = 0.0  # rows past the chunk's length
@@ -112,7 +112,7 @@ def test_derivative_of_sums() -> None:
 def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
     """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
     from flexsp.compiler import intrinsic_kernels
-    from flexsp.scan.launch import launch
+    from flexsp.runtime.launch import launch
 
     torch.manual_seed(seed)
     B, H, N, n = 2, 2, 20, 2

@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[Any, tuple[int, int]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
-    monkeypatch.setattr(triton_engine, "play", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(triton_engine, "run_steps", lambda *args: None)  # no kernel runs
     monkeypatch.setattr(triton_engine, "_calls", {})
 
     def worked_out() -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from flexsp.scan.lanes import drop_lane_flags, packed_carries
+from flexsp.runtime.lanes import drop_lane_flags, packed_carries
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +39,7 @@ def compile_scores(plain: bool) -> list[str]:
 
     from flexsp.compiler.intrinsic_kernels import scores_kernel
     from flexsp.kernels.primitives import dots
-    from flexsp.scan import lanes, launch
+    from flexsp.runtime import lanes, launch
 
     if plain:
         lanes.drop_lane_flags = lambda text: text

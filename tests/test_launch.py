@@ -12,9 +12,9 @@ import pytest
 import torch
 from triton import knobs
 
-from flexsp.scan import launch as module
-from flexsp.scan import triton_private as private
-from flexsp.scan.launch import dependent, launch, newer_assembler
+from flexsp.runtime import launch as module
+from flexsp.runtime import triton_private as private
+from flexsp.runtime.launch import dependent, launch, newer_assembler
 
 
 class OnGPU(torch.Tensor):

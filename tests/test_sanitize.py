@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsp.scan import launch
+from flexsp.runtime import launch
 from tests.gpu import sanitize
 
 

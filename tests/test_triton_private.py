@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flexsp.scan import triton_private as private
+from flexsp.runtime import triton_private as private
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -178,9 +178,9 @@ torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device=Non
 from triton import knobs
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 from flexsp.exceptions import UncoveredWarning
-from flexsp.scan import covered
-from flexsp.scan import triton_private as private
-from flexsp.scan.launch import Shot, begin, launch
+from flexsp.runtime import covered
+from flexsp.runtime import triton_private as private
+from flexsp.runtime.launch import KernelLaunch, begin, launch
 
 covered.COVERED = ()
 
@@ -204,17 +204,17 @@ frame = {"x": torch.zeros(64), "y": torch.zeros(64)}
 at = {"x": 4096, "y": 8192, None: None}
 numbers, constants, options = [5, 1, 2**40, 16, 0.5], {"BLOCK": 32}, {"num_warps": 2}
 
-def shot():
-    return Shot(kernel, (3, 4, 5), ["x", "y", None], numbers, constants, options)
+def a_launch():
+    return KernelLaunch(kernel, (3, 4, 5), ["x", "y", None], numbers, constants, options)
 
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    shot().fire(frame, at, 0x70)
-    shot().fire(frame, at, 0x70)
+    a_launch().run(frame, at, 0x70)
+    a_launch().run(frame, at, 0x70)
     private.RELEASE = (3, 99)  # one that is not known
-    shot().fire(frame, at, 0x70)
+    a_launch().run(frame, at, 0x70)
     knobs.runtime.launch_enter_hook.add(lambda metadata: print("hook", flush=True))
-    shot().fire(frame, at, 0x70)
+    a_launch().run(frame, at, 0x70)
 given = [x.as_subclass(OnGPU) for x in frame.values()]
 print("addresses", *[x.data_ptr() for x in given], flush=True)
 launch(kernel, (3, 4, 5), (*given, None, *numbers), constants, options)
@@ -257,7 +257,7 @@ def test_an_uncovered_gpu_is_named_once(written: list[str]) -> None:
 
 INTERPRETED = """
 import torch, triton, triton.language as tl
-from flexsp.scan import triton_private
+from flexsp.runtime import triton_private
 
 @triton.jit
 def kernel(x, y, n, a, N: tl.constexpr):

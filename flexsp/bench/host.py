@@ -33,14 +33,14 @@ def without_dispatcher() -> Iterator[None]:
     from flexsp.compiler import dispatch
     from flexsp.compiler.linear_attention import LinearAttention
 
-    def fire(self: Any, frame: Any, at: Any, stream: int) -> None:
+    def run(self: Any, frame: Any, at: Any, stream: int) -> None:
         self.kernel[self.grid](*self.arguments(frame), **self.constants, PDL=True, launch_pdl=True, **self.options)
 
     def nothing(*args: Any) -> None: ...
 
     parts: tuple[tuple[type, str, Any], ...] = (
-        (dispatch.Shot, "fire", fire), (dispatch.Shot, "prepare", nothing), (dispatch.Recipe, "foresee", nothing),
-        (LinearAttention, "remembered", nothing),
+        (dispatch.KernelLaunch, "run", run), (dispatch.KernelLaunch, "prepare", nothing),
+        (dispatch.Recipe, "precompile", nothing), (LinearAttention, "remembered", nothing),
     )  # fmt: skip
     plain = [getattr(owner, name) for owner, name, _ in parts]
     for owner, name, other in parts:

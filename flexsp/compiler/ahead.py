@@ -14,7 +14,7 @@ from flexsp.compiler.dispatch import Recipe
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.devices import of_arch, of_device, planned_for
-from flexsp.scan.launch import workers
+from flexsp.runtime.launch import workers
 
 __all__ = ["compile_ahead"]
 
@@ -47,9 +47,9 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
                 bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
                 with planned_for(device):
                     recipe = Recipe(code, given, None, bounds, None)
-                for shot, frame in recipe.launches(list(given.values()), None, True):
-                    if (facts := shot.facts(frame)) not in jobs:
-                        jobs[facts] = workers().submit(shot.build, shot.described(frame), target)
+                for launch, frame in recipe.launches(list(given.values()), None, True):
+                    if (facts := launch.facts(frame)) not in jobs:
+                        jobs[facts] = workers().submit(launch.build, launch.described(frame), target)
     return len({job.result().hash for job in jobs.values()})
 
 

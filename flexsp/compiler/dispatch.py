@@ -27,8 +27,9 @@ from flexsp.compiler.walks import WALKS
 from flexsp.devices import MOST_HEADS, of_device
 from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
-from flexsp.scan.launch import Shot
-from flexsp.scan.steps import Frame, Room, Step, copy, play, scan, shots_of
+from flexsp.runtime.launch import KernelLaunch
+from flexsp.runtime.steps import Frame, Step, Workspace, copy, launches_of, run_steps
+from flexsp.scan.step import propagate_step
 
 __all__ = ["Recipe", "run", "table_of"]
 
@@ -42,7 +43,7 @@ class Backward:
     """Steps of one backward pass; `scratch` holds its buffers."""
 
     steps: list[Step]
-    scratch: Room
+    scratch: Workspace
 
 
 class Recipe:
@@ -59,7 +60,8 @@ class Recipe:
         self.others: dict[Any, Recipe] = {}
         first = next(name for name in given if name in layout.tokens)
         lead = given[first]
-        self.lay = None if isinstance(lead, FakeTensor) else _lay(given.values(), initial)  # the former have no address
+        fake = isinstance(lead, FakeTensor)  # without an address
+        self.input_layout = None if fake else _layout_of(given.values(), initial)
         self.device, self.dtype = lead.device, lead.dtype
         self.batched = lead.dim() == len(layout.tokens[first]) + 2
         self.B = lead.shape[0] if self.batched else 1
@@ -84,11 +86,11 @@ class Recipe:
         self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
         self.states = "@states" if self.scanned else None
         self.table = "@table" if self.docs else None
-        self.play: Callable[[Sequence[Step], Frame, torch.device], None] = play
-        self.saved, self.scratch = Room(), Room()
+        self.run_steps: Callable[[Sequence[Step], Frame, torch.device], None] = run_steps
+        self.saved, self.scratch = Workspace(), Workspace()
         self.forward = self._forward()
         self.backwards: dict[Any, Backward] = {}
-        self.foreseen = False
+        self.precompiled = False
 
     def _lies_well(self, name: str, x: torch.Tensor) -> bool:
         if name not in self.code.layout.tokens:
@@ -114,13 +116,13 @@ class Recipe:
 
     # Steps
 
-    def _room(self, name: str, room: Room, like: str | None = None) -> str:
-        """Room for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
+    def _reserve(self, name: str, workspace: Workspace, like: str | None = None) -> str:
+        """Workspace for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
         shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[like or name]]
         wide = name.startswith(("gates_", "f32_")) or len(shape) < 2
-        return room.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
+        return workspace.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
 
-    def _shot(
+    def _launch(
         self, kind: str, how: Launch, others: Sequence[str | None], do: Strides = (0, 0, 0),
         columns: int | None = None, **flags: bool,
     ) -> list[Step]:  # fmt: skip
@@ -149,7 +151,7 @@ class Recipe:
         options = {"num_warps": how.warps, "num_stages": how.stages}
         if how.registers is not None:
             options["maxnreg"] = how.registers
-        return [Shot(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
+        return [KernelLaunch(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:
@@ -157,20 +159,20 @@ class Recipe:
         return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
 
     def _stages(
-        self, backward: bool, room: Callable[[str], Room], others: list[str | None], do: Strides = (0, 0, 0)
+        self, backward: bool, where: Callable[[str], Workspace], others: list[str | None], do: Strides = (0, 0, 0)
     ) -> list[Step]:
         steps: list[Step] = []
         for stage in self.code.stages:
             if stage.backward == backward:
                 for name in stage.leaves:
-                    self._room(name, room(name))
+                    self._reserve(name, where(name))
                 if stage.writes:
-                    steps += self._shot(stage.kind, self.plan.whole, [*others, self.table], do)
+                    steps += self._launch(stage.kind, self.plan.whole, [*others, self.table], do)
                 for x in stage.intrinsics:
-                    steps += self._intrinsic(x, room)
+                    steps += self._intrinsic(x, where)
         return steps
 
-    def _intrinsic(self, what: Intrinsic, room: Callable[[str], Room]) -> list[Step]:
+    def _intrinsic(self, what: Intrinsic, where: Callable[[str], Workspace]) -> list[Step]:
         plan, C = self.plan, self.plan.chunk
         grid = (plan.n_chunks, self.B * self.H, 1)
         warps = {"num_warps": intrinsic_kernels.WARPS[what.kind]}
@@ -179,7 +181,7 @@ class Recipe:
         if what.kind == "inverse":
             pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
             constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-            return [Shot(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
+            return [KernelLaunch(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
         *da, q, k, b = what.args
         size = self.code.layout.kept[b][1]
         kept = [x not in self.strides for x in (q, k)]
@@ -197,12 +199,12 @@ class Recipe:
         else:
             kernel = intrinsic_kernels.scores_grad_kernel
             one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
-            both = [self._room(f"{one[:-1]}{i}", room(one), one) for i in range(2)]
+            both = [self._reserve(f"{one[:-1]}{i}", where(one), one) for i in range(2)]
             pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
-        return [Shot(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
+        return [KernelLaunch(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
 
-    def _of_states(self, name: str, room: Room) -> None:
-        room.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
+    def _of_states(self, name: str, workspace: Workspace) -> None:
+        workspace.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
 
     def _forward(self) -> list[Step]:
         code, plan = self.code, self.plan
@@ -211,7 +213,7 @@ class Recipe:
             self._of_states("@states", self.saved)
             steps += self._scan()
         in_walk = self.given and (self.docs > 0 or not self.scanned)
-        steps += self._shot(
+        steps += self._launch(
             "output", plan.walk,
             [self.states, "@initial" if in_walk else None, "@final" if self.ends else None, self.table],
             ENTERS=self.scanned, BOUNDARY=in_walk, LEAVES=self.ends,
@@ -233,7 +235,7 @@ class Recipe:
                 carried.append(self.saved.add("@decay", _F32, B, plan.n_seg, H, K))
             carried.append(self.saved.add("@cut", torch.int32, B, plan.n_seg) if self.docs else None)
         initial = "@initial" if self.given else None
-        steps = self._shot(
+        steps = self._launch(
             "summarize", plan.walk, ["@states", initial, *carried, self.table], columns=width, BOUNDARY=self.given
         )
         if not plan.n_chunks:
@@ -259,21 +261,21 @@ class Recipe:
         kind = "dense" if A is not None else "none" if decay is None else "vector"
         shape = self.B, self.plan.n_seg, self.H, self.K, self.V
         call = self.code.program.call_text(self.dtype, self.docs > 0)
-        return scan(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1, call)
+        return propagate_step(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1, call)
 
     def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
-        lay = _lay(tensors, initial)
-        if lay == self.lay:
+        layout = _layout_of(tensors, initial)
+        if layout == self.input_layout:
             return self
-        if lay not in self.others:
+        if layout not in self.others:
             if len(self.others) >= 16:
                 self.others.clear()
             bounds = torch.empty(self.docs + 1, dtype=torch.int64, device="meta") if self.docs else None
             sp = get_sp(self.sp_id) if self.sp_id >= 0 else None
             given = dict(zip(self.names, tensors, strict=True))
-            self.others[lay] = Recipe(self.code, given, initial, bounds, sp, self.plan)
-        return self.others[lay]
+            self.others[layout] = Recipe(self.code, given, initial, bounds, sp, self.plan)
+        return self.others[layout]
 
     def backward(self, do: torch.Tensor, dfinal: torch.Tensor | None, dinitial: bool) -> Backward:
         """Steps for gradients of outputs and final states that lie so, with or without those of initial states."""
@@ -286,22 +288,22 @@ class Recipe:
         return found
 
     def _backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
-        code, plan, room = self.code, self.plan, Room()
+        code, plan, workspace = self.code, self.plan, Workspace()
         strides = self._strides(do)
         of_chunks = self.dtype if self.dtype == torch.bfloat16 else _F32
         for name in ("@entering", "@leaving"):
-            room.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
+            workspace.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
         after = "@dfinal" if dfinal else None
         dstates = "@dstates" if self.scanned else None
         first, last = (x and (self.docs > 0 or not self.scanned) for x in (self.given, dfinal))
         others = [self.states, "@initial" if first else None, "@entering", self.table]
-        entering = self._shot("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
+        entering = self._launch("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
         steps: list[Step] = []
         if self.scanned:
-            self._of_states("@dstates", room)
+            self._of_states("@dstates", workspace)
             steps = self._scan_back(after, strides)
         steps = [*entering, *steps] if code.kernels["collect"].entering else [*steps, *entering]
-        steps += self._shot(
+        steps += self._launch(
             "back", plan.walk,
             [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", *self._entering("back")],
             strides, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
@@ -309,16 +311,16 @@ class Recipe:
         if dinitial and not plan.n_chunks:
             steps.append(lambda frame: copy(frame["@dinitial"], frame["@dstates"][:, 0]))
         of_chunk: list[str | None] = ["@entering", "@leaving"]
-        steps += self._stages(True, lambda name: room, of_chunk, strides)
+        steps += self._stages(True, lambda name: workspace, of_chunk, strides)
         for name in code.layout.params:
             sizes = [self.sizes[s] for s in code.layout.params[name]]
-            room.add(f"d.{name}", _F32, self.B, self.H, plan.n_chunks, *sizes)
+            workspace.add(f"d.{name}", _F32, self.B, self.H, plan.n_chunks, *sizes)
         for name in code.sums:
-            self._room(name, room)
-        steps += self._shot("grads", plan.part, [*of_chunk, self.table], strides)
+            self._reserve(name, workspace)
+        steps += self._launch("grads", plan.part, [*of_chunk, self.table], strides)
         if code.small:
-            steps += self._shot("gather", plan.small, [*of_chunk, self.table], strides)
-        return Backward(steps, room)
+            steps += self._launch("gather", plan.small, [*of_chunk, self.table], strides)
+        return Backward(steps, workspace)
 
     def _entering(self, kind: str) -> list[str | None]:
         """The last arguments of a walk from right to left."""
@@ -326,7 +328,7 @@ class Recipe:
 
     def _scan_back(self, after: str | None, strides: Strides) -> list[Step]:
         others = ["@dstates", after, *self._entering("collect")]
-        steps = self._shot("collect", self.plan.walk, others, strides, BOUNDARY=after is not None)
+        steps = self._launch("collect", self.plan.walk, others, strides, BOUNDARY=after is not None)
         if not self.plan.n_chunks:
             steps.append(lambda frame: self._nothing(frame, "@dstates", -1, after))
         return [*steps, self._propagate("@dstates", True)]
@@ -335,7 +337,7 @@ class Recipe:
 
     def launches(
         self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool
-    ) -> Iterator[tuple[Shot, Frame]]:
+    ) -> Iterator[tuple[KernelLaunch, Frame]]:
         """The launches of a call and, without their memory, what they are compiled for.
 
         Of the backward pass for contiguous gradients of the outputs and none of final states.
@@ -351,25 +353,25 @@ class Recipe:
         given["@initial"] = initial if initial is not None and initial.is_contiguous() else like(1)
         saved = self.saved, like(self.saved.nbytes, dtype=torch.uint8)
         scratch = self.scratch, like(self.scratch.nbytes, dtype=torch.uint8)
-        for shot in shots_of(self.forward):
-            yield shot, Frame(given, (saved, scratch))
+        for each in launches_of(self.forward):
+            yield each, Frame(given, (saved, scratch))
         if backward:
             given["@do"] = given["@o"]
             given |= {f"d.{name}": like(1, dtype=x.dtype) for name, x in given.items() if name in self.strides}
             back = self.backward(given["@do"], None, initial is not None and initial.requires_grad)
             frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
-            for shot in shots_of(back.steps):
-                yield shot, frame
+            for each in launches_of(back.steps):
+                yield each, frame
 
-    def foresee(
+    def precompile(
         self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool = True
     ) -> list[Future[Any]]:
         """Starts to compile, once and on a GPU, what a call and its backward pass launch."""
-        if self.foreseen or self.device.type != "cuda":
+        if self.precompiled or self.device.type != "cuda":
             return []
-        self.foreseen = True
+        self.precompiled = True
         found = self.launches(tensors, initial, backward)
-        return [shot.prepare(frame, self.device.index) for shot, frame in found]
+        return [each.prepare(frame, self.device.index) for each, frame in found]
 
     def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -396,11 +398,11 @@ class Recipe:
         if self.ends:
             final = given["@final"] = self._edge()
         saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
-        rooms = [(self.saved, saved)]
+        workspaces = [(self.saved, saved)]
         if self.scratch.nbytes:
-            rooms.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
-        frame = Frame(given, rooms)
-        self.play(self.forward, frame, self.device)
+            workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
+        frame = Frame(given, workspaces)
+        self.run_steps(self.forward, frame, self.device)
         if os.environ.get("FLEXSP_CHECK") == "1" and "@decay" in self.saved.places:
             self._look_at_decays(frame["@decay"])
         return o, final, saved
@@ -437,7 +439,7 @@ class Recipe:
         back = self.backward(do, given.get("@dfinal"), want_dinitial)
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        self.play(back.steps, frame, self.device)
+        self.run_steps(back.steps, frame, self.device)
         grads = [
             frame[f"d.{name}"] if name in self.strides else frame[f"d.{name}"].sum((0, 2)).to(x.dtype)
             for name, x in zip(self.names, tensors, strict=True)
@@ -445,7 +447,7 @@ class Recipe:
         return grads, dinitial
 
 
-def _lay(tensors: Iterable[torch.Tensor], initial: torch.Tensor | None) -> tuple[Any, ...]:
+def _layout_of(tensors: Iterable[torch.Tensor], initial: torch.Tensor | None) -> tuple[Any, ...]:
     """How tensors lie in memory."""
     return tuple([None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors, initial)])
 
@@ -501,7 +503,7 @@ def run(
     if torch.is_grad_enabled() and (
         recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
     ):
-        recipe.foresee(tensors, initial)
+        recipe.precompile(tensors, initial)
         anchor = sp.anchor if sp is not None and recipe.chained else None
         return _Function.apply(recipe, table, anchor, initial, *tensors)
     return recipe.run_forward(tensors, initial, table)[:2]

@@ -32,8 +32,8 @@ from flexsp.compiler.values import OURS, NotEmittable
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
+from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import DENSE_ROWS, MOST
-from flexsp.scan.launch import only_old_assemblers
 
 __all__ = ["Generated", "generated", "write_code"]
 
@@ -45,7 +45,7 @@ from flexsp.compiler.tile_ops import (
     below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
-from flexsp.scan.launch import begin
+from flexsp.runtime.launch import begin
 """
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 _IN_CODE = re.compile(  # variables of the code, which sizes must not be named like

@@ -142,7 +142,7 @@ def _fake_forward(variant, tensors, initial, cu_seqlens, order=None, sp=-1):  # 
     looks = [_looks(x) for x in tensors]
     others = [None if x is None else _looks(x) for x in (initial, cu_seqlens)]
 
-    def foresee() -> tuple[Any, tuple[int, ...]]:
+    def planned() -> tuple[Any, tuple[int, ...]]:
         model.make_kernels(looks[0][2].type == "cuda", looks[0][1])
         with FakeTensorMode():
             made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
@@ -154,7 +154,7 @@ def _fake_forward(variant, tensors, initial, cu_seqlens, order=None, sp=-1):  # 
             heads = made[0].dim() - len(model.program.meta.tokens[model.names[0]].shape) + 2
             return call, (*made[0].shape[:heads], model.width(inputs, state))
 
-    call, out = elsewhere(first.device, foresee)
+    call, out = elsewhere(first.device, planned)
     recipe, ends = call.recipe, group is None or cu_seqlens is not None or group.is_last
     slots = recipe.plan.n_chunks if recipe is not None and cu_seqlens is not None else 0
     return (

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import chunk_info, mm
-from flexsp.scan.launch import begin
+from flexsp.runtime.launch import begin
 
 WARPS = {"inverse": 1, "scores": 4, "scores_grad": 8}  # that each kernel is launched with
 COLUMNS = 64  # of the keys that `scores_kernel` holds at a time

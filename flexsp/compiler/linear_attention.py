@@ -23,7 +23,7 @@ from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
 from flexsp.exceptions import check_dense, fail
-from flexsp.scan.kept import keep
+from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.compiler.dispatch import Recipe
@@ -332,7 +332,7 @@ class LinearAttention:
         if isinstance(self._generated, str):
             raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
         from flexsp.compiler.ahead import compile_ahead
-        from flexsp.scan.triton_private import current_target, gpu_target
+        from flexsp.runtime.triton_private import current_target, gpu_target
 
         named = os.environ.get("FLEXSP_AOT_ARCH") or "90"
         if not named.isdecimal():

@@ -24,7 +24,7 @@ from flexsp.compiler.intrinsic_kernels import WARPS
 from flexsp.compiler.values import is_state
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import Device, of_device
-from flexsp.scan.kept import keep_with
+from flexsp.runtime.kept import keep_with
 
 if TYPE_CHECKING:
     from flexsp.compiler.differentiate import Intrinsic

@@ -19,8 +19,8 @@ from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import Device, check_shared, of_device
+from flexsp.runtime.kept import keep_with
 from flexsp.scan.dense import MOST
-from flexsp.scan.kept import keep_with
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated

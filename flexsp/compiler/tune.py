@@ -13,7 +13,7 @@ import torch
 from flexsp.compiler.dispatch import Recipe
 from flexsp.compiler.plan import Plan, candidates
 from flexsp.devices import of_device
-from flexsp.scan.triton_private import OutOfResources, PTXASError
+from flexsp.runtime.triton_private import OutOfResources, PTXASError
 
 __all__ = ["Tuned", "tune"]
 
@@ -96,7 +96,7 @@ def tune(
 
     def quickest(plans: list[Plan]) -> Plan:
         recipes.update((plan, make(plan)) for plan in plans if plan not in recipes)
-        wait([job for plan in plans for job in recipes[plan].foresee(tensors, initial, backward)])
+        wait([job for plan in plans for job in recipes[plan].precompile(tensors, initial, backward)])
         return min(plans, key=of)
 
     code, T, docs = usual.code, usual.T, usual.docs

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexsp.scan.launch import begin
+from flexsp.runtime.launch import begin
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

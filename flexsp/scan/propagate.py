@@ -26,9 +26,9 @@ from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.comm.group import ranks_call
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
+from flexsp.runtime.launch import begin, launch
 from flexsp.scan.affine import dense_over_process_group
 from flexsp.scan.dense import MOST, check_dense, load_dense, through
-from flexsp.scan.launch import begin, launch
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexsp.scan.triton_private import SharedMemory, compiling_to_shared_memory, gpu_target, record_launches, tool
+from flexsp.runtime.triton_private import SharedMemory, compiling_to_shared_memory, gpu_target, record_launches, tool
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
 
@@ -50,14 +50,14 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a
 
 def compile_launches(launches: Iterable[Launched], arch: int = 90) -> list[Compiled]:
     """`compile_launch` of all of them, side by side."""
-    from flexsp.scan.launch import workers
+    from flexsp.runtime.launch import workers
 
     return [*workers().map(lambda launch: compile_launch(launch[0], launch[1], launch[2], arch), launches)]
 
 
 def shared_of(launches: Iterable[Launched], arch: int) -> list[int]:
     """Bytes of shared memory of each, side by side; nothing is compiled further than that is known."""
-    from flexsp.scan.launch import workers
+    from flexsp.runtime.launch import workers
 
     def found(launch: Launched) -> int:
         try:
@@ -70,7 +70,7 @@ def shared_of(launches: Iterable[Launched], arch: int) -> list[int]:
 
 
 def _build(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Any:
-    from flexsp.scan.launch import build
+    from flexsp.runtime.launch import build
 
     pdl = arch >= 90
     constants = {k: v for k, v in kwargs.items() if k in kernel.arg_names} | {"PDL": pdl}

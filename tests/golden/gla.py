@@ -9,7 +9,7 @@ from flexsp.compiler.tile_ops import (
     below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
-from flexsp.scan.launch import begin
+from flexsp.runtime.launch import begin
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])

@@ -74,7 +74,7 @@ def work(claims: Path, only: str) -> None:
     """Child: takes case after case that no other process has claimed; prints one line before each and one after all."""
     import torch
 
-    from flexsp.scan import launch
+    from flexsp.runtime import launch
 
     calls, failed = 0, []
     for index, (name, call) in enumerate(case for case in cases() if only in case[0]):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state
-from flexsp.scan.launch import begin
+from flexsp.runtime.launch import begin
 
 
 @triton.jit

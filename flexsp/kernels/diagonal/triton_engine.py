@@ -15,9 +15,10 @@ from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
-from flexsp.scan.kept import keep
-from flexsp.scan.launch import Shot
-from flexsp.scan.steps import Frame, Room, Step, copy, play, scan
+from flexsp.runtime.kept import keep
+from flexsp.runtime.launch import KernelLaunch
+from flexsp.runtime.steps import Frame, Step, Workspace, copy, run_steps
+from flexsp.scan.step import propagate_step
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -34,13 +35,13 @@ class _Call:
 
     plan: Plan
     steps: list[Step]
-    room: Room
+    workspace: Workspace
 
     def run(self, tensors: Tensors, device: torch.device) -> None:
-        rooms = []
-        if self.room.nbytes:
-            rooms.append((self.room, torch.empty(self.room.nbytes, dtype=torch.uint8, device=device)))
-        play(self.steps, Frame(tensors, rooms), device)
+        workspaces = []
+        if self.workspace.nbytes:
+            workspaces.append((self.workspace, torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=device)))
+        run_steps(self.steps, Frame(tensors, workspaces), device)
 
 
 _calls: dict[Any, _Call] = {}
@@ -67,7 +68,8 @@ def _count(n: int, block: int) -> int:
 
 
 class _Launches:
-    """Launches of one call. `tensors` by name are there for their strides; what only scratch memory holds is in `room`.
+    """Launches of one call. `tensors` by name are there for their strides; `workspace` has what is
+    scratch memory alone.
 
     A pointer that a kernel does not use is that of q.
     """
@@ -80,7 +82,7 @@ class _Launches:
         self.decay = primitives.decay_scalar if self.gated else primitives.decay_none
         row = p.n_chunks * p.tiles.chunk
         self.gate_strides = (p.H * row, row) if self.gated else (0, 0)
-        self.room = Room()
+        self.workspace = Workspace()
 
     def strides(self, *names: str) -> list[int]:
         return [n for name in names for n in self.tensors[name].stride()[:3]]
@@ -94,16 +96,16 @@ class _Launches:
 
     def walk(
         self, kernel: Any, tile: Tile, programs: int, pointers: list[str | None], numbers: list[int], **constants: Any
-    ) -> Shot:
+    ) -> KernelLaunch:
         """A walk with its tile; `constants` are its own, those of every walk are added here."""
         p = self.p
         constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.tiles.chunk, "PACKED": p.packed}
         constants |= {"DECAY": self.decay, "GATED": self.gated, **dots(self.tensors["q"].dtype)}
         cut: list[Any] = [p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        return Shot(kernel, (programs, p.B * p.H, p.n_seg), pointers, [*numbers, *cut], constants, options)
+        return KernelLaunch(kernel, (programs, p.B * p.H, p.n_seg), pointers, [*numbers, *cut], constants, options)
 
-    def gates(self) -> Shot:
+    def gates(self) -> KernelLaunch:
         """Cumulative log2 decay of the chunks."""
         from flexsp.kernels.primitives import gate_kernel
 
@@ -111,9 +113,9 @@ class _Launches:
         constants = {"C": p.tiles.chunk, "PACKED": p.packed}
         numbers = [*self.strides("g"), p.T, p.H]
         pointers = ["g", "decay", "table"]
-        return Shot(gate_kernel, (p.n_chunks, p.B * p.H, 1), pointers, numbers, constants, {"num_warps": 2})
+        return KernelLaunch(gate_kernel, (p.n_chunks, p.B * p.H, 1), pointers, numbers, constants, {"num_warps": 2})
 
-    def summarize(self, x: str, y: str, states: str, boundary: str | None, reverse: bool, zero: bool) -> Shot:
+    def summarize(self, x: str, y: str, states: str, boundary: str | None, reverse: bool, zero: bool) -> KernelLaunch:
         from flexsp.kernels.diagonal.summarize import summarize_kernel
 
         tile = self.p.tiles.summarize
@@ -124,7 +126,7 @@ class _Launches:
             REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero,
         )  # fmt: skip
 
-    def output(self, initial: str | None, final: bool) -> Shot:
+    def output(self, initial: str | None, final: bool) -> KernelLaunch:
         from flexsp.kernels.diagonal.output import output_kernel
 
         tile = self.p.tiles.output
@@ -136,11 +138,12 @@ class _Launches:
         )  # fmt: skip
 
     def sums(self, name: str, tiles: int, parts: int, wanted: bool) -> str:
-        """Room for the sums that tokens of a chunk leave to the gate gradient."""
+        """Memory for the sums that tokens of a chunk leave to the gate gradient."""
         p = self.p
-        return self.room.add(name, _F32, *((p.B, p.H, p.n_chunks, tiles, parts, p.tiles.chunk) if wanted else (0,)))
+        shape = (p.B, p.H, p.n_chunks, tiles, parts, p.tiles.chunk) if wanted else (0,)
+        return self.workspace.add(name, _F32, *shape)
 
-    def dq(self, initial: str | None, want_dg: bool) -> Shot:
+    def dq(self, initial: str | None, want_dg: bool) -> KernelLaunch:
         from flexsp.kernels.diagonal.grads import dq_kernel
 
         tile = self.p.tiles.dq
@@ -153,14 +156,14 @@ class _Launches:
             INITIAL=initial is not None, READS=want_dg, PARTS=tile.parts, ALIKE=self.alike("q", "k", "v", "do", "dq"),
         )  # fmt: skip
 
-    def dkv(self, tile: Tile, dfinal: str | None, with_dk: bool, with_dv: bool, dg: bool) -> Shot:
+    def dkv(self, tile: Tile, dfinal: str | None, with_dk: bool, with_dv: bool, dg: bool) -> KernelLaunch:
         """Walks dk, dv, or both at once; leaves what the gate gradient needs of it, if `dg`."""
         from flexsp.kernels.diagonal.grads import dkv_kernel
 
         p = self.p
         n = self._dkv_tiles(tile, with_dk)
         sums = [self.sums(name if with_dk else "nothing", n, tile.parts, dg) for name in ("pairs", "writes")]
-        edges = self.room.add("edges" if with_dk else "nothing", _F32, *((n, p.B, p.n_seg, p.H) if dg else (0,)))
+        edges = self.workspace.add("edges" if with_dk else "nothing", _F32, *((n, p.B, p.n_seg, p.H) if dg else (0,)))
         to_k = "dk" if with_dk else "dv"
         return self.walk(
             dkv_kernel, tile, n,
@@ -181,7 +184,7 @@ class _Launches:
         steps: list[Step] = []
         doc_edges = "edges"
         if dfinal is not None:
-            doc_edges = self.room.add("doc_edges", _F32, p.docs, p.H)
+            doc_edges = self.workspace.add("doc_edges", _F32, p.docs, p.H)
             steps.append(lambda frame: _document_edges(frame["final"], frame["dfinal"], frame["doc_edges"]))
         dq, dk = p.tiles.dq, p.tiles.dk
         constants = {
@@ -192,13 +195,14 @@ class _Launches:
         }  # fmt: skip
         pointers = ["pairs", "reads", "writes", "edges", doc_edges, "decay", "dg", "table"]
         numbers = [*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
-        return [*steps, Shot(gate_grad_kernel, (p.B * p.H, p.n_seg, 1), pointers, numbers, constants, {"num_warps": 2})]
+        grid = (p.B * p.H, p.n_seg, 1)
+        return [*steps, KernelLaunch(gate_grad_kernel, grid, pointers, numbers, constants, {"num_warps": 2})]
 
     def propagate(self, states: str, reverse: bool, sp_id: int, call: str) -> Step:
         p = self.p
         log_a, kind = ("log_a", "scalar") if self.gated else (None, "none")
         shape = p.B, p.n_seg, p.H, p.K, p.V
-        return scan(states, log_a, "cut" if p.packed else None, shape, kind, reverse, sp_id, call)
+        return propagate_step(states, log_a, "cut" if p.packed else None, shape, kind, reverse, sp_id, call)
 
 
 def _document_edges(final: torch.Tensor, dfinal: torch.Tensor, out: torch.Tensor) -> None:
@@ -270,7 +274,7 @@ def _forward_call(p: Plan, tensors: Tensors, scale: float, want_final: bool, gro
     steps.append(make.propagate("states", False, group, call))
     if p.n_chunks:
         steps.append(make.output(in_walk, p.packed and want_final))
-    return _Call(p, steps, make.room)
+    return _Call(p, steps, make.workspace)
 
 
 def _zero(*tensors: torch.Tensor) -> None:
@@ -341,7 +345,7 @@ def _backward_call(
 ) -> _Call:
     """`early`: dq is walked before the states come in."""
     make, steps = _Launches(p, tensors, scale), list[Step]()
-    make.room.add("dstates", _F32, p.B, p.n_seg + 1, p.H, p.K, p.V)
+    make.workspace.add("dstates", _F32, p.B, p.n_seg + 1, p.H, p.K, p.V)
     given = "dfinal" in tensors
     in_walk = "dfinal" if p.packed and given else None
     initial = "initial" if p.packed and "initial" in tensors else None
@@ -362,7 +366,7 @@ def _backward_call(
             steps += make.gate_grad(in_walk)
     if want_dinitial and not p.packed:
         steps.append(lambda frame: copy(frame["dinitial"], frame["dstates"][:, 0]))
-    return _Call(p, steps, make.room)
+    return _Call(p, steps, make.workspace)
 
 
 def _waited_for_by_nobody(sp: SequenceParallel | None) -> bool:

@@ -2,7 +2,7 @@
 
 Triton's own launcher describes every argument of every call in text to find the kernel it compiled before. Here what
 is compiled in (types, alignments, which numbers are 1 or divisible by 16) forms a tuple, and the compiled kernel it led
-to is kept. The kernels of several launches (`Shot`) are compiled side by side.
+to is kept. The kernels of several launches (`KernelLaunch`) are compiled side by side.
 
 From Hopper on, kernels are launched as programmatic dependents: a kernel is set up before the memory of the one before
 has settled, and waits for that in `begin`.
@@ -31,13 +31,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import check_shared, reads_shared
-from flexsp.scan import lanes
-from flexsp.scan import triton_private as private
-from flexsp.scan.covered import warn_if_uncovered
-from flexsp.scan.triton_private import current_target, make_launcher
+from flexsp.runtime import lanes
+from flexsp.runtime import triton_private as private
+from flexsp.runtime.covered import warn_if_uncovered
+from flexsp.runtime.triton_private import current_target, make_launcher
 
 __all__ = [
-    "Shot", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
+    "KernelLaunch", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
     "specialisation", "workers",
 ]  # fmt: skip
 
@@ -264,7 +264,7 @@ def launch(
     compiled[grid + (1,) * (3 - len(grid))](*values, *fixed, pdl)
 
 
-class Shot:
+class KernelLaunch:
     """A launch whose numbers are known beforehand and whose tensors are named: repeated calls only fill in addresses.
 
     ``frame[name]`` is the tensor of a name; None stands for a pointer that the kernel does not use. Tensors of later
@@ -296,7 +296,7 @@ class Shot:
         """`arguments` as `build` needs them, without the memory."""
         return _described(self.arguments(frame))
 
-    def fire(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
+    def run(self, frame: Any, at: Mapping[str | None, int | None], stream: int) -> None:
         """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
         if self.compiled is None:
             self._compile(frame)

@@ -11,19 +11,17 @@ from collections.abc import Callable, Sequence
 import torch
 import triton
 
-from flexsp.comm.group import get_sp
 from flexsp.exceptions import NotAvailable
-from flexsp.scan.launch import Shot, begin
-from flexsp.scan.propagate import local_launch, propagate
-from flexsp.scan.triton_private import current_stream
+from flexsp.runtime.launch import KernelLaunch, begin
+from flexsp.runtime.triton_private import current_stream
 
-__all__ = ["Frame", "Room", "Step", "copy", "play", "scan", "shots_of"]
+__all__ = ["Frame", "Workspace", "Step", "copy", "launches_of", "run_steps"]
 
 Tensors = dict[str, torch.Tensor]
 _INTERPRETED = not isinstance(begin, triton.JITFunction)
 
 
-class Room:
+class Workspace:
     """Named buffers of one call in one allocation."""
 
     def __init__(self) -> None:
@@ -42,29 +40,29 @@ class Room:
 
 
 class Frame:
-    """The memory of one call: given tensors by name, and rooms with what was allocated for them."""
+    """The memory of one call: given tensors by name, and workspaces with what was allocated for them."""
 
-    def __init__(self, tensors: Tensors, rooms: Sequence[tuple[Room, torch.Tensor]]) -> None:
-        self.tensors, self.rooms = tensors, rooms
+    def __init__(self, tensors: Tensors, workspaces: Sequence[tuple[Workspace, torch.Tensor]]) -> None:
+        self.tensors, self.workspaces = tensors, workspaces
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.tensors:
             return self.tensors[name]
-        room, memory = next(pair for pair in self.rooms if name in pair[0].places)
-        return room.view(memory, name)
+        workspace, memory = next(pair for pair in self.workspaces if name in pair[0].places)
+        return workspace.view(memory, name)
 
     def addresses(self) -> dict[str | None, int | None]:
         at: dict[str | None, int | None] = {None: None}
         for name, x in self.tensors.items():
             at[name] = x.data_ptr()
-        for room, memory in self.rooms:
+        for workspace, memory in self.workspaces:
             base = memory.data_ptr()
-            for name, place in room.places.items():
+            for name, place in workspace.places.items():
                 at[name] = base + place[0]
         return at
 
 
-Step = Shot | Callable[[Frame], None]
+Step = KernelLaunch | Callable[[Frame], None]
 
 
 def copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,11 +70,11 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 
 
-def shots_of(steps: Sequence[Step]) -> list[Shot]:
-    return [step for step in steps if isinstance(step, Shot)]
+def launches_of(steps: Sequence[Step]) -> list[KernelLaunch]:
+    return [step for step in steps if isinstance(step, KernelLaunch)]
 
 
-def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     """Runs the steps; on CUDA on the device's current stream."""
     if device.type == "cpu" and not _INTERPRETED:
         raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
@@ -86,41 +84,14 @@ def play(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
         return
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return play(steps, frame, device)
+            return run_steps(steps, frame, device)
     at = frame.addresses()
     stream = current_stream(device.index)
     for step in steps:
-        if isinstance(step, Shot):
+        if isinstance(step, KernelLaunch):
             if step.compiled is None:
-                for other in shots_of(steps):
+                for other in launches_of(steps):
                     other.prepare(frame, device.index)
-            step.fire(frame, at, stream)
+            step.run(frame, at, stream)
         else:
             step(frame)
-
-
-def scan(
-    states: str, decay: str | None, cut: str | None, shape: tuple[int, int, int, int, int], kind: str, reverse: bool,
-    sp_id: int, call: str = "",
-) -> Step:  # fmt: skip
-    """`propagate` on named tensors: over segments, and over the ranks of the group `sp_id` (-1: none).
-
-    Args:
-        decay: log decay, or A where `kind` is "dense"; None where it is "none".
-        shape: B, NSEG, H, K, V.
-        call: the op that needs it, the same text on every rank.
-    """
-    B, n_seg, H, K, V = shape
-    if sp_id >= 0:
-
-        def over_ranks(frame: Frame) -> None:
-            found = None if decay is None else frame[decay]
-            dense = kind == "dense"
-            propagate(
-                frame[states].view(B, -1, H, K, V), None if dense else found, None if cut is None else frame[cut],
-                get_sp(sp_id), A=found if dense else None, reverse=reverse, call=call,
-            )  # fmt: skip
-
-        return over_ranks
-    kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
-    return Shot(kernel, (*grid, 1, 1), [states, decay, cut, *[None] * 6], numbers, constants, options)

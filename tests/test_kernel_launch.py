@@ -12,9 +12,9 @@ import pytest
 import torch
 from triton import knobs
 
-from flexsp.scan import launch as module
-from flexsp.scan import triton_private as private
-from flexsp.scan.launch import Shot
+from flexsp.runtime import launch as module
+from flexsp.runtime import triton_private as private
+from flexsp.runtime.launch import KernelLaunch
 
 
 class Param(NamedTuple):
@@ -65,14 +65,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return made
 
 
-def shot(kernel: Kernel, T: int = 5, step: int = 32, **constants: int) -> Shot:
-    return Shot(kernel, (2, 3, 1), ["x", None], [T, step], {"BLOCK": 16} | constants, {"num_warps": 4})
+def a_launch(kernel: Kernel, T: int = 5, step: int = 32, **constants: int) -> KernelLaunch:
+    return KernelLaunch(kernel, (2, 3, 1), ["x", None], [T, step], {"BLOCK": 16} | constants, {"num_warps": 4})
 
 
 def test_a_shot_fills_in_addresses(kernel: Kernel) -> None:
-    one, frame = shot(kernel), {"x": torch.zeros(8)}
+    one, frame = a_launch(kernel), {"x": torch.zeros(8)}
     for address in (64, 4096):
-        one.fire(frame, {"x": address, None: None}, 7)
+        one.run(frame, {"x": address, None: None}, 7)
     assert len(kernel.builds) == 1
     head = (2, 3, 1, 7, "function", "metadata", None, None, None)
     assert kernel.launches == [(*head, address, None, 5, 32, 16, True) for address in (64, 4096)]
@@ -81,24 +81,24 @@ def test_a_shot_fills_in_addresses(kernel: Kernel) -> None:
 def test_only_what_is_specialised_builds_again(kernel: Kernel) -> None:
     frame = {"x": torch.zeros(8)}
 
-    def builds(other: Shot, of: Any = frame) -> int:
+    def builds(other: KernelLaunch, of: Any = frame) -> int:
         before = len(kernel.builds)
-        other.fire(of, {"x": 64, None: None}, 7)
+        other.run(of, {"x": 64, None: None}, 7)
         return len(kernel.builds) - before
 
-    assert builds(shot(kernel)) == 1
-    assert builds(shot(kernel, T=16)) == builds(shot(kernel, T=1)) == builds(shot(kernel, step=64)) == 0
-    assert builds(shot(kernel, T=2**31)) == 1
-    assert builds(shot(kernel, step=33)) == 1
-    assert builds(shot(kernel, step=1)) == 1
-    assert builds(shot(kernel, BLOCK=32)) == 1
-    assert builds(shot(kernel), {"x": torch.zeros(8, dtype=torch.bfloat16)}) == 1
-    assert builds(shot(kernel), {"x": torch.zeros(9)[1:]}) == 1
+    assert builds(a_launch(kernel)) == 1
+    assert builds(a_launch(kernel, T=16)) == builds(a_launch(kernel, T=1)) == builds(a_launch(kernel, step=64)) == 0
+    assert builds(a_launch(kernel, T=2**31)) == 1
+    assert builds(a_launch(kernel, step=33)) == 1
+    assert builds(a_launch(kernel, step=1)) == 1
+    assert builds(a_launch(kernel, BLOCK=32)) == 1
+    assert builds(a_launch(kernel), {"x": torch.zeros(8, dtype=torch.bfloat16)}) == 1
+    assert builds(a_launch(kernel), {"x": torch.zeros(9)[1:]}) == 1
 
 
 def test_profilers_see_the_launch(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    a_launch(kernel).run({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert not kernel.launches
     assert kernel.hooked == [((2, 3, 1), (64, None, 5, 32, 16, True))]
 
@@ -113,12 +113,12 @@ def test_kernels_are_built_side_by_side(kernel: Kernel, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "build", build)
     monkeypatch.setattr(module, "workers", lambda: pool)
-    shots, frame = [shot(kernel), shot(kernel, BLOCK=32)], {"x": torch.zeros(8)}
+    launches, frame = [a_launch(kernel), a_launch(kernel, BLOCK=32)], {"x": torch.zeros(8)}
     with ThreadPoolExecutor(2) as pool:
-        for one in (*shots, *shots, shot(kernel)):
+        for one in (*launches, *launches, a_launch(kernel)):
             one.prepare(frame, 0)
-        for one in shots:
-            one.fire(frame, {"x": 64, None: None}, 7)
+        for one in launches:
+            one.run(frame, {"x": 64, None: None}, 7)
     assert len(kernel.builds) == 2
     assert [args[-2] for args in kernel.launches] == [16, 32]
 
@@ -131,9 +131,9 @@ def test_what_cannot_be_built_says_so_each_time(kernel: Kernel, monkeypatch: pyt
         raise RuntimeError("no space")
 
     monkeypatch.setattr(module, "build", build)
-    for one in [shot(kernel)] * 2 + [shot(kernel)]:
+    for one in [a_launch(kernel)] * 2 + [a_launch(kernel)]:
         with pytest.raises(RuntimeError, match="no space"):
-            one.fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+            one.run({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(tried) == 3
 
 
@@ -146,18 +146,18 @@ def test_a_failure_is_forgotten(kernel: Kernel, monkeypatch: pytest.MonkeyPatch)
 
     def call(frame: dict[str, torch.Tensor]) -> weakref.ref[torch.Tensor]:
         with pytest.raises(RuntimeError, match="no space"):
-            shots[0].fire(frame, {"x": 64, None: None}, 7)
+            launches[0].run(frame, {"x": 64, None: None}, 7)
         return weakref.ref(frame["x"])
 
     monkeypatch.setattr(module, "build", fails)
-    shots = [shot(kernel, BLOCK=n) for n in (16, 32)]
-    wait([one.prepare({"x": torch.zeros(8)}, 0) for one in shots])
+    launches = [a_launch(kernel, BLOCK=n) for n in (16, 32)]
+    wait([one.prepare({"x": torch.zeros(8)}, 0) for one in launches])
     seen = call({"x": torch.zeros(8)})
     gc.collect()
     assert seen() is None
     monkeypatch.setattr(module, "build", plain)
-    for one in shots:
-        one.fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    for one in launches:
+        one.run({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(kernel.builds) == 2
 
 
@@ -165,5 +165,5 @@ def test_an_interpreter_that_ends_builds_in_place(kernel: Kernel, monkeypatch: p
     ended = ThreadPoolExecutor(1)
     ended.shutdown()
     monkeypatch.setattr(module, "workers", lambda: ended)
-    shot(kernel).fire({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
+    a_launch(kernel).run({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(kernel.builds) == len(kernel.launches) == 1

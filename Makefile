@@ -2,6 +2,7 @@
 # make test      the CPU suite                      make lint       ruff and mypy
 # make test-all  the CPU suite with its slow cases
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
+# make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU
 #
@@ -27,7 +28,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all mutate lint test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo test test-all mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -49,6 +50,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or sys.exit(f"Python >= 3.10 is needed, this is {v}")'
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +67,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing flexsp and what the checks need into $(VENV)"
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]" triton
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
+	@touch $@
 
 # The GPU machine's interpreter and torch are used as they are. NVLink multicast stays off (NVLS), NVSHMEM stays on one
 # host; each script is stopped if it hangs, and one failure does not keep the others from running.

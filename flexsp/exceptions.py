@@ -1,4 +1,4 @@
-"""Every error flexsp raises on its own, and the checks of arguments that all rooms share.
+"""Every error flexsp raises on its own, and the checks of arguments that all folders share.
 
 Bad arguments are plain ``ValueError`` "name: expected ..., got ...", raised before anything is launched.
 """

@@ -20,7 +20,7 @@ _ALONE = "compute them on one rank, where nothing has to be gathered"
 
 @ranks_call
 def gather(y: torch.Tensor, dim: int, sp: SequenceParallel) -> torch.Tensor:
-    """Every rank's ``y`` joined along ``dim``; see :meth:`SequenceParallel.gather`."""
+    """Every rank's ``y`` joined along ``dim``; see `SequenceParallel.gather`."""
     if not -y.dim() <= dim < y.dim():
         raise ValueError(f"dim: expected a dimension of a tensor of shape {tuple(y.shape)}, got {dim}")
     dim %= y.dim()

@@ -52,7 +52,7 @@ _ambient = _Ambient()
 class SequenceParallel:
     """The ranks one sequence is cut over, in order: rank r holds the r-th contiguous shard.
 
-    Made by :func:`flexsp.init_sequence_parallel`. Methods that talk to the other ranks (marked "collective") must be
+    Made by `flexsp.init_sequence_parallel`. Methods that talk to the other ranks (marked "collective") must be
     called by all of them in the same order.
 
     Attributes:
@@ -64,12 +64,12 @@ class SequenceParallel:
         transport: "process_group", "peer", "put" or "posix"; ``schedule``: "chain", "serial", "pipelined" or
             "all_gather".
         heap: symmetric memory of the transports other than process_group.
-        timeout_s: seconds until a silent peer ends in :class:`flexsp.exceptions.PeerTimeout`.
+        timeout_s: seconds until a silent peer ends in `PeerTimeout`.
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
         calls: exchanges begun; ``compared``: texts compared under FLEXSP_CHECK=1; ``abandoned``: calls that an error
-            ended on this rank (:func:`ranks_call`).
+            ended on this rank (`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
         channels: scratch of the transports; ``records``: error record of the watchdog.
     """
@@ -137,7 +137,7 @@ class SequenceParallel:
 
     @property
     def lengths(self) -> list[int] | None:
-        """Shard lengths given by :meth:`set_lengths`, else None."""
+        """Shard lengths given by `set_lengths`, else None."""
         return self._lengths
 
     def set_lengths(self, lengths: Sequence[int] | None) -> None:
@@ -165,7 +165,7 @@ class SequenceParallel:
         return [base + (r < extra) for r in range(self.world_size)]
 
     def lengths_for(self, T_local: int) -> list[int]:
-        """Shard lengths of all ranks. Collective on the CPU group unless :meth:`set_lengths` gave them."""
+        """Shard lengths of all ranks. Collective on the CPU group unless `set_lengths` gave them."""
         if self._lengths is not None:
             if self._lengths[self.rank] != T_local:
                 raise ValueError(
@@ -182,7 +182,7 @@ class SequenceParallel:
         return exchange_ints(get_sp(self.id), T_local)
 
     def shard_range(self, T_local: int) -> tuple[int, int, int]:
-        """(start, stop, total) of this rank's tokens in the global sequence; see :meth:`lengths_for`."""
+        """(start, stop, total) of this rank's tokens in the global sequence; see `lengths_for`."""
         lengths = self.lengths_for(T_local)
         start = sum(lengths[: self.rank])
         return start, start + lengths[self.rank], sum(lengths)
@@ -190,7 +190,7 @@ class SequenceParallel:
     # Tensors ---------------------------------------------------------------------------------------------------
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's slice (a view) of the full ``x`` along ``dim``: by :meth:`set_lengths`, else balanced."""
+        """This rank's slice (a view) of the full ``x`` along ``dim``: by `set_lengths`, else balanced."""
         dim = _axis(x, "x", dim)
         total = x.size(dim)
         lengths = self._lengths if self._lengths is not None else self.partition(total)
@@ -262,7 +262,7 @@ class SequenceParallel:
         return 0 if torch.compiler.is_compiling() else self.compared
 
     def answering(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Exchanges inside are of the backward pass of the one with this :meth:`number`, and say so to each other."""
+        """Exchanges inside are of the backward pass of the one with this `number`, and say so to each other."""
         return self._answering(number) if number else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -313,7 +313,7 @@ def abandon(error: BaseException, sp: object) -> None:
 
 
 def ranks_call(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of functions with an argument ``sp`` that all ranks call together; see :func:`abandon`."""
+    """Decorator of functions with an argument ``sp`` that all ranks call together; see `abandon`."""
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

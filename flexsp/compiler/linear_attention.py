@@ -65,7 +65,10 @@ class LinearAttention:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
             are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
             "chunk_state" may repeat its shape.
-        chunk_mode, decay_mode, merge_mode: the functions. Arguments with defaults that are no inputs keep them.
+        chunk_mode: the function of what a chunk adds to the state. In all three functions, arguments with defaults
+            that are no inputs keep them.
+        decay_mode: the function of how a chunk changes the state.
+        merge_mode: the function of the outputs.
         sp_group: SequenceParallel over whose ranks calls run that give no ``sp``; or a ProcessGroup over whose ranks
             `flexsp.init_sequence_parallel` was called.
         enable_aot: compile the kernels now, for all combinations of the ConstExprs and the dtypes of ``input_meta``,

@@ -62,7 +62,8 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.T
     """sum_d q_id k_jd e^{b_id - b_jd} for j <= i and 0 elsewhere, without overflow (docs/math.md, section 1).
 
     Args:
-        q, k: [C, K].
+        q: [C, K].
+        k: [C, K].
         b: cumulative log decay (natural logarithm, non-increasing along the chunk), [C] or [C, K].
 
     Returns:

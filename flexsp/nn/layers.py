@@ -82,9 +82,13 @@ class SimpleGLA(nn.Module):
     Args:
         hidden_size: model width D.
         num_heads: heads H.
-        head_k_dim, head_v_dim: K and V of a head, 1 to 256; default ``hidden_size * expand_k (expand_v) / num_heads``.
-        expand_k, expand_v: see above.
-        use_short_conv, conv_size, conv_bias: the convolution over q, k and v (one, so that ranks exchange one halo).
+        head_k_dim: K of a head, 1 to 256; default ``hidden_size * expand_k / num_heads``.
+        head_v_dim: V of a head, 1 to 256; default ``hidden_size * expand_v / num_heads``.
+        expand_k: gives the default of ``head_k_dim``.
+        expand_v: gives the default of ``head_v_dim``.
+        use_short_conv: a convolution over q, k and v (one, so that ranks exchange one halo).
+        conv_size: its tokens.
+        conv_bias: whether it has a bias.
         use_output_gate: multiply by silu(W_z x).
         gate_logit_normalizer: larger remembers longer.
         norm_eps: of the output norm, which is over each head's V; at least 0.
@@ -218,8 +222,10 @@ class Mamba2(nn.Module):
         state_size: N, the state's K, 1 to 256.
         n_groups: groups G of heads that share B and C; a divisor of the number of heads.
         expand: inner width = expand * hidden_size.
-        conv_size, conv_bias: of the convolution.
-        dt_min, dt_max: softplus(dt_bias) is initialised log-uniform between them; 0 < dt_min <= dt_max.
+        conv_size: tokens of the convolution.
+        conv_bias: whether it has a bias.
+        dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
+        dt_max: see ``dt_min``.
         dt_init_floor: raises what falls below it; 0 for nothing.
         A_init_range: -A is initialised uniformly in this pair of numbers > 0.
         norm_eps: of the gated norm, over each group's channels; at least 0.

@@ -36,18 +36,21 @@ def chunk_lightning_attn(
     (arXiv 2307.14995): h = 0..H-1, and deeper layers forget more slowly.
 
     Args:
-        q, k: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        k: [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         layer_idx: place of the layer, 0..num_layers - 1.
         num_layers: number of layers of the model.
         scale: factor on q; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token.
-        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
 
     Returns:
         o [B, T, H, V] in the inputs' dtype and the final state [N, H, K, V], or None, by the same rules as
-        :func:`flexsp.ops.chunk_simple_gla`.
+        `chunk_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.

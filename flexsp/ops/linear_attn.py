@@ -44,18 +44,21 @@ def chunk_linear_attn(
     it is in the inputs' dtype: over long sequences it can leave float16's range.
 
     Args:
-        q, k: features [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        q: features [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        k: features [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         scale: factor on q; None means K**-0.5. It cancels under ``normalize`` except beside the 1e-10.
         initial_state: with ``normalize`` the pair (S [N, H, K, V], z [N, 1, H, K]), else S alone; float32 (float64
             for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token, in the same form.
         normalize: divide by q_t.z_t.
-        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
 
     Returns:
         o [B, T, H, V] in the inputs' dtype and the final state (pair or tensor), or None, by the same rules as
-        :func:`flexsp.ops.chunk_simple_gla`.
+        `chunk_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.

@@ -44,17 +44,20 @@ def mamba2_ssd(
         dt: step sizes [B, T, H] >= 0 after ``dt_bias`` and ``dt_softplus``; x's dtype or float32.
         A: [H] <= 0, usually -exp(A_log); x's dtype or float32. dt A is a natural-log gate: below -104 it acts as
             -104 and has no gradient.
-        B, C: [B, T, G, N] in x's dtype, N of 1..256; G divides H and head h uses group h // (H / G).
+        B: [B, T, G, N] in x's dtype, N of 1..256; G divides H and head h uses group h // (H / G).
+        C: [B, T, G, N] in x's dtype.
         D: [H] or [H, P] skip weights, or None; x's dtype or float32.
         dt_bias: [H] added to dt first, or None; x's dtype or float32.
         dt_softplus: dt becomes softplus(dt + dt_bias).
         initial_state: [B, H, N, P] in float32 (float64 for float64 inputs); with ``cu_seqlens`` one a document.
         output_final_state: also return the state after the last token.
-        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
 
     Returns:
         y [B, T, H, P] in x's dtype and the final state [B, H, N, P], or None, by the same rules as
-        :func:`flexsp.ops.chunk_simple_gla`. Under ``sp`` the gradients of A, D and dt_bias are this rank's share;
+        `chunk_simple_gla`. Under ``sp`` the gradients of A, D and dt_bias are this rank's share;
         their sum over ranks is the gradient.
 
     Raises:

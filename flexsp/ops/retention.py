@@ -34,16 +34,19 @@ def chunk_retention(
     use GLOBAL positions: under ``sp`` a shard starts at ``sp.shard_range(T)[0]``.
 
     Args:
-        q, k: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        k: [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         scale: factor on q; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token.
-        cu_seqlens, sp, cu_seqlens_cpu: packed documents and ranks, as in :func:`flexsp.ops.chunk_simple_gla`.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
 
     Returns:
         o [B, T, H, V] in the inputs' dtype and the final state [N, H, K, V], or None, by the same rules as
-        :func:`flexsp.ops.chunk_simple_gla`.
+        `chunk_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.

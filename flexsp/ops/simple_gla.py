@@ -38,7 +38,8 @@ def chunk_simple_gla(
     RetNet with a data-dependent decay, and of Mamba-2 (arXiv 2405.21060, eq. 16).
 
     Args:
-        q, k: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        k: [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         g: natural-log gates [B, T, H] <= 0 in the inputs' dtype or float32; values below -104 (a decay of 0 in
             float32) act as -104 and have no gradient.
@@ -91,7 +92,7 @@ def recurrent_simple_gla(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The recurrence of :func:`chunk_simple_gla` token by token: decoding, T = 1 a step.
+    """The recurrence of `chunk_simple_gla` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states [B, H, K, V] included, so a prompt goes through the chunked op and
     its final state here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.

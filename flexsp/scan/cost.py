@@ -1,7 +1,7 @@
 """How long one exchange of states over the ranks takes: a latency-bandwidth model of each schedule.
 
 n is the bytes of a rank's state, R the number of ranks, S the segments that a rank folds and then writes, and the time
-is that of the slowest rank. Every form is linear in at most five parameters (:class:`Cost`), which :func:`fit` finds
+is that of the slowest rank. Every form is linear in at most five parameters (`Cost`), which `fit` finds
 from measurements:
 
 - chain (the kernel of scan/propagate.py): launch + (R - 1)(latency + tile/be + apply S n/tile) + (n - tile)/be

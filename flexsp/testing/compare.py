@@ -83,7 +83,7 @@ def assert_close(
     """Raise AssertionError unless ``got`` obeys the rule.
 
     ``low`` is the low-precision result (None for float64 results only); ``low_error`` the least error that it is
-    credited with; ``size`` as in :func:`relative_error`.
+    credited with; ``size`` as in `relative_error`.
     """
     error = relative_error(got, oracle, size)
     if low is None:
@@ -116,12 +116,12 @@ def check_op(
 
     Args:
         op: called as ``op(**inputs, output_final_state=True, **op_kwargs)``; returns (o, final state or pair).
-        oracle: one of :mod:`flexsp.testing.oracles`, called as ``oracle(**inputs, engine=...)``.
+        oracle: one of `oracles`, called as ``oracle(**inputs, engine=...)``.
         inputs: the op's arguments. Floating tensors (or tuples of them) are rounded to ``dtype``, those named in
             ``wide`` to at least float32; everything computed sees the rounded values. All get gradients.
         arrange: changes the strides, not the values, of each input tensor before the op sees it.
         gradients: False compares the forward pass only.
-        low_engine: what makes the low-precision reference, :func:`low_precision` unless the op is another algorithm.
+        low_engine: what makes the low-precision reference, `low_precision` unless the op is another algorithm.
 
     Returns:
         One Report a tensor.
@@ -162,12 +162,12 @@ def check_functions(
 
     Every tensor is credited with the largest error that the reference makes in it for any of the cotangents, since a
     sum over all tokens may nearly vanish for some; one of few numbers with the largest error of all tensors, as in
-    :func:`check_op`, and with four roundings, since a few may be right by chance.
+    `check_op`, and with four roundings, since a few may be right by chance.
 
     Args:
         got: what the kernels give.
-        want: the oracle's, for the cotangents of ``got`` and then for a few more, :data:`DRAWS` in all.
-        low: what the functions give in PyTorch under :class:`RoundedProducts`, for the same cotangents.
+        want: the oracle's, for the cotangents of ``got`` and then for a few more, `DRAWS` in all.
+        low: what the functions give in PyTorch under `RoundedProducts`, for the same cotangents.
         credit: an error that the reference is credited with in every tensor.
 
     Raises:
@@ -320,7 +320,7 @@ def low_precision(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`flexsp.testing.oracles.token_loop` as matrix products with operands in q's dtype.
+    """`token_loop` as matrix products with operands in q's dtype.
 
     Quadratic form for each document, float32 accumulation and elementwise work, o in v's dtype, states float32; the
     backward pass by the formulas of docs/math.md, section 5, with the same rounding. Gates are summed as integers plus

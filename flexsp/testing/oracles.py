@@ -2,7 +2,7 @@
 
 Each function takes the op's own arguments and always returns ``(o, final_state)``. It computes in the dtype it is
 given, so float64 inputs make it an oracle, with gradients by autograd. ``engine`` replaces the token loop: the
-low-precision yardstick of :mod:`flexsp.testing.compare` uses that. Nothing here shares code with ``flexsp.ops``.
+low-precision yardstick of `compare` uses that. Nothing here shares code with ``flexsp.ops``.
 """
 
 from __future__ import annotations

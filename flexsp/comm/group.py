@@ -57,21 +57,25 @@ class SequenceParallel:
 
     Attributes:
         id: key of this object in this process; compiled graphs and autograd nodes keep it instead of the object.
-        rank, world_size: place in the group and its size.
+        rank: place in the group.
+        world_size: ranks in the group.
         global_ranks: rank of every member in the default process group.
-        group: torch ProcessGroup that carries data (None for a single process); ``cpu_group``: the same ranks on gloo.
+        group: torch ProcessGroup that carries data (None for a single process).
+        cpu_group: a ProcessGroup of the same ranks on gloo.
         device: where this rank computes.
-        transport: "process_group", "peer", "put" or "posix"; ``schedule``: "chain", "serial", "pipelined" or
-            "all_gather".
+        transport: "process_group", "peer", "put" or "posix".
+        schedule: "chain", "serial", "pipelined" or "all_gather".
         heap: symmetric memory of the transports other than process_group.
         timeout_s: seconds until a silent peer ends in `PeerTimeout`.
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
-        calls: exchanges begun; ``compared``: texts compared under FLEXSP_CHECK=1; ``abandoned``: calls that an error
-            ended on this rank (`ranks_call`).
+        calls: exchanges begun.
+        compared: texts compared under FLEXSP_CHECK=1.
+        abandoned: calls that an error ended on this rank (`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
-        channels: scratch of the transports; ``records``: error record of the watchdog.
+        channels: scratch of the transports.
+        records: error record of the watchdog.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class LinearAttention:
         chunk_mode: Callable[..., torch.Tensor],
         decay_mode: Callable[..., torch.Tensor],
         merge_mode: Callable[..., torch.Tensor],
-        sp_group: SequenceParallel | None = None,
+        sp_group: SequenceParallel | torch.distributed.ProcessGroup | None = None,
         enable_aot: bool = False,
         code_dir: str | os.PathLike[str] | None = None,
         chunk_size: int | None = None,

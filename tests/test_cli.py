@@ -60,13 +60,13 @@ def test_flags_are_frozen() -> None:
 def test_names_agree_with_what_they_run() -> None:
     from flexsp.bench.cases import CASES
     from flexsp.bench.ranks import SCHEDULES
-    from flexsp.launch.bootstrap import TRANSPORTS
+    from flexsp.comm.transport import transports
     from flexsp.scan import schedules
 
     assert set(cli.OPS) == set(CASES)
     assert cli.SCHEDULES == SCHEDULES and set(SCHEDULES) == set(schedules.SCHEDULES)
     scale = cli.parser().parse_args(["bench", "scale", "--transport", "put"])
-    assert scale.schedules == list(SCHEDULES) and scale.transport in TRANSPORTS
+    assert scale.schedules == list(SCHEDULES) and scale.transport in ("auto", *transports())
     assert scale.case == ["simple_gla"] and scale.ranks is None
     several = cli.parser().parse_args(["bench", "scale", "--case", "all", "--ranks", "1,2,4"])
     assert several.case == list(CASES) and several.ranks == [1, 2, 4]

@@ -214,25 +214,43 @@ def test_the_guide_to_variants_runs() -> None:
 
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     """Its scripts, on one rank and on several: the same losses. Its other blocks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
-    scripts = {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.py)\n", block))}
-    assert set(scripts) == {"train.py", "check.py"} and len(blocks) >= 4
-    run_python("\n".join(block for block in blocks if block not in scripts.values()))
-    for name, block in scripts.items():
-        (tmp_path / name).write_text(block)
+    scripts, others = save_scripts("tutorial.md", tmp_path)
+    assert scripts == {"train.py", "check.py"} and len(others) >= 2
+    run_python("\n".join(others))
     alone, cut = (run_script(tmp_path / "train.py", ranks) for ranks in (1, 3))
     assert alone == cut and len(alone) == 3 and float(alone[-1].split()[-1]) < 1.0
     exact, found = (line for line in run_script(tmp_path / "check.py", 2) if "over 2 ranks" in line)
     assert exact.startswith("exact over 2 ranks") and found.startswith("not exact") and "(Difference)" in found
 
 
-def run_script(path: Path, ranks: int) -> list[str]:
+def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
+    """Its transport, under the interpreter; and it is what sends: without the flag nobody comes further."""
+    assert save_scripts("add-a-transport.md", tmp_path) == ({"staged.py", "run.py"}, [])
+    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+    (line,) = run_script(tmp_path / "run.py", 3, **interpreted)
+    assert line.startswith("rank 0 over staged: off by")
+    code = (tmp_path / "staged.py").read_text()
+    (tmp_path / "staged.py").write_text(code.replace("tl.load(stage + offsets, mask=mask)", "tile * 2"))
+    with pytest.raises(AssertionError, match="off by"):
+        run_script(tmp_path / "run.py", 2, **interpreted)
+
+
+def save_scripts(document: str, folder: Path) -> tuple[set[str], list[str]]:
+    """(names of the scripts of a document, which are written to the folder; its other blocks)."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), flags=re.DOTALL)
+    scripts = {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.py)\n", block))}
+    for name, block in scripts.items():
+        (folder / name).write_text(block)
+    return set(scripts), [block for block in blocks if block not in scripts.values()]
+
+
+def run_script(path: Path, ranks: int, **environment: str) -> list[str]:
     """Lines that the first rank prints."""
     torchrun = f"-m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node {ranks}"
     command = [sys.executable, *(torchrun.split() if ranks > 1 else []), str(path)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
@@ -262,7 +280,7 @@ def named_paths(text: str) -> set[str]:
 
 
 def made_by_use(path: str) -> bool:
-    made = {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt", "train.py", "check.py"}
+    made = {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt", "train.py", "check.py", "staged.py", "run.py"}
     return path.startswith((".venv", "runs/")) or path in made
 
 

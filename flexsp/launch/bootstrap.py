@@ -27,12 +27,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.comm.transport import PROCESS_GROUP, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.scan.schedules import SCHEDULES
 
-__all__ = ["TRANSPORTS", "init_sequence_parallel"]
-
-TRANSPORTS = ("auto", "process_group", "peer", "put", "posix")
+__all__ = ["init_sequence_parallel"]
 
 
 def init_sequence_parallel(
@@ -52,8 +51,8 @@ def init_sequence_parallel(
     Args:
         group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.
         transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
-            (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), or "auto": on CUDA "peer"
-            where symmetric memory is to be had, else "process_group".
+            (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), one that was registered, or
+            "auto": on CUDA "peer" where symmetric memory is to be had, else "process_group".
         heap_mib: symmetric memory a rank, default FLEXSP_HEAP_MIB or 256.
         schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
         timeout_s: default FLEXSP_TIMEOUT_S or 120.
@@ -65,7 +64,7 @@ def init_sequence_parallel(
         PeerMismatch: the ranks called it with different settings, or their groups overlap.
     """
     schedule = "chain" if schedule is None else schedule
-    _choice("transport", transport, TRANSPORTS)
+    _choice("transport", transport, ("auto", *transports()))
     _choice("schedule", schedule, SCHEDULES)
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
@@ -188,29 +187,22 @@ def _make_groups(
 
 def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     """Allocate the symmetric heap the transport needs, on all ranks or on none."""
-    if transport == "process_group" or (transport == "auto" and sp.device.type != "cuda"):
+    if transport == PROCESS_GROUP or (transport == "auto" and sp.device.type != "cuda"):
         return
-    kind = "posix" if transport == "posix" else "nvshmem" if transport == "put" else "auto"
+    chosen = transport_of("peer" if transport == "auto" else transport)
     heap, problem = None, ""
     try:
-        if transport in ("peer", "put") and sp.device.type != "cuda":
-            raise NotAvailable(f"it moves GPU memory and this rank computes on {sp.device}; CPU ranks have 'posix'")
-        from flexsp.comm.heap import create_heap
-
+        if sp.device.type != chosen.device:
+            memory, others = ("GPU", "; CPU ranks have 'posix'") if chosen.device == "cuda" else ("CPU", "")
+            raise NotAvailable(f"it moves {memory} memory and this rank computes on {sp.device}{others}")
         assert sp.cpu_group is not None
-        heap = create_heap(
-            kind,
-            heap_mib << 20,
-            rank=sp.rank,
-            global_ranks=sp.global_ranks,
-            cpu_group=sp.cpu_group,
-            device=sp.device,
+        heap = chosen.open_heap(
+            heap_mib << 20, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
         )
+        problem = chosen.problem(heap, sp.world_size) if transport != "auto" else ""
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         problem = f"{type(error).__name__}: {error}"
     near = heap is not None and all(heap.reaches(r) for r in range(sp.world_size))
-    if transport == "peer" and heap is not None and not near:
-        problem = "not every rank's memory can be mapped here: use transport='put'"
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, (problem, near))
     if not any(problem for problem, _ in reports):

@@ -24,6 +24,7 @@ from flexsp.comm import signature as sig
 from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
 from flexsp.comm.group import ranks_call
+from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
@@ -375,8 +376,8 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
     heap = sp.heap
     if heap is None:
         raise NotAvailable(f"transport {sp.transport!r} needs a symmetric heap, and this SequenceParallel has none")
-    put = sp.transport == "put"
-    regions = 3 if put else 2
+    transport = transport_of(sp.transport)
+    regions = 3 if transport.stages else 2
     tile_bytes = regions * CHAIN_TILE * 4 + CONTROL_WORDS * 8
     max_tiles = heap.nbytes // (2 * tile_bytes)
     if sp.records is None:
@@ -387,21 +388,22 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
         inside = [0 <= sp.rank + s < sp.world_size for s in (step, -step)]
         to, source = (sp.rank + s if ok else sp.rank for s, ok in zip((step, -step), inside, strict=True))
         begin = max_tiles * tile_bytes if reverse else 0
-        arenas = [heap.local] * 3 if put else [heap.local, heap.peer(to), heap.peer(source)]
+        arenas = [heap.local, *(transport.arena(heap, rank) for rank in (to, source))]
         views = [arena[begin : begin + max_tiles * tile_bytes].view(torch.float32) for arena in arenas]
-        pes = (heap.pe(to), heap.pe(source)) if put else (0, 0)
+        pes = [transport.address(heap, rank) for rank in (to, source)]
         return _Edge(*views, *pes, has_in=inside[1], has_out=inside[0])
 
+    push, signal = transport.functions()
     return _Channel(
         max_tiles=max_tiles,
         tile_bytes=tile_bytes,
         regions=regions,
         counters=torch.zeros(COUNTERS + 2 * max_tiles, dtype=torch.int64, device=sp.device),
         edges=(edge(False), edge(True)),
-        push=dev.push_put if put else dev.push_store,
-        signal=dev.signal_put if put else dev.signal_store,
-        options={"maxnreg": 232} | (dev.nvshmem_options() if put else {}),
-        prepare=(lambda compiled: heap.init_module(compiled.module)) if put else None,
+        push=push,
+        signal=signal,
+        options={"maxnreg": 232} | transport.options(),
+        prepare=transport.prepare(heap),
     )
 
 
@@ -455,7 +457,7 @@ def propagate(
     cut = cut if cut is None else cut.contiguous()
     if not chained or sp is None:
         _launch(states, log_a, cut, kind, reverse)
-    elif sp.transport == "process_group" or sp.schedule != "chain":
+    elif not in_kernel(sp):
         _over_process_group(states, log_a, cut, kind, reverse, sp, call)
     else:
         _launch(states, log_a, cut, kind, reverse, sp=sp, call=call)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexsp.comm.transport import in_kernel
 from flexsp.kernels.diagonal.plan import Plan, decay_dtype, make_plan
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.primitives import dots
@@ -371,4 +372,4 @@ def _backward_call(
 
 def _waited_for_by_nobody(sp: SequenceParallel | None) -> bool:
     """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
-    return sp is not None and sp.rank == 0 and sp.schedule == "chain" and sp.transport != "process_group"
+    return sp is not None and sp.rank == 0 and in_kernel(sp)

@@ -1,0 +1,156 @@
+"""How the tiles of a state travel between ranks: one object a transport, found by its name.
+
+`process_group` is none of these: there torch.distributed moves whole states between kernels. docs/add-a-transport.md
+adds one. This file imports no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexsp.comm.heap import SymmetricHeap, create_heap
+from flexsp.exceptions import NotAvailable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["PROCESS_GROUP", "Transport", "in_kernel", "register_transport", "transport_of", "transports"]
+
+PROCESS_GROUP = "process_group"
+
+
+class Transport:
+    """A transport whose sends stand in the kernel of `flexsp.scan.propagate`.
+
+    Every rank has an arena that its neighbours write to. The kernel waits for the flag of a tile in its own arena,
+    stores the next rank's tile with `push`, which raises that rank's flag, and says with `signal` that a place in the
+    arena is free again.
+
+    Attributes:
+        name: what `flexsp.init_sequence_parallel(transport=...)` takes.
+        device: the type of device whose memory it moves, "cuda" or "cpu".
+        stages: whether `push` sends from memory of the arena, where it puts the tile first.
+    """
+
+    name: str
+    device: str
+    stages: bool = False
+
+    def open_heap(
+        self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: ProcessGroup, device: torch.device
+    ) -> SymmetricHeap:
+        """The arenas, of as many bytes on every rank. Collective. NotAvailable where there is no such memory."""
+        raise NotImplementedError
+
+    def problem(self, heap: SymmetricHeap, world_size: int) -> str:
+        """Why the ranks cannot use the heap, as seen from this one; empty if they can."""
+        return ""
+
+    def arena(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
+        """The memory whose addresses mean a rank's arena in `push` and `signal`, uint8."""
+        return heap.peer(rank)
+
+    def address(self, heap: SymmetricHeap, rank: int) -> int:
+        """What `push` and `signal` get as ``pe``."""
+        return 0
+
+    def functions(self) -> tuple[Any, Any]:
+        """(push, signal): Triton functions with the arguments of ``push_store`` and ``signal_store`` of
+        flexsp/comm/device.py, and with the memory order that stands there."""
+        from flexsp.comm import device
+
+        return device.push_store, device.signal_store
+
+    def options(self) -> dict[str, Any]:
+        """Launch options that the kernel needs for these functions."""
+        return {}
+
+    def prepare(self, heap: SymmetricHeap) -> Callable[[Any], None] | None:
+        """What is called with the compiled kernel, loaded, before its first launch."""
+        return None
+
+
+class _Peer(Transport):
+    """Stores to the neighbour's mapped memory: GPUs of one host."""
+
+    name, device, heap = "peer", "cuda", "auto"
+
+    def open_heap(self, nbytes: int, **where: Any) -> SymmetricHeap:
+        return create_heap(self.heap, nbytes, **where)
+
+    def problem(self, heap: SymmetricHeap, world_size: int) -> str:
+        near = all(heap.reaches(rank) for rank in range(world_size))
+        return "" if near else "not every rank's memory can be mapped here: use transport='put'"
+
+
+class _Posix(_Peer):
+    """The same kernel under Triton's interpreter: CPU processes with shared memory."""
+
+    name, device, heap = "posix", "cpu", "posix"
+
+
+class _Put(Transport):
+    """NVSHMEM's put with signal: GPUs of several hosts. Addresses are those of this rank's own arena."""
+
+    name, device, stages = "put", "cuda", True
+
+    def open_heap(self, nbytes: int, **where: Any) -> SymmetricHeap:
+        return create_heap("nvshmem", nbytes, **where)
+
+    def arena(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
+        return heap.local
+
+    def address(self, heap: SymmetricHeap, rank: int) -> int:
+        return heap.pe(rank)
+
+    def functions(self) -> tuple[Any, Any]:
+        from flexsp.comm import device
+
+        return device.push_put, device.signal_put
+
+    def options(self) -> dict[str, Any]:
+        from flexsp.comm import device
+
+        return device.nvshmem_options()
+
+    def prepare(self, heap: SymmetricHeap) -> Callable[[Any], None] | None:
+        return lambda compiled: heap.init_module(compiled.module)
+
+
+_TRANSPORTS: dict[str, Transport] = {x.name: x for x in (_Peer(), _Put(), _Posix())}
+
+
+def register_transport(transport: Transport) -> None:
+    """Makes a transport known by its name, on this rank; every rank does so before `flexsp.init_sequence_parallel`.
+
+    Raises:
+        ValueError: the name is taken, or ``device`` is neither "cuda" nor "cpu".
+    """
+    if transport.name in (*transports(), "auto"):
+        raise ValueError(f"name: expected one that no transport has, got {transport.name!r}")
+    if transport.device not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected 'cuda' or 'cpu', got {transport.device!r}")
+    _TRANSPORTS[transport.name] = transport
+
+
+def transports() -> tuple[str, ...]:
+    """The names of all."""
+    return (PROCESS_GROUP, *_TRANSPORTS)
+
+
+def transport_of(name: str) -> Transport:
+    """The transport of a name other than `PROCESS_GROUP`."""
+    found = _TRANSPORTS.get(name)
+    if found is None:
+        raise NotAvailable(f"transport {name!r} is not known on this rank: register_transport makes one known")
+    return found
+
+
+def in_kernel(sp: SequenceParallel) -> bool:
+    """Whether the kernel of `flexsp.scan.propagate` itself sends the group's states."""
+    return sp.schedule == "chain" and sp.transport != PROCESS_GROUP

@@ -60,7 +60,7 @@ def compile_config(
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
 
-    engine.scan = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    engine.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     B, T, H, scale = 1, 32768, 32, K**-0.5
     kind = getattr(torch, dtype)
     q, k, v, do = (meta(B, T, H, n, kind=kind) for n in (K, K, V, V))

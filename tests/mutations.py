@@ -37,7 +37,7 @@ _KERNELS = [
         ("cuts = cuts | first.to(tl.int32)", "cuts = first.to(tl.int32)", "only the last chunk's cut counts",
          _EDGES + "test_a_document_that_starts_inside_a_segment_between_others"),
         ("beside = slot + H if REVERSE else slot - H", "beside = slot + 1 if REVERSE else slot - H",
-         "zeros beside another head's state", _ENGINE + "test_documents[simple_gla]"),
+         "zeros beside another head's state", _EDGES + "test_several_sequences_heads_and_tiles_of_keys"),
         ("mask=(tile == 0) & (h == 0)", "mask=(tile == 0) & (h == 1)", "no head writes the cuts",
          _ENGINE + "test_segments[256]"),
     ),

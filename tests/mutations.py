@@ -212,7 +212,6 @@ _COMPILER = [
         ("how = aten.add.Tensor if sign == sign_y else aten.sub.Tensor", "how = aten.add.Tensor", "A X - A Y = A (X + Y)",
          _REWRITES),
         ("return max(sign, sign_y), _insert", "return sign, _insert", "-A X + A Y = -A (Y - X)", _REWRITES),
-        ("total = _insert(graph, before, aten.neg.default, (total,))", "pass", "-x - y = x - y", _REWRITES),
         ("aten.add.Tensor if sign > 0 else aten.sub.Tensor, (total", "aten.add.Tensor, (total", "x - y = x + y",
          _REWRITES),
         (" and _finite(low.args[0], _above(y))", "", "a mask goes although what it hides is infinite", _REWRITES),

@@ -372,10 +372,8 @@ def _factored(graph: Graph, before: Any, one: tuple[int, Any], other: tuple[int,
 
 
 def _total(graph: Graph, before: Any, terms: list[tuple[int, Any]]) -> Any:
-    """The sum of terms, those to add first."""
-    sign, total = terms[0]
-    if sign < 0:
-        total = _insert(graph, before, aten.neg.default, (total,))
+    """The sum of terms, those to add first; there is one, since the first term of a sum is added."""
+    total = terms[0][1]
     for sign, x in terms[1:]:
         total = _insert(graph, before, aten.add.Tensor if sign > 0 else aten.sub.Tensor, (total, x))
     return total

@@ -14,6 +14,7 @@ _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _REFERENCE = "tests/test_reference.py::"
 _REWRITES = "tests/test_rewrites_of_random_graphs.py"
+_FACTORS = "tests/test_rewrite.py::test_factors_of_an_operand"
 _STEPS = "tests/test_step_graphs.py::"
 _GENERATED = "tests/test_generated.py::"
 _PROGRAMS = "tests/test_generated_programs.py::"
@@ -229,8 +230,8 @@ _COMPILER = [
          _STEPS + "test_signs_and_constants"),
         ("args = (other, small * c)", "args = (other, small + c)", "constants that move are added", _REWRITES),
         ("aten.neg.default, (_with_operand(graph, node, side, x, inner.args[0]),))",
-         "aten.t.default, (_with_operand(graph, node, side, x, inner.args[0]),)).args[0]", "(-X) Y = X Y", _REWRITES),
-        ("rows = side == 0 and not turned and", "rows = side == 0 and", "a factor of rows leaves a transpose", _REWRITES),
+         "aten.t.default, (_with_operand(graph, node, side, x, inner.args[0]),)).args[0]", "(-X) Y = X Y", _FACTORS),
+        ("rows = side == 0 and not turned and", "rows = side == 0 and", "a factor of rows leaves a transpose", _FACTORS),
     ),
     *_in(
         "flexsp/compiler/homogeneous.py",

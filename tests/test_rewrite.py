@@ -34,7 +34,7 @@ class Made:
     def call(self, target: Any, *args: Any) -> Any:
         node = self.graph.call_function(target, args)
         value = target(*(x.meta["val"] if hasattr(x, "meta") else x for x in args))
-        names = {n: name for name, n in SIZES.items()}
+        names = {n: name for name, n in SIZES.items()} | {1: "1"}
         node.meta = {"val": value, DIMS: tuple(names[n] for n in value.shape)}
         return node
 
@@ -112,3 +112,27 @@ def test_a_number_beside_a_gradient_is_not_zero() -> None:
     made.graph.output([made.call(aten.add.Tensor, dS, made.call(aten.add.Tensor, do, 1.0))])
     with pytest.raises(NotEmittable, match="goes through aten.add.Tensor, which is not known to be linear"):
         without(made.graph, "do")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("turned", [True, False], ids=["transposed", "as it is"])
+@pytest.mark.parametrize("factor", ["number", "rows", "sign"])
+def test_factors_of_an_operand(factor: str, turned: bool, side: int) -> None:
+    """(c X) Y, (r X) Y with r [N, 1], (-X) Y, with X on either side, transposed or not: what can leaves the product."""
+    made = Made()
+    sizes = ("K", "C") if turned else ("C", "K")
+    loaded, other = made.input("x", *sizes), made.input("y", *(("K", "V") if side == 0 else ("V", "C")))
+    if factor == "sign":
+        x = made.call(aten.neg.default, loaded)
+    else:
+        r = 0.5 if factor == "number" else made.call(aten.unsqueeze.default, made.input("r", sizes[0]), 1)
+        x = made.call(aten.mul.Tensor, loaded, r)
+    x = made.call(aten.t.default, x) if turned else x
+    made.graph.output([made.call(aten.mm.default, *((x, other) if side == 0 else (other, x)))])
+    want = made.run()
+    cheapen(made.graph, join=False)
+    torch.testing.assert_close(made.run(), want)
+    (product,) = (node for node in made.graph.nodes if node.target is aten.mm.default)
+    stays = factor == "rows" and (turned or side == 1)
+    before = product.all_input_nodes + [x for node in product.all_input_nodes for x in node.all_input_nodes]
+    assert any(node.target in (aten.mul.Tensor, aten.neg.default) for node in before) == stays

@@ -19,7 +19,7 @@ from tests.test_step_graphs import run_graph
 
 aten = torch.ops.aten
 SIZES = {"C": 5, "K": 3, "V": 4}
-GRAPHS = 120
+GRAPHS = 300
 RULES = (
     "_hoist", "_sum_over", "_of_vectors", "_thin_product", "_signed", "_one_running_sum", "_factored", "_total",
     "_implied", "_regroup", "_out_of_product", "_times",

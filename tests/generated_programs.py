@@ -71,7 +71,8 @@ OPERATORS = {
     ],
     "extrema": [
         "torch.maximum(k, k * -0.3)", "torch.minimum(k, w)", "torch.maximum(k, k)", "k.amax(-1, keepdim=True) * k",
-        "k * k.amin(1)[:, None]", "k.clamp(min=-1)", "k.clamp(max=0.5)", "k.clamp(-1, 1)", "torch.clamp(k, min=w)",
+        "k * k.amin(1)[:, None]", "(k - 9).amax(1)[:, None] * k", "k * (k + 9).amin(-1, keepdim=True)",
+        "k.clamp(min=-1)", "k.clamp(max=0.5)", "k.clamp(-1, 1)", "torch.clamp(k, min=w)",
     ],
     "activations": [
         f"{_F}.softplus(k)", f"{_F}.silu(k)", f"{_F}.gelu(k, approximate='tanh')", f"{_F}.gelu(k)", f"{_F}.elu(k)",

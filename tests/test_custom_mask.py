@@ -394,3 +394,12 @@ def test_strong_gates_of_a_mask_do_not_overflow(seed: int) -> None:
 def test_explain_gives_the_factors() -> None:
     text = FlexLinearAttention(custom_mask=half).explain()
     assert "log gate 0.5*g[t], row" in text and "exp(0.5*cumsum(g)[t])" in text and "generated kernels" in text
+
+
+@pytest.mark.parametrize(("rows", "columns", "rest"), [(2, 1, "row exp(cumsum("), (1, 2, "column exp(-cumsum(")])
+def test_a_running_sum_is_a_decay_as_often_as_both_positions_have_it(rows: int, columns: int, rest: str) -> None:
+    def mask(i, j, f):  # type: ignore[no-untyped-def]
+        F = logsigmoid(f).cumsum(0)
+        return torch.exp(rows * F[i] - columns * F[j])
+
+    assert f"log gate logsigmoid(f[t]), {rest}logsigmoid(f))[t])" in FlexLinearAttention(custom_mask=mask).explain()

@@ -123,6 +123,28 @@ def test_a_step_trains_on_its_window(unstopped: Path) -> None:
     assert [row["lr"] for row in rows] == pytest.approx([2e-3 * rate for rate in rates], rel=1e-12)
 
 
+def steps_of(sp: Any, argv: list[str]) -> list[int]:
+    """The windows that a run trains on."""
+    script, found = demo(), []
+    plain = script.training_window
+
+    def watched(text: Any, step: int, *more: Any) -> Any:
+        found.append(step)
+        return plain(text, step, *more)
+
+    script.training_window = watched
+    try:
+        train(sp, argv)
+    finally:
+        script.training_window = plain
+    return found
+
+
+def test_steps_train_on_one_window_after_another(text_file: Path) -> None:
+    for steps in run_ranks(steps_of, 2, arguments(text_file, "run", "--steps", "3")):
+        assert steps[:3] == [0, 1, 2]  # after the last, ranks are compared with one on another window
+
+
 def test_learns_and_leaves_its_files(text_file: Path) -> None:
     run_ranks(train, 2, arguments(text_file, "run", "--steps", "40", "--warmup", "2"))
     folder = text_file.parent / "run"

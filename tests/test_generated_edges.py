@@ -30,13 +30,14 @@ NOT_ZERO = [
 
 
 def test_padding_that_is_not_zero(seed: int, folder: str) -> None:
-    """Both operands of the products have such rows, so that one which is taken for zero shows."""
-    writes = " + ".join(f"({x}).T @ y" for x in NOT_ZERO)
-    reads = " + ".join(f"(q @ ({x}).T).tril() @ y" for x in NOT_ZERO)
+    """Both operands of the products have such rows, so that one which is taken for zero shows. No two products have a
+    common operand: they would become one, with the sum of the others, where one that is not zero hides another."""
+    writes = " + ".join(f"({x}).T @ (v * v + {i})" for i, x in enumerate(NOT_ZERO, 1))
+    reads = " + ".join(f"(q @ ({x}).T).tril() @ (v * v + {i})" for i, x in enumerate(NOT_ZERO, 1))
     source = (
-        f"def chunk(k, v, w):\n    y = v * v + 1\n    return {writes}\n\n\n"
+        f"def chunk(k, v, w):\n    return {writes}\n\n\n"
         "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
-        f"def merge(q, k, v, w, chunk_state):\n    y = v * v + 1\n    return {reads} + q @ chunk_state\n"
+        f"def merge(q, k, v, w, chunk_state):\n    return {reads} + q @ chunk_state\n"
     )
     check_program(DrawnProgram.of_source(source, "w"), seed, folder, WHOLE)
 

@@ -39,9 +39,14 @@ SHARDS = {
 
 
 def make(name: str, seed: int) -> nn.Module:
+    """With parameters that are no longer the ones and zeros that some begin as, so that each shows."""
     cls, options, _ = LAYERS[name]
     torch.manual_seed(seed)
-    return cls(**options).double()
+    layer = cls(**options).double()
+    with torch.no_grad():
+        for x in layer.parameters():
+            x.add_(0.3 * torch.randn_like(x) * (x.dim() == 1))
+    return layer
 
 
 def random_documents(total: int, seed: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_gates_beyond_the_floor() -> None:
         o, final = ops.chunk_simple_gla(**inputs, output_final_state=True)
         grads = torch.autograd.grad([o.float().sum(), final.sum()], list(inputs.values()))
         assert all(x.isfinite().all() for x in (o, final, *grads))
+
+
+def test_a_nearly_closed_gate_in_decoding() -> None:
+    """What is left of a state where nothing is written to it: e^g, and e^-104 from there on."""
+    state = torch.randn(1, 1, 3, 2, dtype=torch.float64)
+    q, k, v = torch.randn(1, 1, 1, 3), torch.zeros(1, 1, 1, 3), torch.randn(1, 1, 1, 2)
+    for gate, left in ((-60.0, -60.0), (-103.0, -103.0), (-1e4, -104.0)):
+        g = torch.full((1, 1, 1), gate, dtype=torch.float64)
+        _, final = ops.recurrent_simple_gla(
+            q.double(), k.double(), v.double(), g, initial_state=state, output_final_state=True
+        )
+        torch.testing.assert_close(final, state * math.exp(left), rtol=1e-12, atol=0)
 
 
 def test_public_names() -> None:

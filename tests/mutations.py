@@ -195,6 +195,13 @@ _SCAN = [
          "shards start where they end", "tests/test_group.py::test_shard_range"),
     ),
     *_in(
+        "flexsp/comm/transport.py",
+        ("return heap.local", "return heap.peer(rank)", "put maps the others' arenas", "tests/test_transport.py"),
+        ("\"put\", \"cuda\", True", "\"put\", \"cuda\", False", "put has no stage", "tests/test_transport.py"),
+        ("sp.schedule == \"chain\" and sp.transport", "sp.transport", "baselines send in the kernel",
+         "tests/test_transport.py"),
+    ),
+    *_in(
         "flexsp/comm/device.py",
         ("tl.store(record + 3, wanted)", "tl.store(record + 3, seen)", "what was expected is not told",
          "tests/test_propagate.py::test_absent_rank_is_reported_by_all_others[0-False]"),

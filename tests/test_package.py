@@ -224,7 +224,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
 
 
 def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
-    """Its transport, under the interpreter; and it is what sends: without the flag nobody comes further."""
+    """Its transport, under the interpreter; and it is what sends: one that doubles tiles gives another result."""
     assert save_scripts("add-a-transport.md", tmp_path) == ({"staged.py", "run.py"}, [])
     interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
     (line,) = run_script(tmp_path / "run.py", 3, **interpreted)

@@ -104,4 +104,7 @@ def test_a_process_that_crashes_at_once_is_started_again(tmp_path: Path, monkeyp
     assert found["restarted"][0].startswith("a process ended with -11, at gla 64")
     answers += [(fresh, "a process ended with -11"), (fresh, "a process ended with -11")]
     assert "at ['gla 64']" in sanitize.run("memcheck", 1, "", 60.0)["failed"][0]
+    answers.append((fresh, "a process ended with -11"))
+    plainly = sanitize.run(None, 1, "", 60.0)
+    assert not plainly["restarted"] and plainly["failed"], "a crash without a tool is ours"
     assert sanitize.crashes([(later, "a process ended with -11"), (fresh, "a process was stopped after 5 s")]) == []

@@ -129,8 +129,10 @@ def register_transport(transport: Transport) -> None:
     """Makes a transport known by its name, on this rank; every rank does so before `flexsp.init_sequence_parallel`.
 
     Raises:
-        ValueError: the name is taken, or ``device`` is neither "cuda" nor "cpu".
+        ValueError: not a Transport, a name that is taken, or a ``device`` that is neither "cuda" nor "cpu".
     """
+    if not isinstance(transport, Transport):
+        raise ValueError(f"transport: expected an object of a class made from Transport, got {transport!r}")
     if transport.name in (*transports(), "auto"):
         raise ValueError(f"name: expected one that no transport has, got {transport.name!r}")
     if transport.device not in ("cuda", "cpu"):

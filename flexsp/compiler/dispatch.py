@@ -117,7 +117,7 @@ class Recipe:
     # Steps
 
     def _reserve(self, name: str, workspace: Workspace, like: str | None = None) -> str:
-        """Workspace for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
+        """Memory for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
         shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[like or name]]
         wide = name.startswith(("gates_", "f32_")) or len(shape) < 2
         return workspace.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)

@@ -19,9 +19,8 @@ from tests import variants
 from tests.test_generated import Run, differentiated, problem_of, sizes, wide
 
 CUDA = torch.device("cuda")
-# What the yardstick does not do on the CPU: tensor cores cut sums off toward zero, running sums of gates are made in
-# another order, and a GPU's exp has an error of up to two roundings. A state after few strong gates shows it: an error
-# of five to seven roundings where the yardstick had two.
+# What the yardstick does not do on the CPU: a GPU makes running sums as trees. Past a document's end such a sum of
+# gates repeats its last value only up to a rounding of the sum, and a final state carries that as a factor.
 GPU_ROUNDINGS = 4 * FLOAT32_ROUNDING
 Tensors = dict[str, torch.Tensor]
 Call = Callable[[Tensors], Any]

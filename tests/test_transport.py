@@ -1,0 +1,86 @@
+"""Transports as objects: the registry, and what those for GPUs hand to the kernel, with a heap that only pretends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.comm import transport as module
+from flexsp.comm.transport import Transport, in_kernel, register_transport, transport_of, transports
+from flexsp.exceptions import NotAvailable
+from flexsp.testing.ranks import RankFailure, run_ranks
+
+
+class Mine(Transport):
+    name, device = "mine", "cpu"
+
+
+def heap(*reached: int) -> Any:
+    """Of rank 0; arenas and NVSHMEM's numbers of the ranks."""
+    arenas = [torch.full((8,), rank, dtype=torch.uint8) for rank in range(3)]
+    return SimpleNamespace(
+        local=arenas[0], peer=arenas.__getitem__, pe=lambda rank: 10 + rank, reaches=reached.__contains__,
+        init_module=lambda module: ("started", module),
+    )  # fmt: skip
+
+
+def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRANSPORTS", dict(module._TRANSPORTS))
+    assert transports() == ("process_group", "peer", "put", "posix")
+    mine = Mine()
+    register_transport(mine)
+    assert transport_of("mine") is mine and transports()[-1] == "mine"
+    for taken in ("mine", "auto", "process_group", "peer"):
+        mine.name = taken
+        with pytest.raises(ValueError, match=f"name: expected one that no transport has, got {taken!r}"):
+            register_transport(mine)
+    mine.name, mine.device = "other", "tpu"
+    with pytest.raises(ValueError, match="device: expected 'cuda' or 'cpu', got 'tpu'"):
+        register_transport(mine)
+    with pytest.raises(ValueError, match="transport: expected an object of a class made from Transport"):
+        register_transport(Mine)  # type: ignore[arg-type]
+    with pytest.raises(NotAvailable, match="transport 'other' is not known on this rank"):
+        transport_of("other")
+
+
+def test_peer_maps_the_arenas_of_the_others() -> None:
+    from flexsp.comm import device
+
+    peer = transport_of("peer")
+    assert [int(peer.arena(heap(), rank)[0]) for rank in range(3)] == [0, 1, 2]
+    assert not peer.stages and peer.address(heap(), 2) == 0 and peer.options() == {} and peer.prepare(heap()) is None
+    assert peer.functions() == (device.push_store, device.signal_store) == transport_of("posix").functions()
+    assert peer.problem(heap(0, 1, 2), 3) == "" and "use transport='put'" in peer.problem(heap(0, 1), 3)
+
+
+def test_put_addresses_its_own_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.comm import device
+
+    put = transport_of("put")
+    assert [int(put.arena(heap(), rank)[0]) for rank in range(3)] == [0, 0, 0]
+    assert put.stages and [put.address(heap(), rank) for rank in range(3)] == [10, 11, 12]
+    assert put.functions() == (device.push_put, device.signal_put) and put.problem(heap(), 3) == ""
+    monkeypatch.setattr(device, "nvshmem_options", lambda: {"extern_libs": "linked"})
+    assert put.options() == {"extern_libs": "linked"}
+    prepare = put.prepare(heap())
+    assert prepare is not None and prepare(SimpleNamespace(module=7)) == ("started", 7)
+
+
+def test_who_sends() -> None:
+    for transport, schedule, sends in (("peer", "chain", 1), ("peer", "serial", 0), ("process_group", "chain", 0)):
+        sp: Any = SimpleNamespace(transport=transport, schedule=schedule)
+        assert in_kernel(sp) == bool(sends)
+
+
+@pytest.mark.parametrize("name", ["peer", "put"])
+def test_memory_of_another_device_is_refused(name: str) -> None:
+    with pytest.raises(RankFailure) as told:
+        run_ranks(lengths, 2, transport=name)
+    assert "it moves GPU memory and this rank computes on cpu; CPU ranks have 'posix'" in str(told.value)
+
+
+def lengths(sp: Any) -> Any:
+    return sp.lengths

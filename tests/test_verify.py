@@ -378,15 +378,14 @@ def outputs(sp: SequenceParallel, seed: int) -> None:
 
 
 def judgements(sp: SequenceParallel, seed: int) -> None:
-    torch.manual_seed(seed)
-    x = torch.randn(1, 300, D)
-    codes = x.bfloat16()
+    torch.manual_seed(0)  # for the codes: whether a rounding moves them past the error depends on the draw
+    codes = torch.randn(1, 300, D).bfloat16()
     codes[:, ::3] = (codes[:, ::3] * 8).floor() / 8 + 0.0625  # halves, which any rounding moves
-    # How far a rounding moves the codes is drawn: past the error, which then cannot be judged, or not.
-    found = r"itself \(Codes\) is (off by|the first whose output differs)"
-    with pytest.raises((ValueError, flexsp.NotExact), match=found):
+    with pytest.raises(ValueError, match=r"cannot be judged: output of the module itself \(Codes\) is off by"):
         flexsp.verify(Codes(True), sp, codes)
     assert flexsp.verify(Codes(False), sp, codes).ok
+    torch.manual_seed(seed)
+    x = torch.randn(1, 300, D)
     with pytest.raises(ValueError, match="cannot be judged: .* moves it by inf"):
         flexsp.verify(Then(lambda y: y, nn.Sequential(Pole())), sp, torch.ones(1, 9, D))
     half = sp.partition(300)

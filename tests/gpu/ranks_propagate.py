@@ -25,6 +25,7 @@ from flexsp.scan.propagate import propagate
 from flexsp.testing.scans import ScanCall, fill_slots_with_nan, random_calls, scan_error
 
 HEADS, SIZE = 32, 128  # of the measured state: 32 x 128 x 128 fp32 = 2 MiB
+SHAPES = 20  # of random calls
 
 
 def open_sp(transport: str, heap: str, heap_mib: int = 64, timeout_s: float = 60.0) -> SequenceParallel:
@@ -39,11 +40,14 @@ def open_sp(transport: str, heap: str, heap_mib: int = 64, timeout_s: float = 60
 
 
 def many_epochs(sp: SequenceParallel, epochs: int) -> str:
-    """Interleaved shapes and directions, ranks without segments, slots full of NaN."""
+    """Interleaved shapes and directions, ranks without segments, slots full of NaN. Each shape is a kernel to compile,
+    so a few are called many times."""
     if sp.heap is not None:
         fill_slots_with_nan(sp)
     worst = 0.0
-    calls = random_calls(7, sp.world_size, epochs, heads=6, size=160, segments=9)
+    shapes = random_calls(7, sp.world_size, SHAPES, heads=6, size=160, segments=9)
+    order = torch.randint(SHAPES, (epochs,), generator=torch.Generator().manual_seed(7)).tolist()
+    calls = [shapes[i] for i in order]
     calls += [
         ScanCall(1, HEADS, SIZE, SIZE, (3,) * sp.world_size, "scalar", cuts, reverse)
         for cuts in (False, True) for reverse in (False, True)

@@ -207,15 +207,12 @@ class Call:
         if not self.stamped:
             return data.contiguous()
         message = self.buffer(data)
-        message[:_HEADER].view(torch.int64)[0] = self._stamp()
+        stamp = message[:_HEADER].view(torch.int64)[:1]
+        stamp.fill_(self.word)  # not `stamp[0] = ...`, which makes the host wait for the GPU
+        if self._seen:
+            stamp.masked_fill_(torch.cat(self._seen).ne(self.word).any(), poison(self.sp.rank, self._peers[0]))
         self.data(message, data).copy_(data)
         return message
-
-    def _stamp(self) -> int | torch.Tensor:
-        if not self._seen:
-            return self.word
-        report = poison(self.sp.rank, self._peers[0])
-        return torch.where(torch.cat(self._seen).ne(self.word).any(), report, self.word)
 
     def look_at(self, buffer: torch.Tensor, peer: int) -> None:
         """Takes note of the stamp of what has arrived from ``peer``."""

@@ -322,6 +322,8 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
     for kernel, _, given in launches:
         if kernel.__name__ in ("output", "back", "states"):
             assert (given["num_warps"], given["num_stages"]) == (walk.warps, walk.stages), "not the plan's"
+    limit = of_device(torch.device("cpu")).shared
+    assert not recipe.plan.sure or all(x.shared <= limit for x in rows)
     return launches, {x.kernel: x.shared for x in rows}
 
 
@@ -367,10 +369,15 @@ def table(found: list[Any]) -> str:
     return "\n".join(" ".join(f"{key}={value}" for key, value in x.items() if value is not None) for x in found)
 
 
+# Backward passes that sm_86 and sm_89 have no room for. Their plans are not sure to fit: see tests/test_dispatch.py.
+REFUSED = {f"{name} bfloat16 128 256 packed" for name in ("gated_deltanet", "vector_gated_delta")}
+
+
 def assert_fits(arch: int, found: list[Any]) -> None:
     print(table(found))
     limit = of_arch(arch).shared
-    assert not (large := [x for x in found if x["shared"] > limit]), table(large)
+    refused = [x for x in found if arch in (86, 89) and x["config"] in REFUSED and (x["predicted"] or 0) > limit]
+    assert not (large := [x for x in found if x["shared"] > limit and x not in refused]), table(large)
     low = [x for x in found if x["predicted"] is not None and x["predicted"] < x["shared"]]
     assert not low, f"predicted less than is needed:\n{table(low)}"
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,43 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
 @pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
 def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
     assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+
+
+class Launched(Exception):
+    pass
+
+
+@pytest.mark.parametrize("sure", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
+def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
+    sure: bool, backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexsp.compiler import dispatch
+    from flexsp.runtime.launch import KernelLaunch
+
+    code = variants.load("simple_gla").make(2, 16, 16, torch.float32, code_dir=tmp_path)._generated
+    x = {"q": torch.randn(1, 99, 2, 16), "k": torch.randn(1, 99, 2, 16), "v": torch.randn(1, 99, 2, 16)}
+    x = {name: y.requires_grad_(backward) for name, y in (x | {"g": -torch.rand(1, 99, 2)}).items()}
+    recipe = dispatch.Recipe(code, x, None, None, None)
+    assert recipe.plan.sure
+    recipe.plan, recipe.device, asked = replace(recipe.plan, sure=sure), torch.device("cuda", 0), []
+
+    def prepare(self: Any, frame: Any, device: int) -> Future[Any]:
+        asked.append(self.kernel.__name__)
+        job: Future[Any] = Future()
+        last = "grads" if backward else "output"
+        job.set_exception(ValueError("too large")) if asked[-1] == last else job.set_result(None)
+        return job
+
+    def launched(*args: Any) -> Any:
+        raise Launched
+
+    monkeypatch.setattr(KernelLaunch, "prepare", prepare)
+    monkeypatch.setattr(recipe, "run_forward", launched)
+    for _ in range(2):
+        with pytest.raises(Launched if sure else ValueError, match=None if sure else "too large"):
+            dispatch.run(recipe, [*x.values()], None, None, (0, 99, 99))
+    assert ("grads" in asked) == backward and bool(asked) == (backward or not sure)
 
 
 @pytest.mark.parametrize("name", ["retnet", "gla", "gated_deltanet"])

@@ -35,6 +35,7 @@ _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.def
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
 _BARRIERS = 2 * 1024  # of tcgen05's products
+_ENDS = 4352  # of walks over packed documents
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,15 @@ def _of_groups(
     shared = _operands(nodes, tiles, walks, flipped)
     if walks:
         state = _state(nodes, tiles, walks)
-        inside = min(_SCRATCH // 2 if flipped else _SCRATCH, state) if flipped or kind in ("states", "back") else 0
+        inside = min(_SCRATCH // 2 if flipped else _SCRATCH, state) if flipped or kind != "output" else 0
+        if kind != "states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
+            inside = state  # a decay that is summed here comes in another layout than the state it multiplies
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
         shared = max(shared, 0 if kind == "states" or flipped else state)
     else:
-        least = _operands(nodes, tiles, walks, flipped, overlap=False) if C >= 64 and tiles.item == 2 else 0
+        least = _operands(nodes, tiles, walks, flipped, ahead=0) if C >= 64 and tiles.item == 2 else 0
         shared = max(shared, _stored(nodes, tiles))
-    shared += _vectors(nodes, tiles, stages)
+    shared += _vectors(nodes, tiles, stages) + (_ENDS if walks else 0)
     if tiles.item == 4 and C >= 64:  # without warp-group products, transposes are laid out anew
         shared = shared * 8 // 5
     return shared, least
@@ -179,7 +182,9 @@ def _of_warps(nodes: Sequence[Any], tiles: _Tiles, walks: str, stages: int, wide
     if walks:  # the state of a document that begins is laid out anew
         ends = _state(nodes, tiles, walks)
     else:
-        ends = max(_stored(nodes, tiles), _operands(nodes, tiles, walks, False))
+        many = sum(node.target is aten.mm.default for node in nodes) > 8 and tiles.blocks["C"] >= 64
+        ends = _operands(nodes, tiles, walks, False, ahead=2 if many else 1)
+        ends = max(_stored(nodes, tiles), ends * 17 // 16 if many else ends)  # tiles of many sizes leave gaps
     return buffers + max(scratch, ends) + _vectors(nodes, tiles, stages)
 
 
@@ -214,10 +219,10 @@ def _vectors(nodes: Sequence[Any], tiles: _Tiles, stages: int) -> int:
     return 4096 + 4 * stages * sum(tiles.numbers(x) for x in nodes if x.op == "placeholder" and len(dims(x)) == 1)
 
 
-def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, overlap: bool = True) -> int:
+def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, ahead: int = 1) -> int:
     """Most bytes of operands at a time that are put into shared memory for products.
 
-    `overlap`: chunkwise, a product may start before the one before it has read its operands.
+    `ahead`: chunkwise, the operands of so many products are put there before one has read its own.
     """
     first: dict[Any, int] = {}
     last: dict[Any, int] = {}
@@ -234,8 +239,8 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, ov
                 continue  # from registers
             first.setdefault(source, i)
             last[source] = i
-    if overlap and not walks:
-        after = {at: products[min(i + 1, len(products) - 1)] for i, at in enumerate(products)}
+    if ahead and not walks:
+        after = {at: products[min(i + ahead, len(products) - 1)] for i, at in enumerate(products)}
         last = {x: after[at] for x, at in last.items()}
     times = range(len(nodes))
     return max(
@@ -273,5 +278,6 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
     numbers = levels * (10 if grad else 8) * C * N
     products, loads = (x * N // columns for x in (levels, 3 + levels))
     alive = (5 if grad else 3) * C * columns
-    shared = item * C * columns * item + (4096 if grad else 0)  # fp32 operands in parts; room for sums over warps
+    parts = item + 1 if grad else item  # of fp32 operands; sums over warps need room besides
+    shared = item * C * columns * parts + (4096 if grad else 0)
     return Load(shared, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)

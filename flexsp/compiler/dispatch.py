@@ -27,7 +27,7 @@ from flexsp.compiler.walks import WALKS
 from flexsp.devices import MOST_HEADS, of_device
 from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
-from flexsp.runtime.launch import KernelLaunch
+from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, copy, launches_of, run_steps
 from flexsp.scan.step import propagate_step
 
@@ -90,7 +90,7 @@ class Recipe:
         self.saved, self.scratch = Workspace(), Workspace()
         self.forward = self._forward()
         self.backwards: dict[Any, Backward] = {}
-        self.precompiled = False
+        self.precompiled = 0  # passes: the forward one, and the backward one
 
     def _lies_well(self, name: str, x: torch.Tensor) -> bool:
         if name not in self.code.layout.tokens:
@@ -366,12 +366,16 @@ class Recipe:
     def precompile(
         self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool = True
     ) -> list[Future[Any]]:
-        """Starts to compile, once and on a GPU, what a call and its backward pass launch."""
-        if self.precompiled or self.device.type != "cuda":
+        """Starts to compile, once and on a GPU, what a call and its backward pass launch. Where the plan is not sure to
+        fit, this waits for it: that a kernel of the backward pass does not is said before the first is launched."""
+        if self.precompiled > backward or self.device.type != "cuda":
             return []
-        self.precompiled = True
-        found = self.launches(tensors, initial, backward)
-        return [each.prepare(frame, self.device.index) for each, frame in found]
+        found = [each.prepare(frame, self.device.index) for each, frame in self.launches(tensors, initial, backward)]
+        if not self.plan.sure:
+            for each in found:
+                outcome(each)
+        self.precompiled = 1 + backward
+        return found
 
     def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -500,10 +504,12 @@ def run(
     """Outputs and final states of generated kernels, differentiable. `shard`: its first token, its end, of how many."""
     sp = get_sp(recipe.sp_id) if recipe.sp_id >= 0 else None
     table = table_of(recipe, cu_seqlens, shard)
-    if torch.is_grad_enabled() and (
+    backward = torch.is_grad_enabled() and (
         recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
-    ):
-        recipe.precompile(tensors, initial)
+    )
+    if backward or not recipe.plan.sure:
+        recipe.precompile(tensors, initial, backward)
+    if backward:
         anchor = sp.anchor if sp is not None and recipe.chained else None
         return _Function.apply(recipe, table, anchor, initial, *tensors)
     return recipe.run_forward(tensors, initial, table)[:2]

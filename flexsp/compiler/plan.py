@@ -58,6 +58,7 @@ class Plan:
 
     `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
     segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
+    `sure`: by estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
     """
 
     chunk: int
@@ -70,6 +71,7 @@ class Plan:
     part: Launch
     small: Launch
     schedule: str
+    sure: bool = True
 
 
 def padded(n: int) -> int:
@@ -273,7 +275,7 @@ def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:
 def _last_resort(cut: _Cut, chunk: int | None, code: Generated) -> Plan:
     """The plan with least shared memory where none is estimated to fit; what is compiled from it will tell."""
     plan = [*cut.plans(chunk or CHUNKS[0])][-1]
-    plan = replace(plan, walk=replace(plan.walk, stages=1))
+    plan = replace(plan, walk=replace(plan.walk, stages=1), sure=False)
     if chunk is not None:
         most = max(_launches(cut, plan, code), key=lambda x: x.least)
         fits = [x for x in CHUNKS if x < chunk and _candidates(cut, x, code)]

@@ -38,7 +38,7 @@ from flexsp.runtime.triton_private import current_target, make_launcher
 
 __all__ = [
     "KernelLaunch", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
-    "specialisation", "workers",
+    "outcome", "specialisation", "workers",
 ]  # fmt: skip
 
 _OLDEST = (12, 9)
@@ -252,7 +252,7 @@ def launch(
     compiled = _launched.get(key)
     if compiled is None:
         what = (kernel, _described(args), constants | {"PDL": pdl}, options | {"launch_pdl": pdl})
-        compiled = _outcome(_begin(key, functools.partial(build, *what)))
+        compiled = outcome(_begin(key, functools.partial(build, *what)))
         with _lock:
             if key not in _launched:
                 _load(compiled, device)
@@ -327,7 +327,7 @@ class KernelLaunch:
     def _compile(self, frame: Any) -> None:
         device = torch.cuda.current_device()
         found, self._found = self.prepare(frame, device), None  # kept, a failure would keep the frames of this call
-        compiled = _outcome(found)
+        compiled = outcome(found)
         with _lock:
             _load(compiled, device)
         constants = self.constants | {"PDL": dependent(device)}
@@ -353,7 +353,7 @@ def _built(work: Callable[[Any], Any], target: Any) -> Any:
     return compiled
 
 
-def _outcome(found: Future[Any]) -> Any:
+def outcome(found: Future[Any]) -> Any:
     """The compiled kernel. A failure is raised, and forgotten: its traceback will hold the frames of this call."""
     error = found.exception()
     if error is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from test_schedules import fold, random_elements
 import flexsp
 from flexsp.comm import process_group
 from flexsp.comm.halo import halo_exchange
-from flexsp.comm.signature import MISMATCH_BIT, POISON, Signature
+from flexsp.comm.process_group import Call
+from flexsp.comm.signature import MISMATCH_BIT, POISON, Signature, poison
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
 from flexsp.nn import SequenceParallelLA
@@ -292,6 +294,33 @@ def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> Non
             assert state.isnan().all() and isinstance(error, PeerMismatch), answers
     if odd or schedule == "all_gather":
         assert "transition scalar" in str(answers[odd][1].ours)
+
+
+@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize("wrong", range(3))
+@pytest.mark.parametrize("together", [False, True])
+def test_one_wrong_stamp_of_many_is_enough(
+    together: bool, wrong: int, reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pieces from rank 3, each of which is sent on before the next one comes, or of ranks 3, 4 and 5 at a time."""
+    monkeypatch.setattr(process_group, "carries_stamp", lambda data: True)
+    sp: Any = SimpleNamespace(rank=2, abandoned=0, channels={}, records=None, device=torch.device("cpu"))
+    data = torch.randn(3, 5)
+    call = Call(sp, Signature("state exchange"), data, None)
+    arriving = [call.sealed(data) for _ in range(3)]
+    arriving[wrong][:8].view(torch.int64)[0] = poison(1, 0) if reported else 99
+    for i, message in enumerate(arriving):
+        assert torch.equal(call.data(message, data), data) and message.numel() % 16 == 0
+        call.look_at(message, 3 + i * together)
+        if not together:
+            leaving = call.sealed(data)[:8].view(torch.int64).item()
+            assert leaving == (poison(2, 3) if wrong <= i else call.word)
+    assert call.end(data).isnan().all()
+    error = sp.records.error(2)
+    assert isinstance(error, PeerMismatch) and error.peer == (0 if reported else 3 + wrong * together)
+    later = Call(sp, Signature("halo exchange"), data, None)
+    later.look_at(later.sealed(data), 1)
+    assert torch.equal(later.end(data), data) and sp.records.error(2).peer == error.peer
 
 
 def test_a_signature_tells_apart_what_it_names() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flexsp.comm.derivatives import first_only, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
-from flexsp.comm.process_group import Call, begin_call, define_op, group_for, peer_errors
+from flexsp.comm.process_group import Call, begin_call, define_op, group_for, of_all_ranks, peer_errors
 from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["gather", "sum_over_ranks"]
@@ -60,10 +60,9 @@ def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.
     mine = y.new_zeros(longest, *rows.shape[1:])
     mine[: rows.shape[0]] = rows
     call = _begin(sp, f"gather along dim {dim}", mine)
-    everyone = [torch.empty_like(mine) for _ in lengths]
+    everyone = mine.new_empty(len(lengths), *mine.shape)
     if mine.numel() > 0:
-        with peer_errors(sp, None, "all_gather"):
-            dist.all_gather([_bytes(t) for t in everyone], _bytes(mine), group=group_for(sp, mine))
+        everyone = of_all_ranks(sp, _bytes(mine)).view(mine.dtype).view(everyone.shape)
     full = torch.cat([shard[:length] for shard, length in zip(everyone, lengths, strict=True)])
     return call.end(full.movedim(0, dim).contiguous())
 

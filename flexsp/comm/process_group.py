@@ -30,6 +30,7 @@ __all__ = [
     "define_op",
     "exchange_ints",
     "group_for",
+    "of_all_ranks",
     "peer_errors",
     "post",
     "wait_all",
@@ -147,6 +148,15 @@ def post(sp: SequenceParallel, *messages: Message) -> list[Pending]:
     return pending
 
 
+def of_all_ranks(sp: SequenceParallel, mine: torch.Tensor) -> torch.Tensor:
+    """Every rank's ``mine`` [n], as [ranks, n]."""
+    everyone = mine.new_empty(sp.world_size * mine.numel())
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    with peer_errors(sp, None, "all_gather"):
+        run(everyone, mine, group=group_for(sp, mine))
+    return everyone.view(sp.world_size, -1)
+
+
 def wait_all(sp: SequenceParallel, pending: Sequence[Pending]) -> None:
     """Wait for messages: on CPU until they are through, on CUDA by ordering the current stream behind them."""
     for item in pending:
@@ -191,28 +201,42 @@ class Call:
         self.error: PeerMismatch | None = None
         self._seen: list[torch.Tensor] = []
         self._peers: list[int] = []
+        self._bad: torch.Tensor | None = None  # whether one of the first `_judged` was another's
+        self._judged = 0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros to receive a message in."""
         if not self.stamped:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
-        return torch.zeros(_HEADER + like.numel() * like.element_size(), dtype=torch.uint8, device=like.device)
+        nbytes = like.numel() * like.element_size()
+        return torch.zeros(_HEADER + nbytes + -nbytes % _HEADER, dtype=torch.uint8, device=like.device)
 
     def data(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The tensor in a message."""
-        return buffer[_HEADER:].view(like.dtype).view(like.shape) if self.stamped else buffer
+        if not self.stamped:
+            return buffer.view(like.shape)
+        end = _HEADER + like.numel() * like.element_size()
+        return buffer[_HEADER:end].view(like.dtype).view(like.shape)
 
     def sealed(self, data: torch.Tensor) -> torch.Tensor:
         """The message with this tensor in it; once a wrong stamp has come in, it says so."""
         if not self.stamped:
             return data.contiguous()
-        message = self.buffer(data)
-        stamp = message[:_HEADER].view(torch.int64)[:1]
-        stamp.fill_(self.word)  # not `stamp[0] = ...`, which makes the host wait for the GPU
+        # Not `stamp[0] = self.word`, which makes the host wait for the GPU.
+        stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)
         if self._seen:
-            stamp.masked_fill_(torch.cat(self._seen).ne(self.word).any(), poison(self.sp.rank, self._peers[0]))
-        self.data(message, data).copy_(data)
-        return message
+            stamp.masked_fill_(self._wrong(), poison(self.sp.rank, self._peers[0]))
+        header, body = stamp.view(torch.uint8), data.contiguous().view(-1).view(torch.uint8)
+        return torch.cat([header, body, header[: -body.numel() % _HEADER]])  # of many ranks, each begins aligned
+
+    def _wrong(self) -> torch.Tensor:
+        """Whether a stamp that has come in was another's."""
+        if self._judged < len(self._seen):
+            new = torch.cat(self._seen[self._judged :]).ne(self.word).any()
+            self._bad = new if self._bad is None else self._bad | new
+            self._judged = len(self._seen)
+        assert self._bad is not None
+        return self._bad
 
     def look_at(self, buffer: torch.Tensor, peer: int) -> None:
         """Takes note of the stamp of what has arrived from ``peer``."""
@@ -224,9 +248,7 @@ class Call:
         """For collectives on CUDA: every rank's stamp to every rank, in a message of its own."""
         if self.stamped:
             mine = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=device).view(torch.uint8)
-            everyone = [torch.empty_like(mine) for _ in range(self.sp.world_size)]
-            dist.all_gather(everyone, mine, group=group_for(self.sp, mine))
-            for peer, stamp in enumerate(everyone):
+            for peer, stamp in enumerate(of_all_ranks(self.sp, mine)):
                 self.look_at(stamp, peer)
 
     def end(self, result: torch.Tensor) -> torch.Tensor:
@@ -238,7 +260,8 @@ class Call:
             return result
         if self.sp.records is None:
             self.sp.records = watchdog.ErrorRecord(self.sp.device)
-        bad = watchdog.note_stamps(self.sp, torch.cat(self._seen), self._peers, self.word, self.signature.backward)
+        bad = self._wrong()
+        watchdog.note_stamps(self.sp, bad, torch.cat(self._seen), self._peers, self.word, self.signature.backward)
         return result.masked_fill(bad, float("nan")) if result.is_floating_point() else result
 
 

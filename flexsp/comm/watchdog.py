@@ -46,6 +46,10 @@ class ErrorRecord:
         if kind == 0:
             return None
         _, peer, tile, wanted, seen, reverse = self._fields[:6].tolist()
+        if kind == MISMATCH and seen & (POISON | MISMATCH_BIT) == POISON | MISMATCH_BIT:  # noted as it came
+            low = (1 << RANK_BITS) - 1
+            kind, peer = POISON_MISMATCH, seen & low
+            peer = seen >> RANK_BITS & low if peer == rank else peer
         direction = "the backward scan" if reverse else "the forward scan"
         at = f", tile {tile}" if tile >= 0 else ""
         if kind == MISMATCH:
@@ -62,28 +66,22 @@ class ErrorRecord:
 
 
 def note_stamps(
-    sp: SequenceParallel, seen: torch.Tensor, peers: Sequence[int], word: int, reverse: bool
-) -> torch.Tensor:
-    """Whether one of the stamps ``seen`` [n] of ``peers`` is not ``word``, as a tensor; the first such goes into the
-    record of the group. In stream order, without a synchronisation."""
-    key = ("peers of stamps", tuple(peers))
+    sp: SequenceParallel, bad: torch.Tensor, seen: torch.Tensor, peers: Sequence[int], word: int, reverse: bool
+) -> None:
+    """Puts the first of the stamps ``seen`` [n] of ``peers`` that is not ``word`` into the record of the group, where
+    ``bad`` [] says that there is one. In stream order, without a synchronisation; the host makes sense of it."""
+    key = ("stamps", tuple(peers), reverse)
     if key not in sp.channels:
-        sp.channels[key] = torch.tensor(list(peers), device=seen.device)
+        rows = [[MISMATCH, peer, -1, 0, 0, int(reverse)] for peer in peers]
+        sp.channels[key] = torch.tensor(rows, dtype=torch.int64, device=seen.device)
         sp.channels.setdefault("stamps", torch.zeros(6, dtype=torch.int64, device=seen.device))
-    bad = seen.ne(word)
-    at = bad.to(torch.int8).argmax().view(1)
-    stamp, peer = seen.index_select(0, at), sp.channels[key].index_select(0, at)
-    low = (1 << RANK_BITS) - 1
-    about = stamp.bitwise_and(low)
-    about = torch.where(about.eq(sp.rank), stamp.bitwise_right_shift(RANK_BITS).bitwise_and(low), about)
-    poisoned = stamp.bitwise_and(POISON | MISMATCH_BIT).eq(POISON | MISMATCH_BIT)
-    kind = torch.where(poisoned, POISON_MISMATCH, torch.full_like(stamp, MISMATCH))
-    of_call = [torch.full_like(stamp, x) for x in (-1, word)]
-    row = torch.cat([kind, torch.where(poisoned, about, peer), *of_call, stamp, torch.full_like(stamp, int(reverse))])
-    kept = sp.channels["stamps"]
-    kept.copy_(torch.where(bad.any() & kept[:1].eq(0), row, kept))
+    row, kept = sp.channels[key][:1], sp.channels["stamps"]
+    if len(peers) > 1:
+        at = seen.ne(word).to(torch.int8).argmax().view(1)
+        row, seen = sp.channels[key].index_select(0, at), seen.index_select(0, at)
+    row = torch.cat([row[0, :WANTED], torch.full_like(seen, word), seen, row[0, SEEN + 1 :]])
+    torch.where(bad & kept[0].eq(0), row, kept, out=kept)
     sp.records.tensor[:6].copy_(kept, non_blocking=True)
-    return bad.any()
 
 
 def raise_pending(sp: SequenceParallel) -> None:

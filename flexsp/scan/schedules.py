@@ -6,10 +6,9 @@ These are the CPU path and the baselines of the fused kernel (scan/propagate.py)
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.comm.process_group import Message, begin_call, group_for, peer_errors, post, wait_all
+from flexsp.comm.process_group import Message, begin_call, of_all_ranks, post, wait_all
 from flexsp.comm.signature import Signature, facts_of
 from flexsp.scan.transitions import Transition
 
@@ -101,10 +100,7 @@ def _all_gather(
     a_shape = _shape_of_factor(F, transition)
     mine = torch.cat([a.expand(a_shape).reshape(-1), F.reshape(-1)])
     call = begin_call(sp, signature, mine)
-    sent = call.sealed(mine)
-    everyone = [torch.empty_like(sent) for _ in range(sp.world_size)]
-    with peer_errors(sp, None, "all_gather"):
-        dist.all_gather(everyone, sent, group=group_for(sp, mine))
+    everyone = of_all_ranks(sp, call.sealed(mine))
     state = torch.zeros_like(F)
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)

@@ -29,7 +29,10 @@ class Run(NamedTuple):
 
 
 # One line a run: Run("3.6.0", (9, 0), "NVIDIA H200", "0123abc", 324),
-COVERED: tuple[Run, ...] = (Run("3.6.0", (9, 0), "NVIDIA H200", "9535df1", 903),)
+COVERED: tuple[Run, ...] = (
+    Run("3.6.0", (9, 0), "NVIDIA H200", "1cec527", 909),
+    Run("3.9.0", (9, 0), "NVIDIA H200", "1cec527", 909),
+)
 
 
 def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:

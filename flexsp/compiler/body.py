@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Graph
 
+from flexsp.compiler.differentiate import Kept
 from flexsp.compiler.emit import Emitter
 from flexsp.compiler.meta import Part
 from flexsp.compiler.places import Place, matrix, places
@@ -35,7 +36,7 @@ class Layout:
     sizes: tuple[str, ...]
     tokens: dict[str, tuple[str, ...]]
     params: dict[str, tuple[str, ...]]
-    kept: dict[str, tuple[str, ...]]
+    kept: dict[str, Kept]
     parts: tuple[Part, ...] = ()
 
     @property
@@ -158,7 +159,7 @@ def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Calla
         if any(s.isdigit() for s in sizes) or len(sizes) > 2:
             raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
         if name in body.layout.kept:
-            return _load_kept(name, sizes, body, emitter)
+            return _load_kept(body.layout.kept[name], body, emitter)
         if name in body.layout.params:
             return _load_param(name, sizes, body)
         if name not in body.tokens:
@@ -190,12 +191,12 @@ def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter,
     return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
 
 
-def _load_kept(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter) -> Value:
+def _load_kept(kept: Kept, body: Body, emitter: Emitter) -> Value:
+    name, sizes, gates = kept.name, kept.dims, kept.running
     if name not in body.kept:
         body.kept.append(name)
     body.by_row.discard(name)
     at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"
-    gates = name.startswith("gates_")  # running sums, whose rows past the chunk's length are all the same
     steady = frozenset({0} if gates else ())
     if not sizes:
         return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + row * n_chunks + c)", ()))
@@ -276,12 +277,13 @@ def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], bo
     return f"store_{'columns' if turn else 'rows'}({base}, {text}, H * {n}, length, {cols})"
 
 
-def store_kept(emitter: Emitter, name: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
+def store_kept(emitter: Emitter, kept: Kept, x: Value, body: Body) -> str:
+    name, sizes = kept.name, kept.dims
     if not sizes or sizes[0] != "C":
         return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
     at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"
     x = emitter.full(x, sizes)
-    if not name.startswith("gates_"):
+    if not kept.running:
         x = emitter.masked(x, 0)
         x = emitter.masked(x, 1) if x.wild and sizes[1:] == ("C",) else x  # the others are loaded without their padding
     text = x.f32

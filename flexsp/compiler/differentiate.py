@@ -72,6 +72,45 @@ class Intrinsic:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A value of every chunk that one kernel leaves in memory for others.
+
+    Attributes:
+        name: in the code of kernels.
+        dims: names of its sizes, "C" the tokens of a chunk; a matrix begins with them.
+        role: what it is, one of `ROLES`.
+        wide: it is fp32 whatever the inputs are; else it has their dtype.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    role: str
+    wide: bool
+
+    @property
+    def running(self) -> bool:
+        """Whether rows past a chunk's tokens repeat the last one, and are read; else they are zero."""
+        return self.role == "gates"
+
+    @property
+    def of_gates(self) -> bool:
+        """Whether gates alone make it, so that the first kernel can leave it."""
+        return self.role in ("gates", "gated")
+
+
+ROLES = {
+    "cached": "what chunk_mode caches",
+    "gradient": "the gradient of that",
+    "gates": "running sums of gates over the chunk",
+    "gated": "an operand of products that is made with gates of two axes",
+    "operand": "another operand of a dense walk's products",
+    "argument": "of an intrinsic",
+    "result": "of an intrinsic",
+    "sum": "for `gather`",
+}
+
+
+@dataclass(frozen=True)
 class Step:
     """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS". "S__x" is a state's part x.
 
@@ -83,7 +122,7 @@ class Step:
     tokens: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
-    kept: tuple[str, ...]
+    kept: dict[str, Kept]
     intrinsics: tuple[Intrinsic, ...]
 
 
@@ -266,7 +305,7 @@ def differentiate(program: Program) -> Step:
     keeper.run()
     graph.lint()
     return Step(
-        graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), tuple(keeper.found), tuple(keeper.intrinsics)
+        graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), keeper.kept(), tuple(keeper.intrinsics)
     )
 
 
@@ -309,16 +348,30 @@ class _Keeper:
         self.end = next(node for node in graph.nodes if node.op == "output")
         self.named: dict[str, Any] = dict(zip(outputs, self.end.args[0], strict=True))
         self.found: dict[str, Any] = {}
+        self.roles: dict[str, str] = {}
+        self.wide: set[str] = set()
         self.intrinsics: list[Intrinsic] = []
         self.levels: dict[Any, int] = {}
         self.grad_levels: dict[Any, int] = {}
+
+    def kept(self) -> dict[str, Kept]:
+        """What `run` found."""
+        return {
+            name: Kept(name, dims(node), self.roles[name], name in self.wide or len(dims(node)) < 2)
+            for name, node in self.found.items()
+        }
+
+    def _keep(self, name: str, node: Any, role: str, wide: bool = False) -> None:
+        self.found[name], self.roles[name] = node, role
+        if wide:
+            self.wide.add(name)
 
     def run(self) -> None:
         forward = _ancestors([node for name, node in self.named.items() if name == "o" or is_state(name)])
         matrix = len(dims(self.named["S"])) == 2
         for node in self.graph.nodes if matrix else ():
             if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
-                self.found[f"gates_{node.name}"] = node
+                self._keep(f"gates_{node.name}", node, "gates", wide=True)
         for node in list(self.graph.nodes):
             for levels in (self.levels, self.grad_levels):
                 levels[node] = max([levels[x] for x in node.all_input_nodes], default=0)
@@ -327,7 +380,8 @@ class _Keeper:
         if self.intrinsics:
             for name, node in self.named.items():
                 if name.startswith("keep_") and _heavy(node) and node not in self.found.values():
-                    self.found[name.removeprefix("keep_")] = node
+                    name = name.removeprefix("keep_")
+                    self._keep(name, node, "gradient" if name.startswith("grad_") else "cached")
         if self.dense:
             self._operands(forward)
         self._gated(forward)
@@ -335,7 +389,7 @@ class _Keeper:
         self.end.args = ([*self.end.args[0], *new.values()],)
         self.outputs += [f"keep_{name}" for name in new]
         for name, node in self.found.items():
-            for user in self.graph.nodes if name.startswith("gates_") else ():
+            for user in self.graph.nodes if self.roles[name] == "gates" else ():
                 if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]):
                     user.meta["last"] = name
 
@@ -353,40 +407,42 @@ class _Keeper:
                     leaves = side == 0 and not turned and row_scaled(x)  # a factor of rows leaves the product
                     known = x in moving or x.op == "placeholder" or x in self.found.values()
                     if not known and not leaves:
-                        self.found[f"operand{len(self.found)}"] = x
+                        self._keep(f"operand{len(self.found)}", x, "operand")
 
     def _gated(self, forward: set[Any]) -> None:
         """Keeps what walks multiply that is computed from gates of two axes and from no product."""
-        wide = {node for name, node in self.found.items() if name.startswith("gates_") and len(dims(node)) == 2}
+        wide = {node for name, node in self.found.items() if self.roles[name] == "gates" and len(dims(node)) == 2}
         for node in self.graph.nodes:
             if node in forward and node.target is aten.mm.default:
                 for x in node.args:
                     x = x.args[0] if x.target is aten.t.default else x
                     known = x.op == "placeholder" or x in self.found.values()
                     if not known and not _heavy(x) and dims(x)[:1] == ("C",) and wide & _ancestors([x]):
-                        self.found[f"gated_{len(self.found)}"] = x
+                        self._keep(f"gated_{len(self.found)}", x, "gated")
 
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)
+        wide = kind == "inverse"
         args = tuple(
-            self._name(x, f"f32_arg{n}" if kind == "inverse" else f"arg{n}_{i}") for i, x in enumerate(node.args)
-        )
+            self._name(x, f"f32_arg{n}" if wide else f"arg{n}_{i}", wide) for i, x in enumerate(node.args)
+        )  # fmt: skip
         if kind == "scores_grad":
             parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}
-            self.found |= parts
+            for name, user in parts.items():
+                self._keep(name, user, "result", wide=True)
             results, levels = tuple(parts), self.grad_levels
         else:
             results, levels = (f"{kind}{n}",), self.levels
-            self.found[results[0]] = node
+            self._keep(results[0], node, "result")
         levels[node] += 1
         self.intrinsics.append(Intrinsic(kind, args, results, levels[node]))
 
-    def _name(self, x: Any, otherwise: str) -> str:
+    def _name(self, x: Any, otherwise: str, wide: bool) -> str:
         if x.op == "placeholder":
             return x.name
         known = next((name for name, node in self.found.items() if node is x), None)
         if known is None:
-            self.found[otherwise] = x
+            self._keep(otherwise, x, "argument", wide)
         return known or otherwise
 
 

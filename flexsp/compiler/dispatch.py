@@ -118,9 +118,10 @@ class Recipe:
 
     def _reserve(self, name: str, workspace: Workspace, like: str | None = None) -> str:
         """Memory for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
-        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in self.code.layout.kept[like or name]]
-        wide = name.startswith(("gates_", "f32_")) or len(shape) < 2
-        return workspace.add(f"kept.{name}", _F32 if wide else self.dtype, self.B * self.H, self.plan.n_chunks, *shape)
+        kept = self.code.layout.kept[like or name]
+        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
+        dtype = _F32 if kept.wide else self.dtype
+        return workspace.add(f"kept.{name}", dtype, self.B * self.H, self.plan.n_chunks, *shape)
 
     def _launch(
         self, kind: str, how: Launch, others: Sequence[str | None], do: Strides = (0, 0, 0),
@@ -183,7 +184,7 @@ class Recipe:
             constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
             return [KernelLaunch(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
         *da, q, k, b = what.args
-        size = self.code.layout.kept[b][1]
+        size = self.code.layout.kept[b].dims[1]
         kept = [x not in self.strides for x in (q, k)]
         of_tokens: list[str | None] = [f"kept.{x}" if is_kept else x for x, is_kept in zip((q, k), kept, strict=True)]
         strides = [n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))]

@@ -122,11 +122,9 @@ class Generated:
     def _layout(self) -> Layout:
         graph = self.step.graph
         found = {node.name: dims(node) for node in graph.nodes if node.op == "placeholder"}
-        end = next(node for node in graph.nodes if node.op == "output").args[0]
-        named = dict(zip(self.step.outputs, end, strict=True))
-        kept = {name: dims(named[f"keep_{name}"]) for name in (*self.step.kept, *self.sums)}
+        kept = self.step.kept
         rows, cols = ("1", *found["S"])[-2:]
-        strange = [name for name, x in kept.items() if len(x) > 1 and x[0] != "C"]
+        strange = [x.name for x in kept.values() if len(x.dims) > 1 and x.dims[0] != "C"]
         if strange:
             raise NotEmittable(
                 f"{for_users(self.step, strange)}: kernels keep matrices of a chunk whose first axis is its tokens, "
@@ -136,7 +134,7 @@ class Generated:
         params = {name: found[name] for name in self.step.params}
         parts = self.program.parts
         places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
-        sizes = {s for x in (*found.values(), *kept.values()) for s in x if s != "C"}
+        sizes = {s for x in (*found.values(), *(x.dims for x in kept.values())) for s in x if s != "C"}
         self._refuse_names(rows, cols, found["do"], sizes, {*self.step.tokens, *params, *self.program.chunk.cached})
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
 
@@ -193,7 +191,7 @@ class Generated:
         for_backward = {name for x in step.intrinsics if x.backward for name in x.args}
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
-        return tuple(name for name in found if name not in scratch or name.startswith("gates_"))
+        return tuple(name for name in found if name not in scratch or step.kept[name].running)
 
     @cached_property
     def split(self) -> bool:

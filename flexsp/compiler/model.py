@@ -109,15 +109,15 @@ class _Call:
 
     def kept(self, name: str, reads: bool) -> int:
         """Bytes of a kept value. Rows past a chunk's length are written, but only those of running gates are read."""
-        sizes = self.code.layout.kept[name]
-        wide = name.startswith(("gates_", "f32_")) or len(sizes) < 2
+        kept = self.code.layout.kept[name]
+        sizes = kept.dims
         rows = self.plan.n_chunks * (self.plan.chunk if "C" in sizes[:1] else 1)
-        if reads and "C" in sizes[:1] and not name.startswith("gates_"):
+        if reads and "C" in sizes[:1] and not kept.running:
             rows = self.T
         numbers = math.prod(
             self.plan.chunk if s == "C" else self.sizes[s] for s in sizes[1 if "C" in sizes[:1] else 0 :]
         )
-        return self.heads * rows * numbers * (4 if wide else self.dtype.itemsize)
+        return self.heads * rows * numbers * (4 if kept.wide else self.dtype.itemsize)
 
     def value(self, name: str, reads: bool) -> int:
         """Bytes of what a kernel reads or writes under this name."""
@@ -133,13 +133,14 @@ class _Call:
     def read(self, kernel: Kernel) -> int:
         """Bytes of a kernel's arguments, of some kept values one row a chunk."""
         whole = [x for x in (*kernel.tokens, *kernel.kept, *kernel.params) if x not in kernel.by_row]
-        row = sum(self.sizes[self.code.layout.kept[x][1]] for x in kernel.by_row if len(self.code.layout.kept[x]) > 1)
+        by_row = [self.code.layout.kept[x].dims for x in kernel.by_row]
+        row = sum(self.sizes[x[1]] for x in by_row if len(x) > 1)
         return sum(self.value(x, True) for x in whole) + 4 * self.heads * self.plan.n_chunks * row
 
     @functools.cached_property
     def wide(self) -> frozenset[str]:
         """Names of fp32 values, whatever the inputs are."""
-        kept = [x for x in self.code.layout.kept if x.startswith(("gates_", "f32_"))]
+        kept = [x.name for x in self.code.layout.kept.values() if x.wide]
         return frozenset([*kept, *(x for x in self.code.layout.tokens if x != "do" and self.width(x) == 4)])
 
 
@@ -264,7 +265,7 @@ def _intrinsic(call: _Call, what: Intrinsic) -> Predicted:
         written += 4 * call.heads * plan.n_chunks * blocks
         read = 4 * call.heads * plan.n_chunks * C * C
     else:
-        N = dict(plan.blocks)[layout.kept[what.args[-1]][1]]
+        N = dict(plan.blocks)[layout.kept[what.args[-1]].dims[1]]
     load = intrinsic_load(what.kind, C, N, call.item)
     grid = (plan.n_chunks, call.heads)
     return _timed(call, f"{what.kind}_kernel", grid, 1, read, written, [load], WARPS[what.kind])

@@ -47,7 +47,7 @@ def make_kernel(
     chunkwise = kind not in WALKS
     state = HELD.get(kind)
     body = Body(layout, panels=not chunkwise or len(layout.state) == 1)
-    memory = {name: f"{name}_ptr + (row * n_chunks + c) * {elements(layout.kept[name])}" for name in given}
+    memory = {name: f"{name}_ptr + (row * n_chunks + c) * {elements(layout.kept[name].dims)}" for name in given}
     made = [emitter_of(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
     if chunkwise:
         kernel = _chunkwise(kind, body, made)
@@ -92,8 +92,7 @@ def _chunkwise(kind: str, body: Body, parts: Sequence[tuple[Emitter, Mapping[str
 def _store(emitter: Emitter, body: Body, name: str, x: Value) -> None:
     layout = body.layout
     if name.startswith("keep_"):
-        kept = name.removeprefix("keep_")
-        line = store_kept(emitter, kept, x, layout.kept[kept], body)
+        line = store_kept(emitter, layout.kept[name.removeprefix("keep_")], x, body)
     else:
         source = name.removeprefix("d_")
         if source in layout.tokens:

@@ -13,11 +13,9 @@ from typing import Any
 
 from torch.fx import Graph
 
-from flexsp.compiler.differentiate import Intrinsic, Step
+from flexsp.compiler.differentiate import Intrinsic, Kept, Step
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.values import OURS, is_state
-
-GATES = ("gates_", "gated_")  # running sums and operands made with them, which the first stage leaves
 
 __all__ = ["Stage", "for_users", "make_stages", "split_gradients"]
 
@@ -42,19 +40,19 @@ def make_stages(step: Step) -> list[Stage]:
     stages: list[Stage] = []
     available: list[str] = []
     made = {n for x in step.intrinsics for n in (*x.args, *x.results)}
-    cached = [name for name in step.kept if name not in made and not name.startswith(GATES)]
+    cached = [x for x in step.kept.values() if x.name not in made and not x.of_gates]
     levels = _grad_levels(step)
     for backward in (False, True):
         mine = [x for x in step.intrinsics if x.backward == backward]
-        of_cached = {name: levels[name] for name in cached if name.startswith("grad_")} if backward else {}
+        of_cached = {x.name: levels[x.name] for x in cached if x.role == "gradient"} if backward else {}
         top = max([x.level for x in mine], default=0)
         for level in range(max([top, *(n + 1 for n in of_cached.values())]) if backward else top + 1):
             now = tuple(x for x in mine if x.level == level + 1)
             wanted = [name for x in now for name in x.args if name in step.kept and name not in available]
             if not backward and level == 0:
-                wanted += [name for name in step.kept if name.startswith(GATES)]
+                wanted += [x.name for x in step.kept.values() if x.of_gates]
             if not backward and level == top:
-                wanted += [name for name in cached if not name.startswith("grad_")]
+                wanted += [x.name for x in cached if x.role != "gradient"]
             wanted += [name for name, n in of_cached.items() if n == level]
             writes = tuple(dict.fromkeys(wanted))
             if writes or now:
@@ -109,7 +107,10 @@ def split_gradients(
         best = min(range(len(parts)), key=lambda i: _cost(mine - needs[i]))
         parts[best].append(f"keep_{name}")
         needs[best] |= mine
-    new = replace(step, graph=graph, outputs=(*step.outputs, *(f"keep_{name}" for name in sums)))
+    kept = {name: Kept(name, dims(node), "sum", len(dims(node)) < 2) for name, node in sums.items()}
+    new = replace(
+        step, graph=graph, outputs=(*step.outputs, *(f"keep_{name}" for name in sums)), kept=step.kept | kept
+    )
     return new, parts, small, list(sums)
 
 

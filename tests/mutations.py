@@ -477,6 +477,12 @@ _BETWEEN = [
          "tests/test_disagreement.py::test_check_mode_tells_backward_passes_in_another_order"),
     ),
     *_in(
+        "flexsp/comm/watchdog.py",
+        ("        with torch.inference_mode(False):\n            sp.channels", "        if True:\n            sp.channels",
+         "exchanges after those in inference mode fail",
+         "tests/test_disagreement.py::test_exchanges_in_inference_mode_leave_later_ones_working"),
+    ),
+    *_in(
         "flexsp/comm/process_group.py",
         ('text += f", shards of {sp.lengths} tokens"', 'text += ""', "ranks cut the sequence differently",
          "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),

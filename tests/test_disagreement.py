@@ -280,6 +280,26 @@ def test_stamps_travel_with_the_data(schedule: str) -> None:
         torch.testing.assert_close([x for x, _ in answers], fold(elements, reverse), rtol=1e-14, atol=1e-14)
 
 
+def _evaluated_first(sp: Any) -> torch.Tensor:
+    carries, process_group.carries_stamp = process_group.carries_stamp, lambda data: True
+    try:
+        x = torch.arange(3.0).view(1, 3, 1).requires_grad_()
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                full, halo = sp.gather(x, 1), halo_exchange(x, 2, sp)
+                incoming_state(torch.ones(1, 1, 2, 2), None, None, sp)
+            sp.check()
+        (full.sum() + halo.sum()).backward()
+        return x.grad
+    finally:
+        process_group.carries_stamp = carries
+
+
+def test_exchanges_in_inference_mode_leave_later_ones_working() -> None:
+    grads = run_ranks(_evaluated_first, 2, fresh_sp=True, env={"FLEXSP_TEST_POOL": "evaluated"})
+    assert [x.flatten().tolist() for x in grads] == [[2, 3, 3], [2, 2, 2]]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("odd", [0, 1])
 def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> None:

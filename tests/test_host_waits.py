@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.comm import process_group
+from flexsp.comm import collectives, halo, process_group
 from flexsp.comm.collectives import sum_over_ranks
 from flexsp.comm.halo import halo_exchange
+from flexsp.comm.process_group import Call
 from flexsp.nn import SequenceParallelLA, ShortConvolution
 from flexsp.nn.conv import tokens_since_start
 from flexsp.scan.affine import dense_over_process_group
@@ -74,11 +75,22 @@ def _exchanges(sp: Any) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _waits(sp: Any) -> dict[str, list[str]]:
-    carries, process_group.carries_stamp = process_group.carries_stamp, lambda data: True  # as on CUDA
+def _waits(sp: Any, waits: bool) -> dict[str, list[str]]:
+    """What waits in each exchange; with `waits`, looking at a message does."""
+    inside: dict[tuple[Any, str], Any] = {  # operators as plain functions: a dispatch mode does not look into them
+        (halo, "_halo"): halo._run, (halo, "_halo_adjoint"): halo._run_adjoint,
+        (collectives, "_sum"): collectives._run_sum, (collectives, "_gather"): collectives._run_gather,
+        (collectives, "_gather_adjoint"): collectives._run_adjoint,
+        (process_group, "carries_stamp"): lambda data: True,  # as on CUDA
+    }  # fmt: skip
+    if waits:
+        inside[Call, "look_at"] = lambda self, buffer, peer: buffer.sum().item()
+    before = {(module, name): getattr(module, name) for module, name in inside}
     sp.set_lengths([6] * sp.world_size)
     seen = {}
     try:
+        for (module, name), function in inside.items():
+            setattr(module, name, function)
         for name, call in _exchanges(sp).items():
             call()  # what is made once
             with HostWaits() as waits:
@@ -86,12 +98,18 @@ def _waits(sp: Any) -> dict[str, list[str]]:
             seen[name] = waits.found
             sp.check()
     finally:
-        process_group.carries_stamp = carries
+        for (module, name), function in before.items():
+            setattr(module, name, function)
         sp.set_lengths(None)
     return seen
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_exchanges_do_not_wait(schedule: str) -> None:
-    for seen in run_ranks(_waits, 3, schedule=schedule):
+    for seen in run_ranks(_waits, 3, False, schedule=schedule):
         assert len(seen) == 9 and not any(seen.values()), seen
+
+
+def test_waits_inside_every_exchange_are_found() -> None:
+    seen = run_ranks(_waits, 3, True)
+    assert all(any(rank[name] for rank in seen) for name in seen[0]), seen

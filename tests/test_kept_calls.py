@@ -11,6 +11,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.linear_attention import _signature as signature_of
 from flexsp.kernels.diagonal import triton_engine
 from flexsp.ops import chunk_simple_gla
+from tests import variants
 
 Tensors = dict[str, torch.Tensor]
 HALF = torch.float16
@@ -95,3 +96,17 @@ def test_what_tells_generated_calls_apart(monkeypatch: pytest.MonkeyPatch) -> No
     assert not alike
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
     assert signature_of(**given) != first
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_a_plan_tuned_without_gradients_is_not_used_with_them(autotune: bool) -> None:
+    """On a CPU nothing is tuned, but the calls are told apart."""
+    model = variants.load("linear").make(2, 16, 16, torch.float32)
+    model._autotune = autotune
+    x = {name: torch.randn(1, 20, 2, 16) for name in "qkv"}
+    for _ in range(2):
+        model(**x)
+        with torch.no_grad():
+            model(**{name: y.clone().requires_grad_() for name, y in x.items()})
+        model(**{name: y.clone().requires_grad_() for name, y in x.items()})
+    assert len(model._calls) == 1 + autotune

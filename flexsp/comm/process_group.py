@@ -151,6 +151,7 @@ def post(sp: SequenceParallel, *messages: Message) -> list[Pending]:
 def of_all_ranks(sp: SequenceParallel, mine: torch.Tensor) -> torch.Tensor:
     """Every rank's ``mine`` [n], as [ranks, n]."""
     everyone = mine.new_empty(sp.world_size * mine.numel())
+    everyone.view(sp.world_size, -1)[:, :_HEADER].zero_()  # no stamp of an earlier call, should a rank send less
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     with peer_errors(sp, None, "all_gather"):
         run(everyone, mine, group=group_for(sp, mine))
@@ -226,7 +227,8 @@ class Call:
         stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)
         if self._seen:
             stamp.masked_fill_(self._wrong(), poison(self.sp.rank, self._peers[0]))
-        header, body = stamp.view(torch.uint8), data.contiguous().view(-1).view(torch.uint8)
+        header, body = stamp.view(torch.uint8), data.resolve_conj().resolve_neg().contiguous()
+        body = body.view(-1).view(torch.uint8)
         return torch.cat([header, body, header[: -body.numel() % _HEADER]])  # of many ranks, each begins aligned
 
     def _wrong(self) -> torch.Tensor:

@@ -37,7 +37,8 @@ class ErrorRecord:
     """The record of one SequenceParallel. Once written it stays: the ranks no longer agree on what was sent."""
 
     def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(FIELDS, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+        with torch.inference_mode(False):  # later calls write to it, in and outside of that mode
+            self.tensor = torch.zeros(FIELDS, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
         self._fields = self.tensor.numpy()
 
     def error(self, rank: int) -> PeerTimeout | PeerMismatch | None:
@@ -73,8 +74,9 @@ def note_stamps(
     key = ("stamps", tuple(peers), reverse)
     if key not in sp.channels:
         rows = [[MISMATCH, peer, -1, 0, 0, int(reverse)] for peer in peers]
-        sp.channels[key] = torch.tensor(rows, dtype=torch.int64, device=seen.device)
-        sp.channels.setdefault("stamps", torch.zeros(6, dtype=torch.int64, device=seen.device))
+        with torch.inference_mode(False):
+            sp.channels[key] = torch.tensor(rows, dtype=torch.int64, device=seen.device)
+            sp.channels.setdefault("stamps", torch.zeros(6, dtype=torch.int64, device=seen.device))
     row, kept = sp.channels[key][:1], sp.channels["stamps"]
     if len(peers) > 1:
         at = seen.ne(word).to(torch.int8).argmax().view(1)

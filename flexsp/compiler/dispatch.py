@@ -341,7 +341,8 @@ class Recipe:
     ) -> Iterator[tuple[KernelLaunch, Frame]]:
         """The launches of a call and, without their memory, what they are compiled for.
 
-        Of the backward pass for contiguous gradients of the outputs and none of final states.
+        Of the backward pass for contiguous gradients of the outputs and none of final states; where the plan is not
+        sure to fit, also for those.
         """
 
         def like(*shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
@@ -359,10 +360,12 @@ class Recipe:
         if backward:
             given["@do"] = given["@o"]
             given |= {f"d.{name}": like(1, dtype=x.dtype) for name, x in given.items() if name in self.strides}
-            back = self.backward(given["@do"], None, initial is not None and initial.requires_grad)
-            frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
-            for each in launches_of(back.steps):
-                yield each, frame
+            given["@dfinal"] = like(1)
+            for dfinal in (None,) if self.plan.sure else (None, given["@dfinal"]):
+                back = self.backward(given["@do"], dfinal, initial is not None and initial.requires_grad)
+                frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
+                for each in launches_of(back.steps):
+                    yield each, frame
 
     def precompile(
         self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None, backward: bool = True

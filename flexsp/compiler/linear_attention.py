@@ -172,6 +172,8 @@ class LinearAttention:
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         signature = _signature(inputs, prev_s, cu_seqlens, group)
+        if self._autotune:  # a plan that was tuned without gradients may have no room for them
+            signature += (_wants_gradients(inputs),)
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         recipe = call.recipe
         if recipe is not None:
@@ -248,7 +250,7 @@ class LinearAttention:
             last = group is None or group.is_last
             return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
 
-        backward = torch.is_grad_enabled() and any(inputs[name].requires_grad for name in names)
+        backward = _wants_gradients(inputs)
         found = tune(
             lambda plan: make(code, given, prev_s, cu_seqlens, None, plan), list(given.values()), prev_s, table,
             backward,
@@ -519,6 +521,10 @@ class LinearAttention:
 def _widest(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype of states: float64 if an input is, else float32."""
     return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def _wants_gradients(inputs: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs.values())
 
 
 def _asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:

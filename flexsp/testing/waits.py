@@ -14,7 +14,9 @@ aten = torch.ops.aten
 # Their result's value or shape is needed on the host.
 _READ = {
     aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
-    aten.is_nonzero.default, aten._unique2.default, aten.repeat_interleave.Tensor,
+    aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor, aten.bincount.default,
+    aten.item.default, aten.where.default, aten.allclose.default,  # whole in inference mode, else as what they are of
 }  # fmt: skip
 
 
@@ -24,7 +26,7 @@ class HostWaits(TorchDispatchMode):
     These are values read on the host, masks as indices, and numbers or lists of the host made into tensors; among the
     latter is ``x[0] = 1``, for which torch copies a tensor from the host. ``x[:1] = 1`` and ``x.fill_(1)`` do not wait.
     Each is the operator and the lines that led to it. Code that looks at CPU tensors only is found as well; `tolist`
-    and copies between devices are not.
+    and copies between devices are not, nor what operators of `torch.library` do inside: call what is behind them.
     """
 
     def __init__(self) -> None:

@@ -171,14 +171,14 @@ class LinearAttention:
         self, group: SequenceParallel | None, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        signature = _signature(inputs, prev_s, cu_seqlens, group)
-        if self._autotune:  # a plan that was tuned without gradients may have no room for them
-            signature += (_wants_gradients(inputs),)
+        backward = self._autotune and torch.is_grad_enabled()
+        backward = backward and any([getattr(x, "requires_grad", False) for x in inputs.values()])
+        signature = (*_signature(inputs, prev_s, cu_seqlens, group), backward)  # plans tuned without may not fit with
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         recipe = call.recipe
         if recipe is not None:
             if self._autotune and recipe.device.type == "cuda" and not call.tuned:
-                recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard)
+                recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard, backward)
                 self._calls[signature] = replace(call, recipe=recipe, tuned=True)
             return self._run(recipe, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
@@ -237,7 +237,7 @@ class LinearAttention:
 
     def _tune(
         self, recipe: Recipe, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int],
+        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
     ) -> Recipe:  # fmt: skip
         """The recipe with the quickest plan. Ranks search each for itself: what they exchange does not depend on it."""
         from flexsp.compiler.tune import tune
@@ -250,11 +250,9 @@ class LinearAttention:
             last = group is None or group.is_last
             return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
 
-        backward = _wants_gradients(inputs)
         found = tune(
-            lambda plan: make(code, given, prev_s, cu_seqlens, None, plan), list(given.values()), prev_s, table,
-            backward,
-        )  # fmt: skip
+            lambda plan: make(code, given, prev_s, cu_seqlens, None, plan), [*given.values()], prev_s, table, backward
+        )
         what = "forward and backward" if backward else "forward"
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
@@ -521,10 +519,6 @@ class LinearAttention:
 def _widest(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype of states: float64 if an input is, else float32."""
     return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _wants_gradients(inputs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs.values())
 
 
 def _asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:

@@ -316,11 +316,11 @@ def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> Non
         assert "transition scalar" in str(answers[odd][1].ours)
 
 
-@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize("report", [(), (1, 0), (1, 2)])  # none, or rank 1 about rank 0, or about this one
 @pytest.mark.parametrize("wrong", range(3))
 @pytest.mark.parametrize("together", [False, True])
 def test_one_wrong_stamp_of_many_is_enough(
-    together: bool, wrong: int, reported: bool, monkeypatch: pytest.MonkeyPatch
+    together: bool, wrong: int, report: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of pieces from rank 3, each of which is sent on before the next one comes, or of ranks 3, 4 and 5 at a time."""
     monkeypatch.setattr(process_group, "carries_stamp", lambda data: True)
@@ -328,7 +328,7 @@ def test_one_wrong_stamp_of_many_is_enough(
     data = torch.randn(3, 5)
     call = Call(sp, Signature("state exchange"), data, None)
     arriving = [call.sealed(data) for _ in range(3)]
-    arriving[wrong][:8].view(torch.int64)[0] = poison(1, 0) if reported else 99
+    arriving[wrong][:8].view(torch.int64)[0] = poison(*report) if report else 99
     for i, message in enumerate(arriving):
         assert torch.equal(call.data(message, data), data) and message.numel() % 16 == 0
         call.look_at(message, 3 + i * together)
@@ -337,10 +337,30 @@ def test_one_wrong_stamp_of_many_is_enough(
             assert leaving == (poison(2, 3) if wrong <= i else call.word)
     assert call.end(data).isnan().all()
     error = sp.records.error(2)
-    assert isinstance(error, PeerMismatch) and error.peer == (0 if reported else 3 + wrong * together)
+    about = (1 if report == (1, 2) else 0) if report else 3 + wrong * together
+    assert isinstance(error, PeerMismatch) and error.peer == about
     later = Call(sp, Signature("halo exchange"), data, None)
     later.look_at(later.sealed(data), 1)
     assert torch.equal(later.end(data), data) and sp.records.error(2).peer == error.peer
+
+
+def test_messages_of_tensors_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "carries_stamp", lambda data: True)
+    sp: Any = SimpleNamespace(rank=2, abandoned=0)
+    for x in (torch._neg_view(torch.randn(3, 5)), torch.randn(5, 3).T, torch.randn(2, dtype=torch.complex64).conj(),
+              torch.randn(7).bfloat16(), torch.zeros(0, 4), torch.ones(()), torch.arange(4)[::2] > 1):  # fmt: skip
+        call = Call(sp, Signature("state exchange"), x, None)
+        assert torch.equal(call.data(call.sealed(x), x), x)
+
+
+def test_a_gathered_buffer_begins_without_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rank sends less than it should, no stamp of an earlier call is read."""
+    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    monkeypatch.setattr(torch.distributed, name, lambda everyone, mine, group: None)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, n: self.new_full((n,), 255))
+    sp: Any = SimpleNamespace(world_size=3, device=torch.device("cpu"), group=None)
+    found = process_group.of_all_ranks(sp, torch.zeros(48, dtype=torch.uint8))
+    assert found.shape == (3, 48) and not found[:, :16].any() and (found[:, 16:] == 255).all()
 
 
 def test_a_signature_tells_apart_what_it_names() -> None:

@@ -75,15 +75,15 @@ def _exchanges(sp: Any) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _waits(sp: Any, waits: bool) -> dict[str, list[str]]:
-    """What waits in each exchange; with `waits`, looking at a message does."""
+def _waits(sp: Any, looking: bool) -> dict[str, list[str]]:
+    """What waits in each exchange; with `looking`, looking at a message does."""
     inside: dict[tuple[Any, str], Any] = {  # operators as plain functions: a dispatch mode does not look into them
         (halo, "_halo"): halo._run, (halo, "_halo_adjoint"): halo._run_adjoint,
         (collectives, "_sum"): collectives._run_sum, (collectives, "_gather"): collectives._run_gather,
         (collectives, "_gather_adjoint"): collectives._run_adjoint,
         (process_group, "carries_stamp"): lambda data: True,  # as on CUDA
     }  # fmt: skip
-    if waits:
+    if looking:
         inside[Call, "look_at"] = lambda self, buffer, peer: buffer.sum().item()
     before = {(module, name): getattr(module, name) for module, name in inside}
     sp.set_lengths([6] * sp.world_size)

@@ -60,9 +60,8 @@ def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.
     mine = y.new_zeros(longest, *rows.shape[1:])
     mine[: rows.shape[0]] = rows
     call = _begin(sp, f"gather along dim {dim}", mine)
-    everyone = mine.new_empty(len(lengths), *mine.shape)
-    if mine.numel() > 0:
-        everyone = of_all_ranks(sp, _bytes(mine)).view(mine.dtype).view(everyone.shape)
+    shape = len(lengths), *mine.shape
+    everyone = of_all_ranks(sp, _bytes(mine)).view(mine.dtype).view(shape) if mine.numel() else mine.new_empty(shape)
     full = torch.cat([shard[:length] for shard, length in zip(everyone, lengths, strict=True)])
     return call.end(full.movedim(0, dim).contiguous())
 

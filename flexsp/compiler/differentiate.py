@@ -78,7 +78,9 @@ class Kept:
     Attributes:
         name: in the code of kernels.
         dims: names of its sizes, "C" the tokens of a chunk; a matrix begins with them.
-        role: what it is, one of `ROLES`.
+        role: "cached", what chunk_mode caches, or "gradient", that of such a value; "gates", running sums of gates over
+            the chunk; "gated", an operand of products made with gates of two axes; "operand", another one of a dense
+            walk; "argument" or "result" of an intrinsic; "sum", for `gather`.
         wide: it is fp32 whatever the inputs are; else it has their dtype.
     """
 
@@ -96,18 +98,6 @@ class Kept:
     def of_gates(self) -> bool:
         """Whether gates alone make it, so that the first kernel can leave it."""
         return self.role in ("gates", "gated")
-
-
-ROLES = {
-    "cached": "what chunk_mode caches",
-    "gradient": "the gradient of that",
-    "gates": "running sums of gates over the chunk",
-    "gated": "an operand of products that is made with gates of two axes",
-    "operand": "another operand of a dense walk's products",
-    "argument": "of an intrinsic",
-    "result": "of an intrinsic",
-    "sum": "for `gather`",
-}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
-from flexsp.compiler.differentiate import Intrinsic
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.plan import Launch, Plan
+from flexsp.compiler.launches import PROPAGATE, Call, LaunchSpec, Plan
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import MOST_HEADS, of_device
 from flexsp.kernels.primitives import dots
@@ -47,8 +46,7 @@ class Backward:
 
 
 class Recipe:
-    """How calls of one signature run. Buffers: ``x`` an input, ``d.x`` its gradient, ``kept.x`` kept by chunk, ``@x``
-    all others. `states` is None where no state enters a segment from elsewhere: one segment and one rank."""
+    """How calls of one signature run: the launches of `call`, with the strides of their tensors and with memory."""
 
     def __init__(
         self, code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -80,12 +78,14 @@ class Recipe:
         self.plan = plan or code.plan(
             self.sizes, self.B * self.H, self.T, self.docs, self.dtype, self.chained, of_device(self.device)
         )
-        self.state = layout.numbers(self.sizes)
+        if self.chained:  # a plan that was tuned on one rank
+            self.plan = replace(self.plan, schedule="segmented")
+        self.call = Call(
+            code, self.plan, self.sizes, self.B, self.H, self.T, self.docs, self.dtype, self.given, self.ends
+        )
+        self.state = self.call.state
         self.K, self.V = (*self.state, 1)[:2]  # as the scan over segments sees the state
         self.out = (*lead.shape[: 2 + self.batched], self.sizes[layout.cols])
-        self.scanned = self.chained or self.plan.n_seg > 1 or self.plan.n_chunks == 0
-        self.states = "@states" if self.scanned else None
-        self.table = "@table" if self.docs else None
         self.run_steps: Callable[[Sequence[Step], Frame, torch.device], None] = run_steps
         self.saved, self.scratch = Workspace(), Workspace()
         self.forward = self._forward()
@@ -116,132 +116,75 @@ class Recipe:
 
     # Steps
 
-    def _reserve(self, name: str, workspace: Workspace, like: str | None = None) -> str:
-        """Memory for a kept value: C rows of every chunk; sums and what inverses and gradients pass on in fp32."""
-        kept = self.code.layout.kept[like or name]
-        shape = [self.plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
-        dtype = _F32 if kept.wide else self.dtype
-        return workspace.add(f"kept.{name}", dtype, self.B * self.H, self.plan.n_chunks, *shape)
+    def _reserve(self, launches: Sequence[LaunchSpec], workspace_for: Callable[[str], Workspace]) -> None:
+        """Memory for what the launches need besides what they are given."""
+        for name, x in self.call.memory(launches).items():
+            if name not in self.saved.places:
+                workspace_for(name).add(name, x.dtype, *x.shape)
 
-    def _launch(
-        self, kind: str, how: Launch, others: Sequence[str | None], do: Strides = (0, 0, 0),
-        columns: int | None = None, **flags: bool,
-    ) -> list[Step]:  # fmt: skip
-        """One launch of a generated kernel. `do`: strides of the outputs' gradient. `columns` that the programs of a
-        walk share out, where it is not the state's."""
-        kernel, plan = self.code.kernels[kind], self.plan
-        if not plan.n_chunks * self.B * self.H:
+    def _launch(self, spec: LaunchSpec, do: Strides) -> list[Step]:
+        """`do`: strides of the outputs' gradient."""
+        if spec.kind == PROPAGATE:
+            return [self._propagate(spec)]
+        if not self.plan.n_chunks * self.B * self.H:
             return []
-        pointers: list[str | None] = ["@do" if x == "do" else x for x in kernel.tokens]
-        pointers += [f"kept.{x}" for x in kernel.kept] + list(kernel.params)
-        pointers += [self._written(x) for x in kernel.writes] + list(others)
-        numbers = [n for x in kernel.tokens for n in (do if x == "do" else self.strides[x])]
-        if kind in WALKS:
-            grid = (-(-(columns or self.out[-1]) // how.cols), self.B * self.H, plan.n_seg)
-            numbers += [self.T, self.H, plan.n_seg, plan.n_chunks, plan.per_seg]
-        else:
-            grid = (plan.n_chunks * kernel.parts, self.B * self.H, -(-self.out[-1] // how.cols))
-            numbers += [self.T, self.H, plan.n_chunks]
+        return [self._intrinsic(spec) if spec.intrinsic else self._generated(spec, do)]
+
+    def _generated(self, spec: LaunchSpec, do: Strides) -> KernelLaunch:
+        plan, how = self.plan, spec.how
+        tokens = self.code.kernels[spec.kind].tokens
+        numbers = [n for x in tokens for n in (do if x == "do" else self.strides[x])]
+        walk = [plan.n_seg, plan.n_chunks, plan.per_seg]
+        numbers += [self.T, self.H, *(walk if spec.kind in WALKS else [plan.n_chunks])]
         constants: dict[str, Any] = {}
         for name, block in plan.blocks:
             constants[name] = self.sizes[name]
             constants[f"B{name}"] = how.cols if name == self.code.layout.cols else block
-        if kind not in WALKS:
-            flags = {"APART": how.warps > 4}
-        constants |= {"C": plan.chunk, **flags, "PACKED": self.docs > 0, **dots(self.dtype)}
+        constants |= {"C": plan.chunk, **spec.flags, "PACKED": self.docs > 0, **dots(self.dtype)}
         options = {"num_warps": how.warps, "num_stages": how.stages}
         if how.registers is not None:
             options["maxnreg"] = how.registers
-        return [KernelLaunch(getattr(self.code.module, kind), grid, pointers, numbers, constants, options)]
+        return KernelLaunch(getattr(self.code.module, spec.kind), spec.grid, spec.pointers, numbers, constants, options)
 
-    def _written(self, name: str) -> str:
-        if name in self.code.layout.kept:
-            return f"kept.{name}"
-        return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
-
-    def _stages(
-        self, backward: bool, where: Callable[[str], Workspace], others: list[str | None], do: Strides = (0, 0, 0)
-    ) -> list[Step]:
-        steps: list[Step] = []
-        for stage in self.code.stages:
-            if stage.backward == backward:
-                for name in stage.leaves:
-                    self._reserve(name, where(name))
-                if stage.writes:
-                    steps += self._launch(stage.kind, self.plan.whole, [*others, self.table], do)
-                for x in stage.intrinsics:
-                    steps += self._intrinsic(x, where)
-        return steps
-
-    def _intrinsic(self, what: Intrinsic, where: Callable[[str], Workspace]) -> list[Step]:
+    def _intrinsic(self, spec: LaunchSpec) -> KernelLaunch:
         plan, C = self.plan, self.plan.chunk
-        grid = (plan.n_chunks, self.B * self.H, 1)
-        warps = {"num_warps": intrinsic_kernels.WARPS[what.kind]}
-        if not plan.n_chunks * self.B * self.H:
-            return []
+        kernel = getattr(intrinsic_kernels, spec.kind)
+        constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
+        options = {"num_warps": spec.how.warps}
+        what = spec.intrinsic
+        assert what is not None
         if what.kind == "inverse":
-            pointers = [f"kept.{what.args[0]}", f"kept.{what.results[0]}", self.table]
-            constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-            return [KernelLaunch(intrinsic_kernels.inverse_kernel, grid, pointers, [self.T], constants, warps)]
-        *da, q, k, b = what.args
+            return KernelLaunch(kernel, spec.grid, spec.pointers, [self.T], constants, options)
+        *_, q, k, b = what.args
         size = self.code.layout.kept[b].dims[1]
-        kept = [x not in self.strides for x in (q, k)]
-        of_tokens: list[str | None] = [f"kept.{x}" if is_kept else x for x, is_kept in zip((q, k), kept, strict=True)]
-        strides = [n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))]
         columns = dict(plan.blocks)[size]
-        constants = {
-            "N": self.sizes[size], "BN": columns, "C": C, "LEVELS": C.bit_length() - 1,
-            "Q_KEPT": kept[0], "K_KEPT": kept[1], "PACKED": self.docs > 0, **dots(self.dtype),
+        constants |= {
+            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS) if what.kind == "scores" else columns,
+            "LEVELS": C.bit_length() - 1, "Q_KEPT": q not in self.strides, "K_KEPT": k not in self.strides,
+            **dots(self.dtype),
         }  # fmt: skip
-        if what.kind == "scores":
-            kernel = intrinsic_kernels.scores_kernel
-            constants["BN"] = min(columns, intrinsic_kernels.COLUMNS)
-            pointers = [*of_tokens, f"kept.{b}", f"kept.{what.results[0]}", self.table]
-        else:
-            kernel = intrinsic_kernels.scores_grad_kernel
-            one = what.results[0]  # the other one may be the gradient of a constant, which nothing reads
-            both = [self._reserve(f"{one[:-1]}{i}", where(one), one) for i in range(2)]
-            pointers = [f"kept.{da[0]}", *of_tokens, f"kept.{b}", *both, self.table]
-        return [KernelLaunch(kernel, grid, pointers, [*strides, self.T, self.H], constants, warps | {"num_stages": 1})]
+        numbers = [*(n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))), self.T, self.H]
+        return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, options | {"num_stages": 1})
 
-    def _of_states(self, name: str, workspace: Workspace) -> None:
-        workspace.add(name, _F32, self.B, self.plan.n_seg + 1, self.H, *self.state)
+    def _propagate(self, spec: LaunchSpec) -> Step:
+        states, carried, cut = spec.pointers
+        kind = "dense" if carried == "@A" else "none" if carried is None else "vector"
+        shape = self.B, self.plan.n_seg, self.H, self.K, self.V
+        call = self.code.program.call_text(self.dtype, self.docs > 0)
+        sp_id = self.sp_id if self.chained else -1
+        return propagate_step(str(states), carried, cut, shape, kind, spec.flags["REVERSE"], sp_id, call)
 
     def _forward(self) -> list[Step]:
-        code, plan = self.code, self.plan
-        steps = self._stages(False, lambda name: self.saved if name in code.saved else self.scratch, [])
-        if self.scanned:
-            self._of_states("@states", self.saved)
-            steps += self._scan()
-        in_walk = self.given and (self.docs > 0 or not self.scanned)
-        steps += self._launch(
-            "output", plan.walk,
-            [self.states, "@initial" if in_walk else None, "@final" if self.ends else None, self.table],
-            ENTERS=self.scanned, BOUNDARY=in_walk, LEAVES=self.ends,
-        )  # fmt: skip
-        if self.ends and not plan.n_chunks:
+        launches = self.call.forward()
+        self._reserve(launches, lambda name: self.saved if self.call.saved(name) else self.scratch)
+        steps = [step for x in launches for step in self._launch(x, (0, 0, 0))]
+        if self.plan.n_chunks:
+            return steps
+        initial = "@initial" if self.given else None
+        steps = [self._unit, lambda frame: self._nothing(frame, "@states", 0, initial), *steps]
+        if self.ends:
             steps.append(lambda frame: copy(frame["@final"], frame["@states"][:, -1]))
         return steps
-
-    def _scan(self) -> list[Step]:
-        """What segments leave, and the scan over segments and ranks."""
-        plan, B, H, K = self.plan, self.B, self.H, self.K
-        carried: list[str | None] = []
-        width = None
-        if self.code.dense:
-            carried.append(self.saved.add("@A", _F32, B, plan.n_seg, H, K, K))
-            width = -(-self.out[-1] // plan.walk.cols) * plan.walk.cols + K  # panels of A^T beside those of the state
-        else:
-            if self.code.program.transition != "none":
-                carried.append(self.saved.add("@decay", _F32, B, plan.n_seg, H, K))
-            carried.append(self.saved.add("@cut", torch.int32, B, plan.n_seg) if self.docs else None)
-        initial = "@initial" if self.given else None
-        steps = self._launch(
-            "summarize", plan.walk, ["@states", initial, *carried, self.table], columns=width, BOUNDARY=self.given
-        )
-        if not plan.n_chunks:
-            steps += [self._unit, lambda frame: self._nothing(frame, "@states", 0, initial)]
-        return [*steps, self._propagate("@states", False)]
 
     def _unit(self, frame: Frame) -> None:
         """The transition of a shard without tokens. Backward passes find it saved, and leave it as it is."""
@@ -256,13 +199,6 @@ class Recipe:
         frame[states].zero_()
         if given is not None and not self.docs:
             frame[states][:, slot] = frame[given]
-
-    def _propagate(self, states: str, reverse: bool) -> Step:
-        decay, cut, A = (name if name in self.saved.places else None for name in ("@decay", "@cut", "@A"))
-        kind = "dense" if A is not None else "none" if decay is None else "vector"
-        shape = self.B, self.plan.n_seg, self.H, self.K, self.V
-        call = self.code.program.call_text(self.dtype, self.docs > 0)
-        return propagate_step(states, decay or A, cut, shape, kind, reverse, self.sp_id if self.chained else -1, call)
 
     def of(self, tensors: Sequence[torch.Tensor], initial: torch.Tensor | None) -> Recipe:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
@@ -289,50 +225,16 @@ class Recipe:
         return found
 
     def _backward(self, do: torch.Tensor, dfinal: bool, dinitial: bool) -> Backward:
-        code, plan, workspace = self.code, self.plan, Workspace()
+        launches, workspace = self.call.backward(dfinal, dinitial), Workspace()
+        self._reserve(launches, lambda name: workspace)
         strides = self._strides(do)
-        of_chunks = self.dtype if self.dtype == torch.bfloat16 else _F32
-        for name in ("@entering", "@leaving"):
-            workspace.add(name, of_chunks, self.B * self.H, plan.n_chunks, self.K, self.V)
-        after = "@dfinal" if dfinal else None
-        dstates = "@dstates" if self.scanned else None
-        first, last = (x and (self.docs > 0 or not self.scanned) for x in (self.given, dfinal))
-        others = [self.states, "@initial" if first else None, "@entering", self.table]
-        entering = self._launch("states", plan.walk, others, ENTERS=self.scanned, BOUNDARY=first)
-        steps: list[Step] = []
-        if self.scanned:
-            self._of_states("@dstates", workspace)
-            steps = self._scan_back(after, strides)
-        steps = [*entering, *steps] if code.kernels["collect"].entering else [*steps, *entering]
-        steps += self._launch(
-            "back", plan.walk,
-            [dstates, after if last else None, "@dinitial" if dinitial else None, "@leaving", *self._entering("back")],
-            strides, ENTERS=self.scanned, BOUNDARY=last, LEAVES=dinitial,
-        )  # fmt: skip
-        if dinitial and not plan.n_chunks:
-            steps.append(lambda frame: copy(frame["@dinitial"], frame["@dstates"][:, 0]))
-        of_chunk: list[str | None] = ["@entering", "@leaving"]
-        steps += self._stages(True, lambda name: workspace, of_chunk, strides)
-        for name in code.layout.params:
-            sizes = [self.sizes[s] for s in code.layout.params[name]]
-            workspace.add(f"d.{name}", _F32, self.B, self.H, plan.n_chunks, *sizes)
-        for name in code.sums:
-            self._reserve(name, workspace)
-        steps += self._launch("grads", plan.part, [*of_chunk, self.table], strides)
-        if code.small:
-            steps += self._launch("gather", plan.small, [*of_chunk, self.table], strides)
-        return Backward(steps, workspace)
-
-    def _entering(self, kind: str) -> list[str | None]:
-        """The last arguments of a walk from right to left."""
-        return [*(["@entering"] if self.code.kernels[kind].entering else []), self.table]
-
-    def _scan_back(self, after: str | None, strides: Strides) -> list[Step]:
-        others = ["@dstates", after, *self._entering("collect")]
-        steps = self._launch("collect", self.plan.walk, others, strides, BOUNDARY=after is not None)
+        steps = [step for x in launches for step in self._launch(x, strides)]
         if not self.plan.n_chunks:
-            steps.append(lambda frame: self._nothing(frame, "@dstates", -1, after))
-        return [*steps, self._propagate("@dstates", True)]
+            after = "@dfinal" if dfinal else None
+            steps = [lambda frame: self._nothing(frame, "@dstates", -1, after), *steps]
+            if dinitial:
+                steps.append(lambda frame: copy(frame["@dinitial"], frame["@dstates"][:, 0]))
+        return Backward(steps, workspace)
 
     # Calls
 

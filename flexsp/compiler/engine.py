@@ -22,9 +22,10 @@ from flexsp.compiler.body import Kernel, Layout
 from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Step, differentiate, state_names
 from flexsp.compiler.intrinsics import SUMS
+from flexsp.compiler.launches import Plan
 from flexsp.compiler.meta import ConstExpr
 from flexsp.compiler.places import places
-from flexsp.compiler.plan import CHUNKS, Plan, choose_plan
+from flexsp.compiler.plan import CHUNKS, choose_plan
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.skeleton import make_kernel
 from flexsp.compiler.stages import for_users, make_stages, split_gradients

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.compiler.launches import Plan
 from flexsp.compiler.model import Predicted, predict
-from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan
+from flexsp.compiler.plan import CHUNKS, candidates, choose_plan
 from flexsp.devices import Device, of_device
 
 if TYPE_CHECKING:

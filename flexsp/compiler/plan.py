@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.capacity import smaller_chunk
+from flexsp.compiler.launches import Launch, Plan
 from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
@@ -40,38 +41,6 @@ _EXCHANGE = 15  # since its operands are then exchanged between the warps
 _SPARE = 12 * 1024  # bytes that estimates of kernels with many tiles were below what Triton gave them
 _SHARED = 4  # programs that a multiprocessor has of kernels with no product
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Columns of the state a program has, and how it is launched; `registers` that a thread may have, None for all."""
-
-    cols: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
-
-    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
-    segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
-    `sure`: by estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
-    """
-
-    chunk: int
-    blocks: tuple[tuple[str, int], ...]
-    n_chunks: int
-    per_seg: int
-    n_seg: int
-    walk: Launch
-    whole: Launch
-    part: Launch
-    small: Launch
-    schedule: str
-    sure: bool = True
 
 
 def padded(n: int) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from flexsp.compiler.dispatch import Recipe
-from flexsp.compiler.plan import Plan, candidates
+from flexsp.compiler.launches import Plan
+from flexsp.compiler.plan import candidates
 from flexsp.devices import of_device
 from flexsp.runtime.triton_private import OutOfResources, PTXASError
 

@@ -1,0 +1,324 @@
+"""Stage 4a: a plan, and the launches of a call that follow from it, in order.
+
+This is the one list of them. The runner (`flexsp.compiler.dispatch`) gives each launch its strides and addresses. The
+cost model (`flexsp.compiler.model`) adds up what each reads and writes; plans, `explain` and the traffic check use it.
+
+Buffers have names: ``x`` an input, ``d.x`` its gradient, ``kept.x`` a value kept of every chunk, ``@x`` all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.compiler import intrinsic_kernels
+from flexsp.compiler.body import Kernel
+from flexsp.compiler.differentiate import Intrinsic, Kept
+from flexsp.compiler.values import is_state
+
+if TYPE_CHECKING:
+    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.stages import Stage
+
+__all__ = ["PROPAGATE", "Buffer", "Call", "Launch", "LaunchSpec", "Plan"]
+
+PROPAGATE = "_propagate_kernel"
+_F32 = torch.float32
+_SAVED = ("@states", "@A", "@decay", "@cut")
+_OWN = (*_SAVED, "@dstates", "@entering", "@leaving")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Columns of the state a program has, and how it is launched; `registers` that a thread may have, None for all."""
+
+    cols: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
+
+    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
+    segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
+    `sure`: by estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
+    """
+
+    chunk: int
+    blocks: tuple[tuple[str, int], ...]
+    n_chunks: int
+    per_seg: int
+    n_seg: int
+    walk: Launch
+    whole: Launch
+    part: Launch
+    small: Launch
+    schedule: str
+    sure: bool = True
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor as it lies in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One launch of a kernel.
+
+    Attributes:
+        kind: the kernel: one of the generated ones, of an intrinsic, or the scan over segments and ranks.
+        how: its tile and how it is launched.
+        grid: programs; empty for the scan, which chooses them itself.
+        pointers: buffers in the order of the kernel's arguments, None where it takes none.
+        reads, writes: those of them that it reads and writes. What is read of whole chunks only, such as the table of
+            packed documents, is left out.
+        flags: constants of the kernel that depend on the call.
+        intrinsic: what is computed, where `kind` is the kernel of an intrinsic.
+    """
+
+    kind: str
+    how: Launch
+    grid: tuple[int, ...]
+    pointers: tuple[str | None, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    intrinsic: Intrinsic | None = None
+
+
+def _named(*names: str | None) -> tuple[str, ...]:
+    return tuple(name for name in names if name is not None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What decides the launches of a call: kernels, plan, shapes, and which states come in and go out.
+
+    Attributes:
+        sizes: of the state and the inputs, by name; beside them B sequences of T tokens of H heads.
+        docs: packed documents, 0 if not packed.
+        initial: initial states are given on this rank.
+        ends: final states leave on this rank.
+    """
+
+    code: Generated
+    plan: Plan
+    sizes: Mapping[str, int]
+    B: int
+    H: int
+    T: int
+    docs: int
+    dtype: torch.dtype
+    initial: bool = False
+    ends: bool = True
+
+    @property
+    def scanned(self) -> bool:
+        """Whether states enter segments from elsewhere: several segments, or ranks."""
+        return self.plan.schedule == "segmented"
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.code.layout.numbers(self.sizes)
+
+    # Buffers
+
+    def buffer(self, name: str) -> Buffer:
+        """The tensor of this name."""
+        plan, rows, heads, layout = self.plan, self.state[0], self.B * self.H, self.code.layout
+        of_segments = (self.B, plan.n_seg, self.H)
+        if name.startswith("kept."):
+            kept = self._kept(name.removeprefix("kept."))
+            shape = [plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
+            return Buffer(_F32 if kept.wide else self.dtype, (heads, plan.n_chunks, *shape))
+        if name in ("@states", "@dstates"):
+            return Buffer(_F32, (self.B, plan.n_seg + 1, self.H, *self.state))
+        if name in ("@entering", "@leaving"):
+            half = self.dtype == torch.bfloat16
+            return Buffer(self.dtype if half else _F32, (heads, plan.n_chunks, *(*self.state, 1)[:2]))
+        if name in ("@initial", "@final", "@dinitial", "@dfinal"):
+            return Buffer(_F32, (self.docs or self.B, self.H, *self.state))
+        if name in ("@A", "@decay"):
+            return Buffer(_F32, (*of_segments, rows, *((rows,) if name == "@A" else ())))
+        if name == "@cut":
+            return Buffer(torch.int32, of_segments[:2])
+        source = {"@o": "do", "@do": "do"}.get(name, name.removeprefix("d."))
+        if source in layout.params:
+            chunks = (plan.n_chunks,) if name.startswith("d.") else ()
+            return Buffer(_F32, (self.B, self.H, *chunks, *(self.sizes[s] for s in layout.params[source])))
+        sizes = [self.sizes[s] for s in layout.tokens[source][1:]]
+        return Buffer(self._dtype(source), (self.B, self.T, self.H, *sizes))
+
+    def _kept(self, name: str) -> Kept:
+        """The other one of two gradients of an intrinsic may be that of a constant, which nothing reads."""
+        kept = self.code.layout.kept
+        return kept[name] if name in kept else kept[f"{name[:-1]}{1 - int(name[-1])}"]
+
+    def _dtype(self, token: str) -> torch.dtype:
+        """That of the call, for inputs that share the first one's type in the metadata."""
+        tokens = self.code.program.meta.tokens
+        if token == "do" or tokens[token].dtype == next(iter(tokens.values())).dtype:
+            return self.dtype
+        return tokens[token].dtype
+
+    def memory(self, launches: Iterable[LaunchSpec]) -> dict[str, Buffer]:
+        """Buffers that are neither given to a call nor returned by it."""
+        names = dict.fromkeys(name for x in launches for name in x.pointers if name is not None)
+        params = {f"d.{name}" for name in self.code.layout.params}
+        return {x: self.buffer(x) for x in names if x.startswith("kept.") or x in _OWN or x in params}
+
+    def saved(self, name: str) -> bool:
+        """Whether the backward pass reads a buffer of `memory` of the forward pass."""
+        return name in _SAVED or name.removeprefix("kept.") in self.code.saved
+
+    # Launches
+
+    def forward(self) -> list[LaunchSpec]:
+        """Those of the forward pass."""
+        launches = self._stages(False, [])
+        if self.scanned:
+            launches += [self._summarize(), self._propagate("@states", False)]
+        given = "@initial" if self.initial and (self.docs > 0 or not self.scanned) else None
+        states, final = "@states" if self.scanned else None, "@final" if self.ends else None
+        output = self._walk(
+            "output", [states, given, final, self._table], _named(states, given), _named(final),
+            ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
+        )  # fmt: skip
+        return [*launches, output]
+
+    def backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
+        """Those of the backward pass, with gradients of final states or not, and for those of initial ones or not."""
+        code, plan, in_walk = self.code, self.plan, self.docs > 0 or not self.scanned
+        initial = "@initial" if self.initial and in_walk else None
+        after = "@dfinal" if dfinal else None
+        last = after if in_walk else None
+        states, dstates = ("@states", "@dstates") if self.scanned else (None, None)
+        entering = self._walk(
+            "states", [states, initial, "@entering", self._table], _named(states, initial), ("@entering",),
+            ENTERS=self.scanned, BOUNDARY=initial is not None,
+        )  # fmt: skip
+        scan: list[LaunchSpec] = []
+        if self.scanned:
+            others = ["@dstates", after, *self._entering("collect"), self._table]
+            reads = _named(after, *self._entering("collect"))
+            scan = [
+                self._walk("collect", others, reads, ("@dstates",), BOUNDARY=after is not None),
+                self._propagate("@dstates", True),
+            ]
+        dinitial_of = "@dinitial" if dinitial else None
+        back = self._walk(
+            "back", [dstates, last, dinitial_of, "@leaving", *self._entering("back"), self._table],
+            _named(dstates, last, *self._entering("back")), _named(dinitial_of, "@leaving"),
+            ENTERS=self.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
+        )  # fmt: skip
+        early = code.kernels["collect"].entering
+        launches = [entering, *scan, back] if early else [*scan, entering, back]
+        of_chunk = ["@entering", "@leaving"]
+        launches += self._stages(True, of_chunk)
+        launches.append(self._chunkwise("grads", plan.part, of_chunk))
+        return [*launches, *([self._chunkwise("gather", plan.small, of_chunk)] if code.small else [])]
+
+    @property
+    def _table(self) -> str | None:
+        return "@table" if self.docs else None
+
+    def _entering(self, kind: str) -> list[str]:
+        """What walks from right to left may read besides."""
+        return ["@entering"] if self.code.kernels[kind].entering else []
+
+    def _summarize(self) -> LaunchSpec:
+        """What segments leave."""
+        initial = "@initial" if self.initial else None
+        if self.code.dense:
+            carried: list[str | None] = ["@A"]
+        else:
+            decay = [] if self.code.program.transition == "none" else ["@decay"]
+            carried = [*decay, "@cut" if self.docs else None]
+        others = ["@states", initial, *carried, self._table]
+        writes = ("@states", *(x for x in _named(*carried) if x != "@cut"))
+        return self._walk("summarize", others, _named(initial), writes, BOUNDARY=self.initial)
+
+    def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
+        """The scan over segments and ranks."""
+        carries = "@A" if self.code.dense else None if self.code.program.transition == "none" else "@decay"
+        pointers = (states, carries, "@cut" if self.docs and not self.code.dense else None)
+        how = Launch(0, 4, 1)
+        return LaunchSpec(PROPAGATE, how, (), pointers, _named(states, carries), (states,), {"REVERSE": reverse})
+
+    def _written(self, name: str) -> str:
+        if name in self.code.layout.kept:
+            return f"kept.{name}"
+        return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
+
+    def _generated(
+        self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
+        writes: Sequence[str], flags: Mapping[str, bool],
+    ) -> LaunchSpec:  # fmt: skip
+        """A launch of a generated kernel; `others` are its last pointers, which it `reads` and `writes` besides."""
+        kernel = self.code.kernels[kind]
+        given = [*("@do" if x == "do" else x for x in kernel.tokens), *(f"kept.{x}" for x in kernel.kept)]
+        given += kernel.params
+        written = [self._written(x) for x in kernel.writes]
+        pointers = (*given, *written, *others)
+        return LaunchSpec(kind, how, grid, pointers, (*given, *reads), (*written, *writes), flags)
+
+    def _walk(
+        self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str], **flags: bool
+    ) -> LaunchSpec:
+        plan = self.plan
+        panels = -(-self.sizes[self.code.layout.cols] // plan.walk.cols)
+        if kind == "summarize" and self.code.dense:  # panels of A^T beside those of the state
+            panels += -(-self.state[0] // plan.walk.cols)
+        grid = (panels, self.B * self.H, plan.n_seg)
+        return self._generated(kind, plan.walk, grid, others, reads, writes, flags)
+
+    def _chunkwise(self, kind: str, how: Launch, others: Sequence[str]) -> LaunchSpec:
+        kernel = self.code.kernels[kind]
+        panels = -(-self.sizes[self.code.layout.cols] // how.cols)
+        grid = (self.plan.n_chunks * kernel.parts, self.B * self.H, panels)
+        reads = [x for x in others if x in _states_of(kernel)]
+        return self._generated(kind, how, grid, [*others, self._table], reads, (), {"APART": how.warps > 4})
+
+    def _stages(self, backward: bool, others: Sequence[str]) -> list[LaunchSpec]:
+        launches: list[LaunchSpec] = []
+        for stage in self.code.stages:
+            if stage.backward == backward:
+                launches += self._stage(stage, others)
+        return launches
+
+    def _stage(self, stage: Stage, others: Sequence[str]) -> list[LaunchSpec]:
+        first = [self._chunkwise(stage.kind, self.plan.whole, others)] if stage.writes else []
+        return [*first, *(self._intrinsic(x) for x in stage.intrinsics)]
+
+    def _intrinsic(self, what: Intrinsic) -> LaunchSpec:
+        args = [x if x in self.code.layout.tokens else f"kept.{x}" for x in what.args]
+        results = [f"kept.{x}" for x in what.results]
+        written = results
+        if what.kind == "scores_grad":
+            written = [f"{results[0][:-1]}{i}" for i in range(2)]
+        pointers = (*args, *written, self._table)
+        grid = (self.plan.n_chunks, self.B * self.H, 1)
+        how = Launch(0, intrinsic_kernels.WARPS[what.kind], 1)
+        kind = f"{what.kind}_kernel"
+        return LaunchSpec(kind, how, grid, pointers, tuple(args), tuple(results), intrinsic=what)
+
+
+def _states_of(kernel: Kernel) -> set[str]:
+    """Which states of chunks a chunkwise kernel reads: the one that enters, and the gradient of the one that leaves."""
+    names = {node.name for part in kernel.nodes for node in part if node.op == "placeholder" and is_state(node.name)}
+    return {"@leaving" if name.startswith("d") else "@entering" for name in names}

@@ -1,0 +1,133 @@
+"""The list of launches that runner and cost model share: order, buffers, plans of one rank over ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
+from flexsp.compiler.engine import Generated
+from flexsp.compiler.launches import PROPAGATE, Call, LaunchSpec
+from flexsp.compiler.plan import choose_plan
+from flexsp.devices import of_arch
+from flexsp.runtime.steps import launches_of
+from tests import variants
+
+BF16 = torch.bfloat16
+H = 3
+
+
+NAMES = (*variants.VARIANTS, "bounded")
+
+
+def bounded() -> LinearAttention:
+    """The linear variant with outputs that are not linear in the state, whose gradients read it."""
+    h, K, V = ConstExpr("H", H), ConstExpr("K", 64), ConstExpr("V", 64)
+    sizes: dict[str, list[str | int | ConstExpr]] = {
+        "q": ["T", h, K], "k": ["T", h, K], "v": ["T", h, V], "prev_s": ["NS", h, K, V],
+    }  # fmt: skip
+    return LinearAttention(
+        {name: SymbTensor(x, dtype=BF16 if name != "prev_s" else torch.float32) for name, x in sizes.items()},
+        lambda k, v: k.T @ v, lambda prev_s, chunk_state: prev_s + chunk_state,
+        lambda q, k, v, chunk_state: (q @ k.T).tril() @ v + torch.tanh(q @ chunk_state),
+    )  # fmt: skip
+
+
+@functools.cache
+def code_of(name: str) -> Generated:
+    model = bounded() if name == "bounded" else variants.load(name).make(H, 64, 64, BF16)
+    return Generated(model.program)
+
+
+def calls(name: str) -> Iterator[Call]:
+    code = code_of(name)
+    sizes = dict.fromkeys(code.layout.sizes, 64)
+    for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
+        B = 1 if docs else 2
+        plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
+        yield Call(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
+
+
+def given_to(call: Call) -> set[str]:
+    """Buffers that hold something before the first launch."""
+    layout = call.code.layout
+    return {*layout.tokens, *layout.params, "@do", "@initial", "@dfinal"}
+
+
+def check_order(launches: list[LaunchSpec], there: set[str]) -> set[str]:
+    for x in launches:
+        assert set(x.reads) <= there, (x.kind, set(x.reads) - there)
+        assert {*x.reads, *x.writes} <= set(x.pointers), x.kind
+        there = there | set(x.writes)
+    return there
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_read_before_it_is_written(name: str) -> None:
+    for call in calls(name):
+        forward = call.forward()
+        there = check_order(forward, given_to(call))
+        assert "@o" in there and ("@final" in there) == call.ends
+        kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
+        for dfinal, dinitial in itertools.product((False, True), repeat=2):
+            backward = call.backward(dfinal, dinitial)
+            after = check_order(backward, given_to(call) | kept)
+            assert {f"d.{x}" for x in (*call.code.step.tokens, *call.code.step.params)} <= after
+            assert ("@dinitial" in after) == dinitial
+            if name == "bounded" and call.scanned:
+                assert any("@entering" in x.reads for x in backward if x.kind == "collect")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_that_a_kernel_reads_are_in_its_code(name: str) -> None:
+    """And the other way round, so that neither the cost model nor the order is wrong about them."""
+    (call, *_) = (x for x in calls(name) if x.scanned)
+    for x in (*call.forward(), *call.backward(True, True)):
+        if x.kind in call.code.kernels:
+            source = call.code.kernels[x.kind].source
+            signature = re.findall(r"\w+", source.partition(f"def {x.kind}(")[2].partition("):")[0])
+            for state in {"@entering", "@leaving"} & set(x.pointers):
+                uses = re.findall(rf"\b{signature[x.pointers.index(state)]}\b", source)
+                assert (state in (*x.reads, *x.writes)) == (len(uses) > 1), (x.kind, state)
+
+
+@pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
+def test_a_plan_that_was_tuned_on_one_rank_serves_ranks(name: str) -> None:
+    """It may have no summary; ranks need one."""
+    code = code_of(name)
+    given = {
+        key: torch.empty(1, 40, H, *[64] * (len(x.shape) - 2), dtype=BF16, device="meta")
+        for key, x in code.program.meta.tokens.items()
+    }
+    alone = dispatch.Recipe(code, given, None, None, None)
+    assert alone.plan.schedule == "fused"
+    sp: Any = SimpleNamespace(id=0, world_size=2, rank=0)
+    chained = dispatch.Recipe(code, given, None, None, sp, alone.plan)
+    kinds = [x.kind for x in chained.call.forward()]
+    assert "summarize" in kinds and PROPAGATE in kinds and "@states" in chained.saved.places
+
+
+@pytest.mark.parametrize("name", ["gla", "vector_gated_delta", "hgrn"])
+def test_memory_is_what_the_launches_point_to(name: str) -> None:
+    code = code_of(name)
+    given = {
+        key: torch.empty(2, 9000, H, *[64] * (len(x.shape) - 2), dtype=BF16, device="meta")
+        for key, x in code.program.meta.tokens.items()
+    }
+    given |= {
+        key: torch.empty(H, *[64] * (len(x.shape) - 1), dtype=x.dtype, device="meta")
+        for key, x in code.program.meta.params.items()
+    }
+    recipe = dispatch.Recipe(code, given, None, None, None)
+    held = {**recipe.saved.places, **recipe.scratch.places}
+    pointed = {x for step in launches_of(recipe.forward) for x in step.pointers if x is not None}
+    assert set(held) == pointed - {*given, "@o", "@final"}
+    for key, (_, dtype, shape) in held.items():
+        assert (dtype, shape) == (recipe.call.buffer(key).dtype, recipe.call.buffer(key).shape)

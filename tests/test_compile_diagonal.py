@@ -77,6 +77,7 @@ def compile_config(
 
 def _summary(found: Any) -> dict[str, Any]:
     told = vars(found) | {"wgmma": found.ptx.count("wgmma.mma_async"), "waits_first": found.waits_first}
+    told["uneven_sums"] = found.uneven_sums
     return {name: value for name, value in told.items() if name != "ptx"}
 
 
@@ -128,6 +129,11 @@ def test_bf16_products_use_wgmma(name: str) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_nothing_touches_memory_before_the_kernel_before_is_done(name: str) -> None:
     assert all(kernel["waits_first"] for kernel in compiled(name)), described(compiled(name))
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_lanes_round_sums_alike(name: str) -> None:
+    assert not any(kernel["uneven_sums"] for kernel in compiled(name)), described(compiled(name))
 
 
 if __name__ == "__main__":

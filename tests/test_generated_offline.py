@@ -22,7 +22,10 @@ from typing import Any
 
 import pytest
 import triton
+import triton.language as tl
 
+from flexsp.compiler.tile_ops import sum_over
+from flexsp.runtime.launch import begin
 from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
@@ -107,6 +110,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
     results = []
     for found in offline.compile_launches(launches):
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
+        told |= {"uneven_sums": len(found.uneven_sums)}
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
     return results
 
@@ -143,6 +147,7 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     assert all(kernel["waits_first"] for kernel in found), told
     products = name != "hgrn"
     assert all((kernel["wgmma"] > 0) == products for kernel in found if kernel["name"] in WALKS), told
+    assert not any(kernel["uneven_sums"] for kernel in found), told
     assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
 
 
@@ -158,6 +163,49 @@ def test_stack(compiled: Callable[[str, str], list[dict[str, Any]]], name: str, 
     assert not more, f"stack of {more}, allowed {allowed}\n{described(found)}"
     less = {kernel: stack.get(kernel) for kernel, n in allowed.items() if 2 * stack.get(kernel, 0) < n}
     assert not less, f"the table allows more than is needed: {less} of {allowed}"
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sums_of_products(  # type: ignore[no-untyped-def]
+    x, y, to, R: tl.constexpr, S: tl.constexpr, AXIS: tl.constexpr, OURS: tl.constexpr, PDL: tl.constexpr
+):
+    """The sum of x * y, tiles [R, S] or, where S is 0, [R]."""
+    begin(PDL)
+    at = tl.arange(0, R)
+    if S > 0:
+        at = at[:, None] * S + tl.arange(0, S)[None, :]
+    found = tl.load(x + at) * tl.load(y + at)
+    found = sum_over(found, AXIS) if OURS else tl.sum(found, axis=AXIS)
+    if S > 0:
+        tl.store(to + tl.arange(0, S if AXIS == 0 else R), found)
+    else:
+        tl.store(to, found)
+
+
+def compile_sums() -> dict[str, list[int]]:
+    """How many sums in which lanes round differently, by tile: with `sum_over`, and with Triton's sum alone."""
+    import torch
+
+    from flexsp.testing import offline
+
+    numbers = torch.empty(128 * 128, device="meta")
+    tiles = [(64, 0, 0), (256, 0, 0), (16, 32, 0), (16, 32, 1), (16, 64, 0), (16, 128, 0), (32, 32, 1), (64, 64, 0)]
+    kinds = [(*tile, warps) for tile in tiles for warps in (2, 4, 8)]
+    launches = [
+        (sums_of_products, (numbers,) * 3, {"R": R, "S": S, "AXIS": axis, "OURS": ours, "num_warps": warps})
+        for R, S, axis, warps in kinds for ours in (True, False)
+    ]  # fmt: skip
+    found = [len(x.uneven_sums) for x in offline.compile_launches(launches)]
+    return {str(kind): found[2 * i : 2 * i + 2] for i, kind in enumerate(kinds)}
+
+
+def test_lanes_of_a_sum_round_alike(tmp_path: Path) -> None:
+    found = run_child("sums", "all", folder=tmp_path)
+    assert not any(ours for ours, _ in found.values()), found
+    assert sum(plain > 0 for _, plain in found.values()) >= 3, f"nothing is shown by this: {found}"
 
 
 # Golden source --------------------------------------------------------------------------------------------------------
@@ -183,4 +231,6 @@ def test_golden_source(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     what, which, *more = sys.argv[1:]
-    print(json.dumps(source_of(which) if what == "source" else compile_variant(which, *more)))
+    answers: dict[str, Callable[..., Any]] = {"source": source_of, "compile": compile_variant}
+    answers["sums"] = lambda _: compile_sums()
+    print(json.dumps(answers[what](which, *more)))

@@ -373,7 +373,7 @@ class Emitter:
         text = x.f32
         for axis in reversed(axes):
             self.contracted.add(have[axis])
-            text = f"tl.{how}({text}, axis={axis})"
+            text = f"sum_over({text}, {axis})" if how == "sum" else f"tl.{how}({text}, axis={axis})"
             x = x.without(axis, text)
         x = self.let(node_name(node), replace(x, text=text, raw=False, truth=False, low=False))
         return x.with_axis(axes[0]) if _keeps_axes(node) and x.sizes else x

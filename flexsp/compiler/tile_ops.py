@@ -10,6 +10,8 @@ import triton.language as tl
 
 from flexsp.kernels.primitives import mm
 
+_SMALL = tl.constexpr(2048)  # numbers of a tile of which a thread may have one alone along an axis
+
 
 @triton.jit
 def product(a, b, length, DOT: tl.constexpr, PREC: tl.constexpr, APART: tl.constexpr):
@@ -38,6 +40,19 @@ def keep_rows(x, n, other: tl.constexpr = 0.0):
 def keep_cols(x, n, other: tl.constexpr = 0.0):
     """x [R, S] where column < n, else `other`."""
     return tl.where(tl.arange(0, x.shape[1])[None, :] < n, x, other)
+
+
+@triton.jit
+def sum_over(x, axis: tl.constexpr):
+    """The sum of x over an axis.
+
+    Lanes exchange their numbers and add them. Where x is a product, it would be fused with the first addition, and each
+    lane would round the other's product and not its own: all lanes must hold the same sum. `+ 0.0` is fused instead.
+    """
+    size: tl.constexpr = x.shape[0] * (x.shape[1] if len(x.shape) == 2 else 1)
+    if size <= _SMALL:
+        x += 0.0
+    return tl.sum(x, axis=axis)
 
 
 @triton.jit

@@ -39,6 +39,19 @@ class Compiled:
         waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", self.ptx)]
         return memory is not None and len(waits) == 1 and waits[0] < memory.start()
 
+    @property
+    def uneven_sums(self) -> list[str]:
+        """Additions of a product to that of another lane that round the other lane's product alone.
+
+        The lanes of a warp then hold sums that differ in the last bit. Triton 3.9 lets all of them write to the same
+        place, and which one stays is not defined.
+        """
+        numbers = r"(%\w+), (%?\w+), (%?\w+)"
+        products = {x: {a, b} for x, a, b in re.findall(rf"mul(?:\.rn)?\.f32\s+{numbers};", self.ptx)}
+        others = dict(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+),", self.ptx))
+        fused = re.finditer(rf"fma\.rn\.f32\s+{numbers}, (%\w+);", self.ptx)
+        return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
+
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int = 90) -> Compiled:
     """Compiles one recorded launch as `launch` would; reads registers, spills, shared memory and PTX.

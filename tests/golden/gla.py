@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of,
+    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of, sum_over,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
@@ -36,7 +36,7 @@ def prepare0(
     q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
     mul_2 = q_c.to(tl.float32) * exp_2
     store_rows(gated_6_ptr + (row * n_chunks + c) * C * K, mul_2, K, C, 0, C, K, BK)
-    sum_1 = tl.sum(g_c.to(tl.float32), axis=0)
+    sum_1 = sum_over(g_c.to(tl.float32), 0)
     sub_0 = sum_1[None, :] - cumsum_0
     exp_0 = tl.exp(sub_0)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
@@ -420,10 +420,10 @@ def grads(
         sub_tensor_0 = add_3 - mul_16
         reverse_cumsum_2 = tl.cumsum(sub_tensor_0, axis=0, reverse=True)
         mul_11 = dS.to(tl.float32) * S.to(tl.float32)
-        sum_dim_int_list_0 = tl.sum(mul_11, axis=1)
+        sum_dim_int_list_0 = sum_over(mul_11, 1)
         exp_1 = tl.exp(sum_1)
         mul_13 = sum_dim_int_list_0 * exp_1
         add_tensor_1 = reverse_cumsum_2 + mul_13[None, :]
-        sum_dim_int_list_1 = tl.sum(mul_16, axis=0)
+        sum_dim_int_list_1 = sum_over(mul_16, 0)
         add_9 = add_tensor_1 + sum_dim_int_list_1[None, :]
         store_rows(d_g_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_9, H * K, length, 0, C, K, BK)

@@ -449,6 +449,39 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
     assert "92 us with chunks of 32" in str(found) and "44.6% more" in str(found)
 
 
+def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one has no room is found out when it is timed, and is then no reason to stop."""
+    from flexsp.compiler.dispatch import Recipe
+    from flexsp.compiler.tune import tune
+
+    code = code_of("simple_gla", 64, 64)
+    given = {
+        key: torch.empty(1, 3000, 32, *[64] * (len(x.shape) - 2), dtype=x.dtype, device="meta")
+        for key, x in code.program.meta.tokens.items()
+    }
+    usual = Recipe(code, given, None, None, None)
+    compiled = []
+
+    def precompile(recipe: Recipe, *args: Any) -> list[Any]:
+        compiled.append(recipe.plan)
+        return []
+
+    def time(recipe: Recipe, *args: Any) -> float:
+        if not recipe.plan.sure and recipe.plan != unsure:
+            raise ValueError("no room")
+        return 50.0 if recipe.plan == unsure else 100.0
+
+    unsure = replace(usual.plan, sure=False)
+    monkeypatch.setattr(Recipe, "precompile", precompile)
+
+    def make(plan: Plan | None) -> Recipe:
+        return Recipe(code, given, None, None, None, plan or unsure)
+
+    found = tune(make, [], None, lambda C: None, True, time)
+    assert found.plan == unsure and found.tried > 5
+    assert compiled and all(plan.sure for plan in compiled)
+
+
 def test_plans_do_not_keep_programs_alive() -> None:
     """What is remembered of a program's plans goes with the program."""
     import gc

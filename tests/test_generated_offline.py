@@ -55,7 +55,7 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("hgrn", "whole"): {},
         ("hgrn", "packed"): {},
         ("gated_deltanet", "whole"): {"back": 48, "grads": 336},
-        ("gated_deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 336},
+        ("gated_deltanet", "ranks"): {"collect": 48, "grads": 336},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},

@@ -10,6 +10,8 @@ from tests.mutate import Mutation
 __all__ = ["MUTATIONS"]
 
 _ENGINE = "tests/test_triton_engine.py::"
+_HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
+_SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _REFERENCE = "tests/test_reference.py::"
@@ -35,6 +37,10 @@ _KERNELS = [
         ("w = power(bc) * scale if REVERSE", "w = power(bc) if REVERSE", "no scale backward", _PLAIN),
         ("            S = tl.where(first, 0.0, S)  #", "            S = S  #",
          "gradients flow past a document's start", _ENGINE + "test_segments[256]"),
+        ("HORIZON = tl.constexpr(-104.0", "HORIZON = tl.constexpr(-4.0", "the horizon is too near", _HORIZON),
+        ("n1 = c0 + walked", "n1 = c1", "the backward walk has no horizon", _SKIPS),
+        ("n0 = c1 - walked", "n0 = c0", "the walk has no horizon", _SKIPS),
+        ("nearer = c - 1 if REVERSE else c + 1", "nearer = c", "a chunk's own decay puts it behind the horizon", _HORIZON),
         ("cuts = cuts | first.to(tl.int32)", "cuts = first.to(tl.int32)", "only the last chunk's cut counts",
          _EDGES + "test_a_document_that_starts_inside_a_segment_between_others"),
         ("beside = slot + H if REVERSE else slot - H", "beside = slot + 1 if REVERSE else slot - H",

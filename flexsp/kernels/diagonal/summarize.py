@@ -2,6 +2,9 @@
 
 Left to right (forward) F = sum_j e^{b_end - b_j} k_j v_j^T, right to left (backward)
 G = sum_i e^{b_i} scale q_i do_i^T, both `X^T (w * Y)` per chunk. Only the segment's result and log decay go to memory.
+
+Chunks behind the horizon, whose part decays below 2^-150 until the segment's end, are not walked (docs/math.md,
+section 3).
 """
 
 from __future__ import annotations
@@ -9,8 +12,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.diagonal.tiles import MOST_CHUNKS
 from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, power, store_state
 from flexsp.runtime.launch import begin
+
+HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
+_MOST = tl.constexpr(MOST_CHUNKS)
+
+
+@triton.jit
+def within_horizon(gate, table, c0, c1, C: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr):
+    """Of a segment's chunks c0 to c1: how many to walk, the nearest to its end (to its start if REVERSE); the log2
+    decay of them all; whether a document starts in one, unless REVERSE."""
+    i = tl.arange(0, _MOST)
+    c = c0 + i if REVERSE else c1 - 1 - i
+    inside = i < c1 - c0
+    nearer = c - 1 if REVERSE else c + 1
+    decay = tl.load(gate + nearer * C + C - 1, mask=inside & (i > 0), other=0.0).to(tl.float32)
+    reached = tl.cumsum(decay, axis=0)
+    walked = tl.max(tl.where(inside & ~(reached <= HORIZON), i + 1, 0), axis=0)
+    last = c1 - 1 if REVERSE else c0
+    total = tl.sum(decay, axis=0) + tl.load(gate + last * C + C - 1).to(tl.float32)
+    cuts = 0
+    if PACKED and not REVERSE:
+        cuts = tl.max(tl.load(table + c * 5 + 3, mask=inside, other=0).to(tl.int32), axis=0)
+    return walked, total, cuts
 
 
 @triton.jit
@@ -71,11 +97,19 @@ def summarize_kernel(
 
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    S = tl.zeros([BK, BV], tl.float32)
     total = 0.0
     cuts = 0
-    for n in range(c0, c1):
-        c = c1 - 1 - (n - c0) if REVERSE else n
+    n0 = c0
+    n1 = c1
+    if GATED:
+        walked, total, cuts = within_horizon(gate, table, c0, c1, C, REVERSE, PACKED)
+        if REVERSE:
+            n1 = c0 + walked
+        else:
+            n0 = c1 - walked
+    S = tl.zeros([BK, BV], tl.float32)
+    for n in range(n0, n1):
+        c = n1 - 1 - (n - n0) if REVERSE else n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
             reset = last if REVERSE else first
@@ -83,7 +117,8 @@ def summarize_kernel(
                 S = tl.zeros([BK, BV], tl.float32)
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, True, K, V, BK, BV)
-            cuts = cuts | first.to(tl.int32)
+            if not GATED:
+                cuts = cuts | first.to(tl.int32)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
@@ -91,7 +126,6 @@ def summarize_kernel(
         if GATED:
             w = power(bc) * scale if REVERSE else power(b_end - bc)
             S = S * power(b_end)
-            total += b_end.to(tl.float32)
             S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)
         elif REVERSE:
             S += mm(tl.trans(xc), yc, DOT, PREC) * scale

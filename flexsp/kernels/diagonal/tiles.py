@@ -15,9 +15,10 @@ import torch
 
 from flexsp.devices import H200, Device
 
-__all__ = ["Tile", "Tiles", "all_configs", "choose", "segment_length"]
+__all__ = ["MOST_CHUNKS", "Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
-_LONGEST = 128
+MOST_CHUNKS = 128
+"""Of a segment: `summarize_kernel` looks at the decays of all of them at once."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tile
 
 
 def segment_length(n_chunks: int, heads: int, programs: int) -> int:
-    """Chunks a segment: about `programs` programs a tile over heads (B * H) and segments, at most `_LONGEST` chunks.
+    """Chunks a segment: about `programs` programs a tile over heads (B * H) and segments, at most `MOST_CHUNKS` chunks.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """
-    segments = max(1, min(n_chunks, max(-(-programs // max(heads, 1)), -(-n_chunks // _LONGEST))))
+    segments = max(1, min(n_chunks, max(-(-programs // max(heads, 1)), -(-n_chunks // MOST_CHUNKS))))
     return max(1, -(-n_chunks // segments))

@@ -1,0 +1,93 @@
+"""The walk of a segment begins at the first chunk that still counts at its end: exact for any gates, and shorter."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.compare import check_op
+from flexsp.testing.ranks import run_ranks
+from tests.test_triton_engine import ENV, GATES, ONE_SEGMENT, SOME_SEGMENTS, poisoned
+
+T, H = 150, 2
+BOUNDS = (0, 70, 70, 90, T)
+
+
+def gates_of(kind: str, seed: int) -> torch.Tensor:
+    """[1, T, H], float64."""
+    r = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(1, T, H, generator=r, dtype=torch.float64)
+    if kind == "none":
+        return torch.zeros(1, T, H, dtype=torch.float64)
+    if kind == "some tens of tokens":
+        return -4.0 * uniform
+    if kind == "one slow head":
+        return -uniform * torch.tensor([8.0, 1e-3])
+    if kind == "huge":
+        return -1e4 * uniform
+    if kind == "as models begin":  # A of 0..16 a head, dt log-uniform from 1e-3 to 0.1
+        return -16.0 * torch.rand(H, generator=r, dtype=torch.float64) * torch.exp(uniform * 4.6 - 6.9)
+    assert kind == "closed here and there"
+    return torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), (1, T, H), generator=r)]
+
+
+KINDS = ("none", "some tens of tokens", "one slow head", "huge", "as models begin", "closed here and there")
+
+
+def failures(sp: Any, seed: int) -> list[str]:
+    found = []
+    for kind in KINDS:
+        for packed, segments in ((False, ONE_SEGMENT), (True, SOME_SEGMENTS)):
+            case, r = CASES["simple_gla"], random.Random(seed)
+            inputs = case.inputs(Shape(B=1, T=T, H=H, K=5, V=3, states=4 if packed else 1), r.randrange(2**31))
+            inputs["g"] = gates_of(kind, seed)
+            if packed:
+                inputs["cu_seqlens"] = torch.tensor(BOUNDS)
+            with poisoned(segments, H):
+                try:
+                    check_op(case.op, case.oracle, inputs, dtype=torch.float32)
+                except Exception as error:
+                    found.append(f"{kind}, packed {packed}, segments {segments}: {error}")
+    return found
+
+
+def test_gates_of_all_kinds(seed: int) -> None:
+    """Outputs, final states and every gradient, whole and packed, with initial states."""
+    (found,) = run_ranks(failures, 1, seed, env=ENV)
+    assert not found, "\n".join(found)
+
+
+def _behind(sp: Any, seed: int, packed: bool) -> tuple[bool, bool, float]:
+    """In two segments: with NaN in the first token, whether outputs of the second one have none; with NaN in the last
+    output's gradient, whether gradients of the first one have none; the relative change of the last outputs that a
+    state of 1e30 at the beginning makes."""
+    from flexsp.ops import chunk_simple_gla
+
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, 1, T, H, 16).unbind(0)
+    g = torch.full((1, T, H), -4.0)
+    bounds = torch.tensor([0, T]) if packed else None
+    broken, whole, half = k.clone(), k.clone().requires_grad_(), T // 2 + 32
+    broken[:, 0] = float("nan")
+    with poisoned(SOME_SEGMENTS, H):
+        forward = chunk_simple_gla(q, broken, v, g, cu_seqlens=bounds)[0][:, half:]
+        o, _ = chunk_simple_gla(q, whole, v, g, cu_seqlens=bounds)
+        do = torch.ones_like(o)
+        do[:, -1] = float("nan")
+        o.backward(do)
+        large = torch.full((1, H, 16, 16), 1e30)
+        after = chunk_simple_gla(q, k, v, g, initial_state=large, cu_seqlens=bounds)[0][:, half:]
+    assert whole.grad is not None
+    change = float((after - o[:, half:]).norm() / after.norm())
+    return bool(forward.isfinite().all()), bool(whole.grad[:, : T // 2 - 16].isfinite().all()), change
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_behind_the_horizon_is_not_walked(packed: bool, seed: int) -> None:
+    ((forward, backward, change),) = run_ranks(_behind, 1, seed, packed, env=ENV)
+    assert forward and backward
+    assert change < 1e-6

@@ -37,7 +37,7 @@ def test_the_engine() -> None:
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
         plan = engine._build(dtype, B, T, H, K, V, docs, replace(H200, programs=programs))
         assert_covers(plan, T, docs, plan.tiles.chunk)
-        most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles._LONGEST), 1)
+        most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
         assert plan.tiles.output.bk >= K and plan.tiles.dq.bv >= V
         assert plan.tiles.dk.bv >= V and (plan.tiles.dv is None or plan.tiles.dv.bk >= K)

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexsp.kernels.diagonal.reference import diagonal_reference
 from flexsp.testing import oracles
 from flexsp.testing.cases import random_documents
-from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, relative_error
+from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
+from flexsp.testing.problems import check, draw, solve_all
 
 engine = partial(diagonal_reference, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
@@ -229,3 +230,29 @@ def test_sums_that_vanish_are_credited_with_the_error_of_others() -> None:
         check_functions({"du": torch.tensor([0.01 + 4e-5])}, want, low)
     with pytest.raises(AssertionError, match="instead of"):
         check_functions({}, want, low)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wrong_tensor_of_a_problem_is_named(dtype: torch.dtype) -> None:
+    problem = draw("mamba2", T=150, H=8, K=16, V=16).rounded(dtype)
+    found = solve_all(problem, dtype)
+    assert all(report.ok for report in check(problem, dtype, found))
+    for name in found[0]:
+        changed = [answer | {name: answer[name] * 1.25} for answer in found]
+        assert [report.name for report in check(problem, dtype, changed) if not report.ok] == [f"mamba2 {name}"]
+
+
+def off_by(x: torch.Tensor, error: float) -> torch.Tensor:
+    """x plus one number, in float32: its relative error."""
+    return (x + error * x.norm() / x.numel() ** 0.5).float()
+
+
+def test_errors_of_running_sums_are_averaged_over_cotangents() -> None:
+    """All gradients of a gate may share one error, and the reference be right there by luck."""
+    want = [{"dg": torch.randn(1, 300, 8).double(), "dq": torch.randn(1, 300, 8, 2).double()} for _ in range(4)]
+    low = [{name: off_by(x, 1e-3) for name, x in answer.items()} for answer in want]
+    got = [{name: off_by(x, 0.0 if i else 3e-3) for name, x in answer.items()} for i, answer in enumerate(want)]
+    assert {report.name: report.ok for report in judge(got, want, low, {})} == {"dg": True, "dq": False}
+    assert {report.name: report.ok for report in judge(got[:1], want, low, {})} == {"dg": False, "dq": False}
+    low[0] = {name: x.float() for name, x in want[0].items()}
+    assert {report.name: report.ok for report in judge(got, want, low, {})} == {"dg": True, "dq": False}

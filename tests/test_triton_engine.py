@@ -1,7 +1,8 @@
 """The Triton kernels under the interpreter against float64 token loops: one rank, and ranks over shared memory.
 
 The kernels run in processes of their own with TRITON_INTERPRET=1, and torch fills what `empty` hands out with NaN
-there. bfloat16 has to wait for a GPU: the interpreter multiplies it wrongly. Chunks of fp16 and fp32 have 16 tokens.
+there. What is right in one half precision has to be in the other: each run draws which. Chunks of fp16 and fp32 have
+16 tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
 GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 Tensors = dict[str, torch.Tensor]
+
+
+def half() -> torch.dtype:
+    return random.choice([torch.float16, torch.bfloat16])
 
 
 @contextmanager
@@ -124,11 +129,11 @@ def documents(total: int, n: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_plain(name: str) -> None:
-    """fp32 with initial states and several chunks a segment; fp16 without, one chunk a segment, other strides."""
+    """fp32 with initial states, several chunks a segment; a half precision without, one chunk, other strides."""
     K, V = random.choice([(18, 5), (5, 20), (16, 17)])
     check_runs(
         Run(name, Shape(B=2, T=53, H=heads(name), K=K, V=V, states=2), segments=SOME_SEGMENTS),
-        Run(name, Shape(B=1, T=35, H=heads(name, 2), K=V, V=K), torch.float16, strided=True),
+        Run(name, Shape(B=1, T=35, H=heads(name, 2), K=V, V=K), half(), strided=True),
     )
 
 
@@ -140,7 +145,7 @@ def test_documents(name: str) -> None:
             name, Shape(B=1, T=51, H=heads(name, 2), K=18, V=5, states=n), bounds=documents(51, n), strided=True,
             segments=SOME_SEGMENTS,
         ),
-        Run(name, Shape(B=1, T=37, H=heads(name), K=5, V=18), torch.float16, bounds=documents(37, 3)),
+        Run(name, Shape(B=1, T=37, H=heads(name), K=5, V=18), half(), bounds=documents(37, 3)),
     )  # fmt: skip
 
 
@@ -207,7 +212,7 @@ def test_several_tiles() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gates_from_none_to_closed(dtype: torch.dtype) -> None:
     check_runs(
         Run("simple_gla", Shape(B=2, T=61, H=1, K=7, V=6, states=2), dtype, gates=True, segments=SOME_SEGMENTS),
@@ -215,9 +220,10 @@ def test_gates_from_none_to_closed(dtype: torch.dtype) -> None:
     )
 
 
-def test_one_token() -> None:
-    """In fp16, whose bound is wide: in fp32 so few gates may round worse than the reference by chance."""
-    check_runs(*[Run(name, Shape(B=1, T=1, H=heads(name), K=7, V=6, states=1), torch.float16) for name in CASES])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_token(dtype: torch.dtype) -> None:
+    """In half precisions, whose bound is wide: in fp32 so few gates may round worse than the reference by chance."""
+    check_runs(*[Run(name, Shape(B=1, T=1, H=heads(name), K=7, V=6, states=1), dtype) for name in CASES])
 
 
 def no_tokens(sp: Any, bounds: list[int] | None) -> list[bool]:
@@ -421,7 +427,7 @@ def check_shards(*plans: Shards, transport: str = "posix") -> None:
     )  # fmt: skip
     wrong = []
     for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
-        reports = check(problem, plan.dtype, merge(problem, [parts[i] for parts in answers]))
+        reports = check(problem, plan.dtype, [merge(problem, [parts[i] for parts in answers])])
         wrong += [f"{plan}: {report}" for report in reports if not report.ok]
     assert not wrong, "\n".join(wrong)
 
@@ -429,7 +435,7 @@ def check_shards(*plans: Shards, transport: str = "posix") -> None:
 def test_uneven_shards() -> None:
     check_shards(
         Shards("simple_gla", (37, 20), B=2, segments=SOME_SEGMENTS),
-        Shards("simple_gla_gamma", (5, 50), dtype=torch.float16),
+        Shards("simple_gla_gamma", (5, 50), dtype=half()),
         Shards("linear_attn", (33, 16)),
         Shards("mamba2", (18, 33), H=2),
     )

@@ -286,3 +286,48 @@ def test_scalars_join_masks_in_the_interpreter(tmp_path: Path, fast: bool) -> No
     script = tmp_path / "masks.py"
     script.write_text(INTERPRETED.replace("FAST", str(fast)))
     run_python(str(script), TRITON_INTERPRET="1")
+
+
+HALF = """
+import torch, triton, triton.language as tl
+from flexsp.runtime import triton_private
+
+@triton.jit
+def kernel(a, b, c, out, product, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    x, y, wide = tl.load(a + at), tl.load(b + at), tl.load(c + at)
+    tl.store(product + at, tl.dot(tl.trans(x), y))
+    tl.store(out + 0 * N * N + at, wide.to(tl.bfloat16))
+    tl.store(out + 1 * N * N + at, x + y)
+    tl.store(out + 2 * N * N + at, x * y)
+    tl.store(out + 3 * N * N + at, -x)
+    tl.store(out + 4 * N * N + at, tl.where(x < y, x, y))
+    tl.store(out + 5 * N * N + at, tl.exp(x.to(tl.float32)).to(tl.bfloat16))
+    tl.store(out + 6 * N * N + at, x.to(tl.int32).to(tl.bfloat16))
+
+a, b = torch.randn(2, 16, 16).bfloat16()
+c = torch.randn(16, 16)
+c[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1 + 2.0**-8])  # the last is a tie
+out, product = torch.empty(7, 16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
+kernel[(1,)](a, b, c, out, product, N=16)
+torch.testing.assert_close(product, a.float().T @ b.float(), rtol=1e-6, atol=1e-6)
+want = [c.bfloat16(), a + b, a * b, -a, torch.minimum(a, b), a.float().exp().bfloat16(), a.int().bfloat16()]
+for found, exact in zip(out, want, strict=True):
+    torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
+"""
+
+
+def test_bfloat16_in_the_interpreter(tmp_path: Path) -> None:
+    """As a GPU computes with it; Triton's own interpreter takes its bits for those of integers."""
+    script = tmp_path / "half.py"
+    script.write_text(HALF)
+    run_python(str(script), TRITON_INTERPRET="1")
+
+
+def test_a_scalar_is_not_rounded_to_bfloat16_in_the_interpreter(tmp_path: Path) -> None:
+    """A GPU would round it, by as much for all numbers that it meets: kernels multiply with it in float32."""
+    script = tmp_path / "scalar.py"
+    script.write_text(HALF.replace("x * y)", "x * 0.1)"))
+    with pytest.raises(AssertionError, match=r"0\.1 would be rounded to bfloat16"):
+        run_python(str(script), TRITON_INTERPRET="1")

@@ -326,8 +326,12 @@ def compiling_to_shared_memory() -> Iterator[None]:
 
 
 def _mend_interpreter() -> None:
-    """Comparisons give booleans. The interpreter gives them the type of what is compared; where a scalar one joins a
-    mask that becomes a mask of integers, which Triton 3.9 refuses."""
+    """Comparisons give booleans, and numbers in bfloat16 are computed with as such.
+
+    The interpreter gives a comparison the type of what is compared; where a scalar one joins a mask that becomes a mask
+    of integers, which Triton 3.9 refuses. Numbers in bfloat16 it multiplies and adds as if their bits were integers,
+    and it rounds to them towards zero. A scalar that meets them is refused: a GPU would round it, by as much for all.
+    """
     from triton.language import core
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -342,6 +346,76 @@ def _mend_interpreter() -> None:
 
     for name in [name for name in vars(InterpreterBuilder) if re.match(r"create_[if]cmp", name)]:
         setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name)))
+    for name in ("binary_op", "unary_op", "create_fma", "create_dot"):
+        setattr(InterpreterBuilder, name, _in_float32(getattr(InterpreterBuilder, name)))
+    InterpreterBuilder.cast_impl = _cast(InterpreterBuilder.cast_impl)
+
+    InterpreterBuilder.get_bf16 = _exactly
+
+
+def _exactly(builder: Any, value: float) -> Any:
+    """A scalar in bfloat16."""
+    rounded = _rounded(builder.get_fp32(value))
+    if not (_widened(rounded).data == value).all() and value == value:
+        raise TypeError(f"{value} would be rounded to bfloat16, as the numbers that it meets: make these float32 first")
+    return rounded
+
+
+def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute` with operands in bfloat16 as float32, and a result rounded to bfloat16 where the last of them was."""
+    from triton.language import bfloat16
+    from triton.runtime.interpreter import TensorHandle
+
+    @functools.wraps(compute)
+    def computed(self: Any, *operands: Any) -> Any:
+        handles = [x for x in operands if isinstance(x, TensorHandle)]
+        if all(x.dtype.scalar != bfloat16 for x in handles):
+            return compute(self, *operands)
+        result = compute(self, *(_widened(x) if isinstance(x, TensorHandle) else x for x in operands))
+        is_number = result.data.dtype.kind == "f"
+        return _rounded(result) if is_number and handles[-1].dtype.scalar == bfloat16 else result
+
+    return computed
+
+
+def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+    from triton.language import bfloat16
+    from triton.language import float32 as single
+
+    @functools.wraps(cast)
+    def converted(self: Any, src: Any, dst_type: Any) -> Any:
+        types = (src.dtype.scalar, dst_type.scalar)
+        if types == (bfloat16, single):
+            return _widened(src)
+        if types == (single, bfloat16):
+            return _rounded(src)
+        if types[0] == bfloat16:
+            return cast(self, _widened(src), dst_type)
+        return _rounded(cast(self, src, single)) if types[1] == bfloat16 else cast(self, src, dst_type)
+
+    return converted
+
+
+def _widened(handle: Any) -> Any:
+    """A handle in float32 of the same numbers; the interpreter keeps bfloat16 as 16 bits of an integer."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import TensorHandle
+
+    if handle.dtype.scalar != bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), float32)
+
+
+def _rounded(handle: Any) -> Any:
+    """A handle in bfloat16 of numbers in float32, rounded to the nearest, ties to even, as GPUs do."""
+    import numpy
+    from triton.language import bfloat16
+    from triton.runtime.interpreter import TensorHandle
+
+    numbers = numpy.asarray(handle.data, "float32")
+    bits = numbers.view("uint32").astype("uint64")
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return TensorHandle(numpy.where(numpy.isnan(numbers), 0x7FC0, nearest).astype("uint16"), bfloat16)
 
 
 if knobs.runtime.interpret:

@@ -25,7 +25,7 @@ from flexsp.comm.derivatives import first_only
 from flexsp.testing.oracles import Engine, token_loop
 
 __all__ = [
-    "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op",
+    "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op", "judge",
     "low_precision", "relative_error",
 ]  # fmt: skip
 
@@ -47,7 +47,6 @@ class Report:
     error: float
     low_error: float
     rounding: float
-    size: float = 0.0  # norm of the oracle's, where the tensor has few numbers that may cancel by chance; else 0
 
     @property
     def bound(self) -> float:
@@ -85,17 +84,26 @@ def assert_close(
     ``low`` is the low-precision result (None for float64 results only); ``low_error`` the least error that it is
     credited with; ``size`` as in `relative_error`.
     """
+    report = _report(name, got, oracle, low, low_error, size)
+    _raise_unless_ok([report])
+    return report
+
+
+def _report(
+    name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None, low_error: float, size: float
+) -> Report:
     error = relative_error(got, oracle, size)
     if low is None:
         if got.dtype != torch.float64:
             raise ValueError(f"low: expected the low-precision result for {got.dtype}, got None")
-        report = Report(name, error, 0.0, FLOAT64_BOUND)
-    else:
-        rounding = max(relative_error(oracle.to(got.dtype), oracle, size), FLOAT32_ROUNDING)
-        report = Report(name, error, max(low_error, relative_error(low, oracle, size)), rounding)
-    if not report.ok:
-        raise AssertionError(str(report))
-    return report
+        return Report(name, error, 0.0, FLOAT64_BOUND)
+    rounding = max(relative_error(oracle.to(got.dtype), oracle, size), FLOAT32_ROUNDING)
+    return Report(name, error, max(low_error, relative_error(low, oracle, size)), rounding)
+
+
+def _raise_unless_ok(reports: Sequence[Report]) -> None:
+    if bad := [str(report) for report in reports if not report.ok]:
+        raise AssertionError("\n".join(bad))
 
 
 def check_op(
@@ -136,7 +144,7 @@ def check_op(
     seeds = [seed] if dtype == torch.float64 else [seed + i for i in range(DRAWS if gradients else 1)]
     gots = runs(lambda **kw: op(**kw, **op_kwargs), None, device, arrange, seeds)
     want = runs(lambda **kw: oracle(**kw, engine=token_loop), torch.float64, "cpu", None, seeds)
-    low: dict[str, torch.Tensor] = {}
+    lows: list[dict[str, torch.Tensor]] = []
     worst = 0.0
     if dtype != torch.float64:
         engine = low_engine or low_precision
@@ -146,12 +154,13 @@ def check_op(
             made = torch.Generator().manual_seed(seed)
             off = {name: _map(x, partial(a_rounding_off, made=made)) for name, x in rounded.items()}
             lows += _run(reference, None, "cpu", None, seeds[1:], inputs=off, gradients=gradients)
-        low = _pooled(lows)
         # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
         sizes = _sizes(want)
         errors = [relative_error(a[x], b[x], sizes.get(x, 0.0)) for a, b in zip(lows, want, strict=True) for x in a]
         worst = max((error for error in errors if error < 0.1), default=0.0)
-    return _judged(_pooled(gots), [_pooled(want)], low, dict.fromkeys(_few(want[0]), worst))
+    reports = _judged(gots, want, lows, dict.fromkeys(_few(want[0]), worst))
+    _raise_unless_ok(reports)
+    return reports
 
 
 def check_functions(
@@ -159,10 +168,6 @@ def check_functions(
     low: Sequence[Mapping[str, torch.Tensor]], credit: float = 0.0,
 ) -> list[Report]:  # fmt: skip
     """Compare what kernels make of PyTorch functions with an oracle: outputs, final states, gradients by name.
-
-    Every tensor is credited with the largest error that the reference makes in it for any of the cotangents, since a
-    sum over all tokens may nearly vanish for some; one of few numbers with the largest error of all tensors, as in
-    `check_op`, and with four roundings, since a few may be right by chance.
 
     Args:
         got: what the kernels give.
@@ -173,18 +178,38 @@ def check_functions(
     Raises:
         AssertionError: listing every tensor outside its bound.
     """
+    reports = judge([got], want, low, dict.fromkeys(want[0], credit))
+    _raise_unless_ok(reports)
+    return reports
+
+
+def judge(
+    got: Sequence[Mapping[str, torch.Tensor]], want: Sequence[Mapping[str, torch.Tensor]],
+    low: Sequence[Mapping[str, torch.Tensor]], credit: Mapping[str, float], factor: float = 1.0,
+) -> list[Report]:  # fmt: skip
+    """Every tensor by the rule, from answers for several cotangents; ``low`` is empty for float64.
+
+    ``got`` may be for the first cotangents alone; errors of tensors of few numbers are averaged over them.
+
+    Every tensor is credited with the largest error that the reference makes in it for any of the cotangents, since a
+    sum over all tokens may nearly vanish for some; one of few numbers with the largest error of all tensors but
+    parameters, which are summed over tokens, and with four roundings, since a few may be right by chance; and with
+    ``credit`` by its name. ``factor`` is how much coarser the kernels' arithmetic is than the reference's.
+    """
+    if not low:
+        return _judged(got, want, (), {})
     tiny = torch.finfo(torch.float32).tiny
     size = {name: x.norm().item() for name, x in want[0].items()} | _sizes(want)
+    pairs = list(zip(low, want, strict=True))
     least = {
-        name: max((a[name].double() - b[name]).norm().item() for a, b in zip(low, want, strict=True))
+        name: max((a[name].cpu().double() - b[name].cpu().double()).norm().item() for a, b in pairs)
         / (size[name] if size[name] > tiny else 1.0)
         for name in size
     }
-    worst = max((error for error in least.values() if error < 0.1), default=0.0)
-    worst = max(worst, 4 * FLOAT32_ROUNDING)
-    least |= {name: max(least[name], worst) for name in _few(want[0])}
-    least = {name: max(error, credit) for name, error in least.items()}
-    return _judged(got, want, low[0], least)
+    worst = max((least[name] for name, x in want[0].items() if x.dim() > 2 and least[name] < 0.1), default=0.0)
+    least |= {name: max(least[name], worst, 4 * FLOAT32_ROUNDING) for name in _few(want[0])}
+    least = {name: factor * max(error, credit.get(name, 0.0)) for name, error in least.items()}
+    return _judged(got, want, low, least)
 
 
 def _few(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -203,22 +228,18 @@ def _sizes(want: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def _judged(
-    got: Mapping[str, torch.Tensor], want: Sequence[Mapping[str, torch.Tensor]], low: Mapping[str, torch.Tensor],
-    least: Mapping[str, float],
+    got: Sequence[Mapping[str, torch.Tensor]], want: Sequence[Mapping[str, torch.Tensor]],
+    low: Sequence[Mapping[str, torch.Tensor]], least: Mapping[str, float],
 ) -> list[Report]:  # fmt: skip
-    """Every tensor by the rule; `want` as the oracle gives them, those for the cotangents of `got` first; `least` are
-    errors that the low-precision result is credited with, by name."""
-    assert got.keys() == want[0].keys(), f"{sorted(got)} instead of {sorted(want[0])}"
-    reports, failures, sizes = [], [], _sizes(want)
-    for name, oracle in want[0].items():
-        given = low.get(name), least.get(name, 0.0), sizes.get(name, 0.0)
-        try:
-            reports.append(assert_close(name, got[name], oracle, *given))
-        except AssertionError as error:
-            failures.append(str(error))
-    if failures:
-        raise AssertionError("\n".join(failures))
-    return reports
+    """Every tensor by the rule, each argument by cotangents, of which `got` may lack the last ones; `least` are errors
+    that the low-precision result is credited with, by name."""
+    assert got[0].keys() == want[0].keys(), f"{sorted(got[0])} instead of {sorted(want[0])}"
+    n, sizes = len(got), _sizes(want)
+    found, exact, near = _pooled(got), _pooled(want[:n]), _pooled(low[:n]) if low else {}
+    return [
+        _report(name, x, exact[name], near.get(name), least.get(name, 0.0), sizes.get(name, 0.0) * n**0.5)
+        for name, x in found.items()
+    ]
 
 
 def _round(x: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.testing import oracles
-from flexsp.testing.compare import FEW, FLOAT32_ROUNDING, FLOAT64_BOUND, Report, low_precision, relative_error
+from flexsp.testing.compare import DRAWS, Report, judge, low_precision, relative_error
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["OPS", "Problem", "check", "draw", "exact_answer", "merge", "solve", "together"]
+__all__ = ["OPS", "Problem", "check", "draw", "exact_answers", "merge", "solve", "solve_all"]
 
 Tensors = dict[str, torch.Tensor]
+Cotangents = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 # A float32 product on tensor cores (tf32x3) keeps 22 of float32's 24 bits.
 _UNIT = {torch.float32: 4.0}
 # Gates and parameters that stay in float32 when the op runs in a half precision.
@@ -32,7 +33,8 @@ _SINGLE = {"g", "g_gamma", "dt", "A", "D", "dt_bias"}
 class Problem:
     """Inputs of one op: `tokens` [B, T, ...] are cut over ranks, `params` are not; `initial` are the states [N, ...].
 
-    `cu_seqlens` are global boundaries or None; `do` and `dfinal` are the output gradients.
+    `cu_seqlens` are global boundaries or None; `cotangents` are gradients of the output and of the final states, the
+    first for what is checked, all for its yardstick.
     """
 
     op: str
@@ -40,8 +42,11 @@ class Problem:
     params: Tensors
     initial: tuple[torch.Tensor, ...]
     cu_seqlens: list[int] | None
-    do: torch.Tensor
-    dfinal: tuple[torch.Tensor, ...]
+    cotangents: tuple[Cotangents, ...]
+
+    @property
+    def do(self) -> torch.Tensor:
+        return self.cotangents[0][0]
 
     @property
     def T(self) -> int:
@@ -58,8 +63,9 @@ class Problem:
             tokens={name: through(name, x) for name, x in self.tokens.items()},
             params={name: through(name, x) for name, x in self.params.items()},
             initial=tuple(through("A", x) for x in self.initial),
-            do=through("do", self.do),
-            dfinal=tuple(through("A", x) for x in self.dfinal),
+            cotangents=tuple(
+                (through("do", do), tuple(through("A", x) for x in dfinal)) for do, dfinal in self.cotangents
+            ),
         )
 
 
@@ -178,18 +184,25 @@ def draw(
     initial = [normal(*shape) for shape in shapes]
     if op == "linear_attn_normalized":
         initial[1] = initial[1].abs()
-    return Problem(op, tokens, params, tuple(initial), bounds, normal(B, T, H, V), tuple(normal(*s) for s in shapes))
+    cotangents = tuple((normal(B, T, H, V), tuple(normal(*s) for s in shapes)) for _ in range(DRAWS))
+    return Problem(op, tokens, params, tuple(initial), bounds, cotangents)
 
 
-def solve(
+def solve(problem: Problem, *args: Any, **kwargs: Any) -> Tensors:
+    """`solve_all` for the first of the problem's cotangents alone."""
+    return solve_all(replace(problem, cotangents=problem.cotangents[:1]), *args, **kwargs)[0]
+
+
+def solve_all(
     problem: Problem,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     sp: SequenceParallel | bool = False,
     lengths: Sequence[int] | None = None,
     call: Callable[..., Any] | None = None,
-) -> Tensors:
-    """Outputs `o`, `final0..` and gradients `d<input>`, `dinitial0..` of the op; under `sp` this rank's part of them.
+) -> list[Tensors]:
+    """Outputs `o`, `final0..` and gradients `d<input>`, `dinitial0..` of the op, for each of the problem's cotangents;
+    under `sp` this rank's part of them.
 
     Args:
         lengths: shard lengths of all ranks, with `sp` only.
@@ -218,13 +231,19 @@ def solve(
     o, final = (call or OPS[problem.op])({**tokens, **params}, initial, common)
     finals = () if final is None else final if isinstance(final, tuple) else (final,)
     assert bool(finals) == keep_final, f"final state: expected {keep_final}, got {bool(finals)}"
-    gradients = [problem.do[:, start:stop].to(o)]
-    gradients += [d.to(state) for d, state in zip(problem.dfinal, finals, strict=bool(finals))]
-    torch.autograd.backward([o, *finals], gradients)
     leaves = {**tokens, **params}
     leaves |= {f"initial{i}": state for i, state in enumerate(initial or ())}
     found = {"o": o.detach()} | {f"final{i}": state.detach() for i, state in enumerate(finals)}
-    return found | {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    answers = []
+    for i, (do, dfinal) in enumerate(problem.cotangents):
+        gradients = [do[:, start:stop].to(o)]
+        gradients += [d.to(state) for d, state in zip(dfinal, finals, strict=bool(finals))]
+        torch.autograd.backward([o, *finals], gradients, retain_graph=i + 1 < len(problem.cotangents))
+        grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+        answers.append(found | grads)
+        for x in leaves.values():
+            x.grad = None
+    return answers
 
 
 def merge(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
@@ -238,67 +257,33 @@ def merge(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
     return merged
 
 
-def exact_answer(problem: Problem, device: torch.device | str = "cpu") -> Tensors:
-    """The token loop's answer in float64."""
-    return solve(problem, device=device, call=partial(_oracle, problem.op, oracles.token_loop))
+def exact_answers(problem: Problem, device: torch.device | str = "cpu") -> list[Tensors]:
+    """The token loop's answers in float64, for each of the problem's cotangents."""
+    return solve_all(problem, device=device, call=partial(_oracle, problem.op, oracles.token_loop))
 
 
 def check(
     problem: Problem,
     dtype: torch.dtype,
-    found: Tensors,
+    found: Sequence[Tensors],
     *,
     one_rank: Tensors | None = None,
-    oracle: Tensors | None = None,
+    oracle: Sequence[Tensors] | None = None,
     device: torch.device | str = "cpu",
     oracle_device: torch.device | str = "cpu",
 ) -> list[Report]:
     """Reports of every tensor of `found` against the float64 token loop, by the rule of flexsp.testing.compare.
 
-    `problem` must be `rounded(dtype)`. With `one_rank`, the same op's answer without ranks, the yardstick is whichever
-    of it and the low-precision reference is further from the oracle; in float32 four times that, since the kernels
-    multiply in tf32x3 there. `oracle` replaces the token loop, whose steps are slow where T is large; `device` is
-    where the low-precision reference runs, `oracle_device` where the token loop does.
+    `problem` must be `rounded(dtype)`; `found` may lack its last cotangents. The yardstick is the low-precision
+    reference; with `one_rank`, the same op's answer without ranks, whichever of the two is further from the oracle; in
+    float32 four times that, since the kernels multiply in tf32x3 there. `oracle` replaces the token loop's answers,
+    whose steps are slow where T is large; `device` is where the low-precision reference runs, `oracle_device` where the
+    token loop does.
     """
-    want = exact_answer(problem, oracle_device) if oracle is None else oracle
-    if found.keys() != want.keys():
-        raise AssertionError(f"{problem.op}: expected {sorted(want)}, got {sorted(found)}")
-    low = dict.fromkeys(want, 0.0)
-    least = 0.0
+    want = list(exact_answers(problem, oracle_device) if oracle is None else oracle)
+    low: list[Tensors] = []
     if dtype != torch.float64:
-        reference = solve(problem, dtype, device, call=partial(_oracle, problem.op, low_precision))
-        low = {name: relative_error(reference[name], exact) for name, exact in want.items()}
-        least = max((error for error in low.values() if error < 0.1), default=0.0)
-    reports = []
-    for name, exact in want.items():
-        yardstick = low[name] if exact.numel() >= FEW else max(low[name], least)
-        if one_rank is not None:
-            yardstick = max(yardstick, relative_error(one_rank[name], exact))
-        kept = found[name].dtype if found[name].dtype != torch.float64 else dtype
-        rounding = FLOAT64_BOUND
-        if dtype != torch.float64:
-            rounding = max(relative_error(exact.to(kept), exact), FLOAT32_ROUNDING)
-        error = relative_error(found[name], exact)
-        size = exact.double().norm().item() if exact.numel() < FEW else 0.0
-        reports.append(Report(f"{problem.op} {name}", error, _UNIT.get(dtype, 1.0) * yardstick, rounding, size))
-    return reports
-
-
-def together(draws: Sequence[Sequence[Report]]) -> list[Report]:
-    """One report a tensor, root mean squares over several draws of a problem.
-
-    What is wrong in one draw of n alone counts 1 / sqrt(n). A gradient of few numbers may cancel by chance in one draw
-    and tell nothing: its errors are measured against its size in all draws. The reference's few numbers may also be
-    right by luck: they are credited with its largest error in any of the draws.
-    """
-
-    def mean(of: str, same: Sequence[Report]) -> float:
-        weights = [r.size for r in same] if all(r.size for r in same) else [1.0] * len(same)
-        squares = [(getattr(r, of) * w) ** 2 for r, w in zip(same, weights, strict=True)]
-        return (sum(squares) / sum(w**2 for w in weights)) ** 0.5
-
-    reports = []
-    for same in zip(*draws, strict=True):
-        low = max(r.low_error for r in same) if same[0].size else mean("low_error", same)
-        reports.append(Report(same[0].name, mean("error", same), low, mean("rounding", same), same[0].size))
-    return reports
+        low = solve_all(problem, dtype, device, call=partial(_oracle, problem.op, low_precision))
+    credit = {} if one_rank is None else {name: relative_error(x, want[0][name]) for name, x in one_rank.items()}
+    reports = judge(found, want, low, credit, _UNIT.get(dtype, 1.0))
+    return [replace(report, name=f"{problem.op} {report.name}") for report in reports]

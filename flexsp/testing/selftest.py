@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flexsp.testing.compare import DRAWS, Report
-from flexsp.testing.problems import OPS, check, draw, merge, solve, together
+from flexsp.testing.compare import Report
+from flexsp.testing.problems import OPS, check, draw, merge, solve, solve_all
 
 __all__ = ["main", "ops", "ranks"]
 
@@ -37,8 +37,8 @@ def ops(device: str, dtype_name: str) -> Findings:
     names = list(OPS) if device == "cpu" else ["simple_gla", "mamba2"]
     for op in names:
         for documents in (None, DOCUMENTS):
-            draws = [draw(op, T=sum(DOCUMENTS), K=32, V=32, documents=documents).rounded(dtype) for _ in range(DRAWS)]
-            reports += together([check(problem, dtype, solve(problem, dtype, device)) for problem in draws])
+            problem = draw(op, T=sum(DOCUMENTS), K=32, V=32, documents=documents).rounded(dtype)
+            reports += check(problem, dtype, solve_all(problem, dtype, device))
     where = "the CPU" if device == "cpu" else "GPU 0"
     return [_finding(f"ops on {where}, {dtype_name}", reports, began)]
 
@@ -65,7 +65,7 @@ def ranks(transport: str) -> Findings:
         dist.all_gather_object(parts, mine, group=sp.cpu_group)
         sp.check()
         if sp.rank == 0:
-            reports += check(problem, dtype, merge(problem, parts), one_rank=solve(problem, dtype, sp.device))
+            reports += check(problem, dtype, [merge(problem, parts)], one_rank=solve(problem, dtype, sp.device))
     dist.barrier(group=sp.cpu_group)
     sp.close()
     dist.destroy_process_group()

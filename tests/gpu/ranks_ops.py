@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.ops import chunk_simple_gla
-from flexsp.testing.problems import OPS, Problem, check, draw, exact_answer, merge, solve
+from flexsp.testing.problems import OPS, Problem, check, draw, exact_answers, merge, solve
 
 # A check returns what is wrong. It raises only where that cannot leave another rank waiting for a call.
 Check = Callable[[SequenceParallel], "list[str] | None"]
@@ -68,12 +68,12 @@ class Case(NamedTuple):
 
 
 # By key: a check's problems are the same over every transport, and the token loop takes longest.
-_oracles: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+_oracles: dict[tuple[Any, ...], list[dict[str, torch.Tensor]]] = {}
 
 
-def oracle_of(case: Case, problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+def oracle_of(case: Case, problem: Problem, device: torch.device) -> list[dict[str, torch.Tensor]]:
     if case.key not in _oracles:
-        _oracles[case.key] = exact_answer(problem, device)
+        _oracles[case.key] = exact_answers(problem, device)
     return _oracles[case.key]
 
 
@@ -101,7 +101,7 @@ def compare(sp: SequenceParallel, cases: list[Case], call: Callable[..., Any] | 
     for case, problem, found in mine:
         alone = solve(problem, case.dtype, sp.device)
         oracle = oracle_of(case, problem, sp.device)
-        reports = check(problem, case.dtype, found, one_rank=alone, oracle=oracle, device=sp.device)
+        reports = check(problem, case.dtype, [found], one_rank=alone, oracle=oracle, device=sp.device)
         where = f" (lengths {case.lengths}, boundaries {problem.cu_seqlens})"
         wrong += [str(report) + where for report in reports if not report.ok]
     return wrong

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.testing.compare import DRAWS
-from flexsp.testing.problems import OPS, check, draw, solve, together
+from flexsp.testing.problems import OPS, check, draw, solve, solve_all
 from tests import variants
 from tests.gpu.judge import CUDA, assert_same, check_variant
 
@@ -37,13 +36,11 @@ def _name(value: Any) -> str | None:
 def test_ops(op: str, size: int, dtype: torch.dtype, layout: str) -> None:
     shape: dict[str, Any] = {"T": sum(DOCUMENTS), "H": 3, "K": size, "V": size}
     shape |= {"B": 1, "documents": DOCUMENTS} if layout == "packed" else {"B": 2}
-    draws = []
-    for i in range(DRAWS):
-        problem = draw(op, **shape).rounded(dtype)
-        calls = [solve(problem, dtype, CUDA) for _ in range(CALLS if i == 0 else 1)]
-        assert_same(calls)
-        draws.append(check(problem, dtype, calls[0], device=CUDA, oracle_device=CUDA))
-    bad = [str(report) for report in together(draws) if not report.ok]
+    problem = draw(op, **shape).rounded(dtype)
+    found = solve_all(problem, dtype, CUDA)
+    assert_same([found[0], *(solve(problem, dtype, CUDA) for _ in range(CALLS - 1))])
+    reports = check(problem, dtype, found, device=CUDA, oracle_device=CUDA)
+    bad = [str(report) for report in reports if not report.ok]
     assert not bad, "\n".join(bad)
 
 

@@ -14,7 +14,7 @@ from flexsp.kernels.diagonal import plan
 from flexsp.kernels.diagonal import tiles as table
 from flexsp.kernels.diagonal.tiles import Tiles, all_configs
 from flexsp.ops import chunk_linear_attn, chunk_simple_gla
-from flexsp.testing.problems import OPS, Problem, check, draw, solve
+from flexsp.testing.problems import OPS, Problem, check, draw, solve_all
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,9 +28,9 @@ def _name(value: Any) -> str | None:
 
 
 def _assert_right(
-    problem: Problem, dtype: torch.dtype, found: dict[str, torch.Tensor] | None = None, **how: Any
+    problem: Problem, dtype: torch.dtype, found: list[dict[str, torch.Tensor]] | None = None, **how: Any
 ) -> None:
-    found = solve(problem, dtype, CUDA) if found is None else found
+    found = solve_all(problem, dtype, CUDA) if found is None else found
     reports = check(problem, dtype, found, **how)
     bad = [str(report) for report in reports if not report.ok]
     assert not bad, "\n".join(bad)
@@ -92,27 +92,17 @@ def test_gates_from_zero_to_minus_ten_thousand(
     g[:, ::7, 1] = -1e4
     g[:, :, 2] = -torch.rand(g.shape[1], dtype=torch.float64) * 90
     try:
-        found = solve(problem.rounded(dtype), dtype, CUDA)
+        found = solve_all(problem.rounded(dtype), dtype, CUDA)
     finally:
         plan._build.cache_clear()
-    assert all(x.isfinite().all() for x in found.values())
+    assert all(x.isfinite().all() for answer in found for x in answer.values())
     _assert_right(problem.rounded(dtype), dtype, found)
 
 
 def test_at_the_size_people_train() -> None:
     """H=32, K=V=128 over several segments; the oracle is the float64 reference, the yardstick runs on the GPU."""
-    from functools import partial
-
-    from flexsp.testing.compare import low_precision, relative_error
-    from flexsp.testing.problems import _oracle
-
     problem = draw("simple_gla", T=4133, H=32, K=128, V=128).rounded(torch.bfloat16)
-    exact = solve(problem, torch.float64, CUDA)
-    low = solve(problem, torch.bfloat16, CUDA, call=partial(_oracle, "simple_gla", low_precision))
-    found = solve(problem, torch.bfloat16, CUDA)
-    for name, want in exact.items():
-        rounding = relative_error(want.to(found[name].dtype), want)
-        assert relative_error(found[name], want) <= 2 * relative_error(low[name], want) + rounding, name
+    _assert_right(problem, torch.bfloat16, oracle=solve_all(problem, torch.float64, CUDA), device=CUDA)
 
 
 def test_more_elements_than_32_bits_count() -> None:
@@ -180,8 +170,8 @@ def test_results_are_the_same_every_time() -> None:
 
 def test_float64_stays_float64() -> None:
     problem = draw("simple_gla", T=100, H=2, K=32, V=16)
-    found = solve(problem, torch.float64, CUDA)
-    assert all(x.dtype == torch.float64 for x in found.values())
+    found = solve_all(problem, torch.float64, CUDA)
+    assert all(x.dtype == torch.float64 for answer in found for x in answer.values())
     _assert_right(problem, torch.float64, found)
 
 
@@ -238,7 +228,7 @@ def test_torch_compile_keeps_one_graph(op: str, backend: str) -> None:
     problem = draw(op, T=150, H=2, K=64, V=64).rounded(torch.bfloat16)
     torch._dynamo.reset()
     call = torch.compile(OPS[op], fullgraph=True, backend=backend)
-    _assert_right(problem, torch.bfloat16, solve(problem, torch.bfloat16, CUDA, call=call))
+    _assert_right(problem, torch.bfloat16, solve_all(problem, torch.bfloat16, CUDA, call=call))
 
 
 def test_gates_in_bfloat16() -> None:

@@ -38,14 +38,18 @@ def test_every_case_is_taken_once(
 
 
 def test_errors_of_all_processes_are_added() -> None:
+    report = "========= Invalid __global__ read of size 4 bytes."
     clean = sanitize._line(calls=4, kernels=["a", "b"], failed=[]) + "\n========= ERROR SUMMARY: 0 errors\n"
     wrong = (
-        sanitize._line(calls=3, kernels=["b", "c"], failed=[])
-        + "\n========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 2 errors\n"
+        "\n".join([sanitize._line(begin="gla 64"), "========= COMPUTE-SANITIZER", *[report, "=========     at f"] * 2])
+        + "\n"
+        + sanitize._line(calls=3, kernels=["b", "c"], failed=[])
+        + "\n========= ERROR SUMMARY: 2 errors\n"
     )
     found = sanitize.summary("memcheck", [(clean, None), (wrong, None)])
     assert (found["calls"], found["kernels"], found["errors"], found["failed"]) == (7, 3, 2, [])
-    assert "Invalid __global__ read" in found["findings"][0]
+    assert found["kinds"] == {"Invalid __global__ read of size 4 bytes. In gla 64.": 2}
+    assert report in found["findings"]
     races = sanitize._line(calls=1, kernels=[], failed=[])
     races += "\n========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
     assert sanitize.summary("racecheck", [(races, None)])["errors"] == 2

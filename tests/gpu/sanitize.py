@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "synccheck")
 DOCUMENTS = (33, 0, 64, 1, 70)
 HEADS = 2
+_REPORT = re.compile(r"^========= (?!COMPUTE|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error)")
 
 
@@ -103,6 +105,17 @@ def _told(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("sanitize: ")) for line in text.splitlines() if line.startswith("sanitize: ")]
 
 
+def _kinds(text: str) -> Counter[str]:
+    """How often each report was made in each case: its first line, and the case that the process had begun."""
+    kinds, case = Counter[str](), "no case"
+    for line in text.splitlines():
+        if line.startswith("sanitize: "):
+            case = _told(line)[0].get("begin", case)
+        elif report := _REPORT.match(line):
+            kinds[f"{report[1]} In {case}."] += 1
+    return kinds
+
+
 def child(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str, str | None]:
     """What a process and its children print, and None or why it did not end well; none of them outlives the limit."""
     with tempfile.TemporaryFile("w+") as log:
@@ -123,7 +136,7 @@ def child(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str,
 def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str, Any]:
     """What all processes of a tool told. A process that broke off counts as failed, with the case it was at."""
     kernels: set[str] = set()
-    calls, failed, errors, findings, seconds = 0, [], 0, [], {}
+    calls, failed, errors, findings, seconds, kinds = 0, [], 0, [], {}, Counter[str]()
     for text, bad in outputs:
         told = _told(text)
         ended = {each["end"]: each["seconds"] for each in told if "end" in each}
@@ -141,11 +154,12 @@ def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str
             failed.append(f"{tool} printed no summary: {text[-600:]}")
         wrong = sum(int(a or b) for a, b in found)
         errors += wrong
+        kinds += _kinds(text)
         findings += [line for line in text.splitlines() if line.startswith("=========")][:40] if wrong else []
     slowest = dict(sorted(seconds.items(), key=lambda item: -item[1])[:5])
     return {
-        "calls": calls, "kernels": len(kernels), "errors": errors, "failed": failed, "findings": findings[:60],
-        "slowest": slowest,
+        "calls": calls, "kernels": len(kernels), "errors": errors, "failed": failed, "kinds": dict(kinds),
+        "findings": findings[:60], "slowest": slowest,
     }  # fmt: skip
 
 
@@ -160,6 +174,8 @@ def run(tool: str | None, jobs: int, only: str, limit_s: float) -> dict[str, Any
     Under a tool, processes that crashed at once are started once more for the cases to be complete, and are reported.
     """
     under = [] if tool is None else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    if tool == "memcheck":  # Triton 3.9 asks the driver for a mode of shared memory that it may refuse, and goes on
+        under += ["--report-api-errors", "no"]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(jobs) as pool:
@@ -212,7 +228,7 @@ def main() -> int:
         bad |= bool(found["errors"] or found["failed"] or found["restarted"])
         told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
         slow = f"slowest: {found['slowest']}"
-        wrong = [*found["failed"], *found["findings"], *found["restarted"]]
+        wrong = [*found["failed"], *found["kinds"].items(), *found["findings"], *found["restarted"]]
         print(f"{tool or 'compiling':10s} {told}", slow, *wrong, sep="\n  ", flush=True)
         if args.out is not None:
             save(args.out, result)

@@ -76,8 +76,6 @@ _KERNELS = [
         ("            S += mm(tl.trans(kc) * power(b_end - bc)", "            S += mm(tl.trans(kc) * power(b_end)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
-        ("tl.trans(qc).to(tl.float32) * scale", "tl.trans(qc) * scale",
-         "the scale is rounded to bfloat16", _ENGINE + "test_one_token[dtype1]"),
     ),
     *_in(
         "flexsp/runtime/triton_private.py",
@@ -86,6 +84,8 @@ _KERNELS = [
     ),
     *_in(
         "flexsp/testing/compare.py",
+        ("math.isfinite(self.bound) and self.error", "self.error", "what is not finite is as good as a reference that is not",
+         _REFERENCE + "test_what_is_not_finite_never_passes"),
         ("x.numel() < FEW or x.dim() < 4", "x.numel() < FEW", "running sums count as many numbers", _SUMS),
         ("_pooled(got), _pooled(want[:n])", "_pooled(got[:1]), _pooled(want[:1])", "one cotangent tells", _SUMS),
     ),

@@ -77,7 +77,7 @@ def compile_config(
 
 def _summary(found: Any) -> dict[str, Any]:
     told = vars(found) | {"wgmma": found.ptx.count("wgmma.mma_async"), "waits_first": found.waits_first}
-    told["uneven_sums"] = found.uneven_sums
+    told |= {"uneven_sums": found.uneven_sums, "early_copies": found.early_copies}
     return {name: value for name, value in told.items() if name != "ptx"}
 
 
@@ -134,6 +134,11 @@ def test_nothing_touches_memory_before_the_kernel_before_is_done(name: str) -> N
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_lanes_round_sums_alike(name: str) -> None:
     assert not any(kernel["uneven_sums"] for kernel in compiled(name)), described(compiled(name))
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_products_of_all_warps_end_before_their_operands_are_overwritten(name: str) -> None:
+    assert not any(kernel["early_copies"] for kernel in compiled(name)), described(compiled(name))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import triton.language as tl
 from flexsp.compiler.tile_ops import sum_over
 from flexsp.runtime.launch import begin
 from flexsp.runtime.triton_private import RELEASE
+from flexsp.testing.offline import Compiled
 from tests.marks import slow
 
 SHARED_LIMIT = 227 * 1024
@@ -110,7 +111,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
     results = []
     for found in offline.compile_launches(launches):
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
-        told |= {"uneven_sums": len(found.uneven_sums)}
+        told |= {"uneven_sums": len(found.uneven_sums), "early_copies": found.early_copies}
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
     return results
 
@@ -147,7 +148,7 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     assert all(kernel["waits_first"] for kernel in found), told
     products = name != "hgrn"
     assert all((kernel["wgmma"] > 0) == products for kernel in found if kernel["name"] in WALKS), told
-    assert not any(kernel["uneven_sums"] for kernel in found), told
+    assert not any(kernel["uneven_sums"] or kernel["early_copies"] for kernel in found), told
     assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
 
 
@@ -200,6 +201,27 @@ def compile_sums() -> dict[str, list[int]]:
     ]  # fmt: skip
     found = [len(x.uneven_sums) for x in offline.compile_launches(launches)]
     return {str(kind): found[2 * i : 2 * i + 2] for i, kind in enumerate(kinds)}
+
+
+START, WAIT, BARRIER = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "bar.sync 0;"
+COPY, BACK = "cp.async.cg.shared.global [%r1], [%rd1], 16;", "@%p1 bra $L1;"
+
+
+@pytest.mark.parametrize(
+    ("threads", "lines", "copies"),
+    [
+        (256, [START, BARRIER, WAIT, COPY], 1),
+        (256, [START, WAIT, BARRIER, COPY], 0),
+        (256, [START, BARRIER, WAIT, BARRIER, COPY], 0),
+        (256, [START, BARRIER, WAIT, "cp.async.wait_group 0;", "ld.shared.b32 %r1, [%r2];"], 0),
+        (256, ["$L1:", COPY, START, BARRIER, WAIT, BACK], 1),
+        (256, ["$L1:", COPY, START, WAIT, BARRIER, BACK], 0),
+        (128, [START, BARRIER, WAIT, COPY], 0),
+    ],
+)
+def test_early_copies_are_seen(threads: int, lines: list[str], copies: int) -> None:
+    compiled = Compiled("f", 0, 0, 0, 0, "\n".join([f".reqntid {threads}", *lines]), 129)
+    assert len(compiled.early_copies) == copies
 
 
 def test_lanes_of_a_sum_round_alike(tmp_path: Path) -> None:

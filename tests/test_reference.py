@@ -15,7 +15,7 @@ from flexsp.kernels.diagonal.reference import diagonal_reference
 from flexsp.testing import oracles
 from flexsp.testing.cases import random_documents
 from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
-from flexsp.testing.problems import check, draw, solve_all
+from flexsp.testing.problems import check, draw, solve, solve_all
 
 engine = partial(diagonal_reference, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
@@ -256,3 +256,20 @@ def test_errors_of_running_sums_are_averaged_over_cotangents() -> None:
     assert {report.name: report.ok for report in judge(got[:1], want, low, {})} == {"dg": False, "dq": False}
     low[0] = {name: x.float() for name, x in want[0].items()}
     assert {report.name: report.ok for report in judge(got, want, low, {})} == {"dg": True, "dq": False}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
+def test_what_is_not_finite_never_passes(value: float) -> None:
+    """Not where the reference is not finite either, in the same call or for another cotangent."""
+    want = [{"o": torch.ones(2, 30, 5, 7).double()} for _ in range(4)]
+    for i in (0, 3):
+        low = [{"o": x["o"].float()} for x in want]
+        low[i]["o"][0, 0] = float("inf")
+        (report,) = judge([{"o": want[0]["o"].float() * value}], want, low, {})
+        assert not report.ok
+
+
+def test_what_is_not_finite_without_ranks_either_does_not_pass() -> None:
+    problem = draw("simple_gla", T=30, H=2, K=8, V=8).rounded(torch.float32)
+    bad = {name: x * float("nan") for name, x in solve(problem, torch.float32).items()}
+    assert not any(report.ok for report in check(problem, torch.float32, [bad], one_rank=bad))

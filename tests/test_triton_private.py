@@ -293,11 +293,15 @@ import torch, triton, triton.language as tl
 from flexsp.runtime import triton_private
 
 @triton.jit
-def kernel(a, b, c, out, product, N: tl.constexpr):
+def kernel(a, b, c, out, product, sums, scale, N: tl.constexpr):
     i = tl.arange(0, N)
     at = i[:, None] * N + i[None, :]
     x, y, wide = tl.load(a + at), tl.load(b + at), tl.load(c + at)
-    tl.store(product + at, tl.dot(tl.trans(x), y))
+    tl.store(product + at, tl.dot(tl.trans(x), y) * 0.5)
+    scaled = x * scale
+    assert scaled.dtype == tl.float32
+    tl.store(product + N * N + at, scaled)
+    tl.store(sums + i, tl.sum(x, axis=1))
     tl.store(out + 0 * N * N + at, wide.to(tl.bfloat16))
     tl.store(out + 1 * N * N + at, x + y)
     tl.store(out + 2 * N * N + at, x * y)
@@ -309,9 +313,11 @@ def kernel(a, b, c, out, product, N: tl.constexpr):
 a, b = torch.randn(2, 16, 16).bfloat16()
 c = torch.randn(16, 16)
 c[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1 + 2.0**-8])  # the last is a tie
-out, product = torch.empty(7, 16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
-kernel[(1,)](a, b, c, out, product, N=16)
-torch.testing.assert_close(product, a.float().T @ b.float(), rtol=1e-6, atol=1e-6)
+out, product = torch.empty(7, 16, 16, dtype=torch.bfloat16), torch.empty(2, 16, 16)
+sums = torch.empty(16, dtype=torch.bfloat16)
+kernel[(1,)](a, b, c, out, product, sums, 0.1, N=16)
+torch.testing.assert_close(product, torch.stack([a.float().T @ b.float() / 2, a.float() * 0.1]), rtol=1e-6, atol=1e-6)
+torch.testing.assert_close(sums, a.float().sum(1).bfloat16(), rtol=1e-2, atol=1e-2)
 want = [c.bfloat16(), a + b, a * b, -a, torch.minimum(a, b), a.float().exp().bfloat16(), a.int().bfloat16()]
 for found, exact in zip(out, want, strict=True):
     torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
@@ -325,7 +331,7 @@ def test_bfloat16_in_the_interpreter(tmp_path: Path) -> None:
     run_python(str(script), TRITON_INTERPRET="1")
 
 
-def test_a_scalar_is_not_rounded_to_bfloat16_in_the_interpreter(tmp_path: Path) -> None:
+def test_a_constant_is_not_rounded_to_bfloat16_in_the_interpreter(tmp_path: Path) -> None:
     """A GPU would round it, by as much for all numbers that it meets: kernels multiply with it in float32."""
     script = tmp_path / "scalar.py"
     script.write_text(HALF.replace("x * y)", "x * 0.1)"))

@@ -326,14 +326,17 @@ def compiling_to_shared_memory() -> Iterator[None]:
 
 
 def _mend_interpreter() -> None:
-    """Comparisons give booleans, and numbers in bfloat16 are computed with as such.
+    """Comparisons give booleans, numbers in bfloat16 are computed with as such, and Python's floats as arguments are
+    float32.
 
     The interpreter gives a comparison the type of what is compared; where a scalar one joins a mask that becomes a mask
     of integers, which Triton 3.9 refuses. Numbers in bfloat16 it multiplies and adds as if their bits were integers,
-    and it rounds to them towards zero. A scalar that meets them is refused: a GPU would round it, by as much for all.
+    and it rounds to them towards zero. A constant that meets them is refused: a GPU would round it, by as much for all.
+    Arguments, float32 on a GPU, it takes for constants.
     """
     from triton.language import core
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
 
     def boolean(compare: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compare)
@@ -351,10 +354,38 @@ def _mend_interpreter() -> None:
     InterpreterBuilder.cast_impl = _cast(InterpreterBuilder.cast_impl)
 
     InterpreterBuilder.get_bf16 = _exactly
+    ReduceOps.sum = _sum(ReduceOps.sum)
+    interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)
+
+
+def _sum(add: Callable[..., Any]) -> Callable[..., Any]:
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import TensorHandle
+
+    @functools.wraps(add)
+    def added(self: Any, x: Any) -> Any:
+        if x.dtype.scalar != bfloat16:
+            return add(self, x)
+        total = _widened(x.handle).data.sum(axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(_rounded(TensorHandle(total, float32)).data, x.dtype)
+
+    return added
+
+
+def _argument(convert: Callable[..., Any]) -> Callable[..., Any]:
+    import numpy
+    from triton.language import float32, tensor
+    from triton.runtime.interpreter import TensorHandle
+
+    @functools.wraps(convert)
+    def converted(x: Any) -> Any:
+        return tensor(TensorHandle(numpy.array([x], "float32"), float32), float32) if type(x) is float else convert(x)
+
+    return converted
 
 
 def _exactly(builder: Any, value: float) -> Any:
-    """A scalar in bfloat16."""
+    """A constant in bfloat16."""
     rounded = _rounded(builder.get_fp32(value))
     if not (_widened(rounded).data == value).all() and value == value:
         raise TypeError(f"{value} would be rounded to bfloat16, as the numbers that it meets: make these float32 first")

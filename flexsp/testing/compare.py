@@ -13,6 +13,7 @@ magnify that), and measured against their size for all of these, since the terms
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.bound
+        return math.isfinite(self.bound) and self.error <= self.bound
 
     def __str__(self) -> str:
         parts = f"2 x {self.low_error:.2e} + {self.rounding:.2e}"

@@ -17,6 +17,11 @@ from flexsp.runtime.triton_private import SharedMemory, compiling_to_shared_memo
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
 
+_EVENTS = re.compile(
+    r"(?P<start>wgmma\.commit_group)|wgmma\.wait_group\S*\s+(?P<wait>\d+)|(?P<barrier>\b(?:bar|barrier\.cta)\.sync\b)"
+    r"|(?P<copy>\bcp\.async\.(?!wait|commit|bulk\.(?:wait|commit))\S*)"
+    r"|(?P<label>\$\w+):|\bbra(?:\.uni)?\s+(?P<jump>\$\w+);"
+)
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -51,6 +56,39 @@ class Compiled:
         others = dict(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+),", self.ptx))
         fused = re.finditer(rf"fma\.rn\.f32\s+{numbers}, (%\w+);", self.ptx)
         return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
+
+
+    @property
+    def early_copies(self) -> list[str]:
+        """Copies into shared memory that no barrier orders after matrix products of other groups of four warps.
+
+        A group waits for its own products alone. Triton before 3.10 may take a barrier between the start of a product
+        and the wait for it as enough for what it reads to be overwritten (its issue 11047): another group may not have
+        waited yet. In the order of the text, each loop twice; whether both are of one buffer is not looked at.
+        """
+        threads = re.search(r"\.reqntid (\d+)", self.ptx)
+        if threads is None or int(threads[1]) <= 128:
+            return []
+        events = list(_EVENTS.finditer(self.ptx))
+        places = {event["label"]: i for i, event in enumerate(events) if event["label"]}
+        found, taken, started, crossed, unordered, i = [], set[int](), 0, False, False, 0
+        while i < len(events):
+            event, kind = events[i], events[i].lastgroup
+            if kind == "start":
+                started += 1
+            elif kind == "wait":
+                unordered |= started > 0 and crossed
+                started = min(started, int(event["wait"]))
+                crossed &= started > 0
+            elif kind == "barrier":
+                crossed, unordered = started > 0, False
+            elif kind == "copy" and unordered:
+                found.append(event[0])
+            elif kind == "jump" and places.get(event["jump"], i) < i and i not in taken:
+                taken.add(i)
+                i = places[event["jump"]]
+            i += 1
+        return found
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int = 90) -> Compiled:

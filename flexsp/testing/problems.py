@@ -284,6 +284,7 @@ def check(
     low: list[Tensors] = []
     if dtype != torch.float64:
         low = solve_all(problem, dtype, device, call=partial(_oracle, problem.op, low_precision))
-    credit = {} if one_rank is None else {name: relative_error(x, want[0][name]) for name, x in one_rank.items()}
+    size = {name: (sum(x[name].norm().item() ** 2 for x in want) / len(want)) ** 0.5 for name in want[0]}
+    credit = {name: relative_error(x, want[0][name], size[name]) for name, x in (one_rank or {}).items()}
     reports = judge(found, want, low, credit, _UNIT.get(dtype, 1.0))
     return [replace(report, name=f"{problem.op} {report.name}") for report in reports]

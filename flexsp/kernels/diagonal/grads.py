@@ -210,7 +210,7 @@ def dkv_kernel(
             dS = dS * power(b_end)
             dS += mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
         else:
-            dS += mm(tl.trans(qc).to(tl.float32) * scale, oc, DOT, PREC)
+            dS += mm(tl.trans(qc) * scale, oc, DOT, PREC)
         if DK:
             dkc += mm(da, qc, DOT, PREC)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)

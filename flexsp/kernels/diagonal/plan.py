@@ -48,6 +48,7 @@ def _build(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int
     choice = tiles.choose(dtype, K, V, device, docs > 0)
     n_chunks = -(-T // choice.chunk) + docs
     per_seg = tiles.segment_length(n_chunks, B * H, device.programs)
+    assert per_seg <= tiles.MOST_CHUNKS, f"{per_seg} chunks a segment: summarize_kernel sees {tiles.MOST_CHUNKS}"
     return Plan(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
 
 

@@ -234,12 +234,12 @@ def test_sums_that_vanish_are_credited_with_the_error_of_others() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_wrong_tensor_of_a_problem_is_named(dtype: torch.dtype) -> None:
-    problem = draw("mamba2", T=150, H=8, K=16, V=16).rounded(dtype)
+    problem = draw("simple_gla", T=150, H=8, K=16, V=16).rounded(dtype)
     found = solve_all(problem, dtype)
     assert all(report.ok for report in check(problem, dtype, found))
     for name in found[0]:
         changed = [answer | {name: answer[name] * 1.25} for answer in found]
-        assert [report.name for report in check(problem, dtype, changed) if not report.ok] == [f"mamba2 {name}"]
+        assert [report.name for report in check(problem, dtype, changed) if not report.ok] == [f"simple_gla {name}"]
 
 
 def off_by(x: torch.Tensor, error: float) -> torch.Tensor:

@@ -259,7 +259,7 @@ def by_kernels(sp: Any, folder: str, seed: int) -> str:
     assert all(f"def {kind}" in source for kind in KERNELS)
     with variable("FLEXSP_BACKEND", None):
         low = run(torch.float32)
-    check_functions(found, run(torch.float64), low)
+    check_functions([found], run(torch.float64), low)
     return source
 
 

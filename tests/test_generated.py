@@ -266,7 +266,7 @@ def outside(run: Run, problem: Problem, found: Tensors) -> list[str]:
     for _ in range(1, DRAWS if run.gates is None else 4 * DRAWS):
         cotangents.append(tuple(torch.randn(x.shape).bfloat16().double() for x in cotangents[0]))
     try:
-        check_functions(found, wanted(run, problem, cotangents), of_functions(run, problem, cotangents))
+        check_functions([found], wanted(run, problem, cotangents), of_functions(run, problem, cotangents))
     except AssertionError as error:
         return [f"{run}:", str(error)]
     return []

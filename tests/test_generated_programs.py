@@ -212,7 +212,7 @@ def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any)
             low += answers(model, program, of, bounds, torch.float32, [each])
             of = {name: a_rounding_off(x, made, torch.float32) for name, x in inputs.items()}
         try:
-            check_functions(got, want, low)
+            check_functions([got], want, low)
         except AssertionError as error:
             found += [f"T = {T}, documents {bounds}:", str(error)]
     return found

@@ -188,7 +188,7 @@ def test_listing_against_token_loop(name: str, dtype: torch.dtype, seed: int) ->
     low = [answers(token_loop, {key: y.float() for key, y in x.items()}, n) for n in seeds]
     half = [key for key, y in found.items() if y.dtype == torch.bfloat16]
     check_functions(
-        {key: found[key] for key in half},
+        [{key: found[key] for key in half}],
         [{key: each[key] for key in half} for each in want],
         [{key: each[key].bfloat16() for key in half} for each in low],
     )

@@ -225,11 +225,11 @@ def test_products_are_rounded_forward_and_backward() -> None:
 def test_sums_that_vanish_are_credited_with_the_error_of_others() -> None:
     want = [{"du": torch.tensor([value], dtype=torch.float64)} for value in (0.01, 40.0)]
     low = [{"du": torch.tensor([value])} for value in (0.01, 40.0 + 4e-6)]  # 4 roundings of their size, 28, are 3e-5
-    check_functions({"du": torch.tensor([0.01 + 2e-5])}, want, low)
+    check_functions([{"du": torch.tensor([0.01 + 2e-5])}], want, low)
     with pytest.raises(AssertionError, match="du: error"):
-        check_functions({"du": torch.tensor([0.01 + 4e-5])}, want, low)
+        check_functions([{"du": torch.tensor([0.01 + 4e-5])}], want, low)
     with pytest.raises(AssertionError, match="instead of"):
-        check_functions({}, want, low)
+        check_functions([{}], want, low)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

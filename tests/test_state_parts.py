@@ -110,7 +110,7 @@ def check(case: Case, folder: Path, seed: int) -> None:
     for name in dict.fromkeys(name for part in parts for name in part):
         pieces = [part[name] for part in parts if name in part]  # states of documents are zero where they are not
         found[name] = torch.stack(pieces).sum(0) if name in ("final", "dinitial") else torch.cat(pieces, 1)
-    check_functions(found, want, low)
+    check_functions([found], want, low)
 
 
 DOCUMENTS = (0, 1, 20, 20, 37)

@@ -27,7 +27,7 @@ from flexsp.testing.oracles import Engine, token_loop
 
 __all__ = [
     "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op", "judge",
-    "low_precision", "relative_error",
+    "low_precision", "relative_error", "sizes",
 ]  # fmt: skip
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
@@ -156,8 +156,8 @@ def check_op(
             off = {name: _map(x, partial(a_rounding_off, made=made)) for name, x in rounded.items()}
             lows += _run(reference, None, "cpu", None, seeds[1:], inputs=off, gradients=gradients)
         # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
-        sizes = _sizes(want)
-        errors = [relative_error(a[x], b[x], sizes.get(x, 0.0)) for a, b in zip(lows, want, strict=True) for x in a]
+        size = sizes(want)
+        errors = [relative_error(a[x], b[x], size[x]) for a, b in zip(lows, want, strict=True) for x in a]
         worst = max((error for error in errors if error < 0.1), default=0.0)
     reports = _judged(gots, want, lows, dict.fromkeys(_few(want[0]), worst))
     _raise_unless_ok(reports)
@@ -165,13 +165,13 @@ def check_op(
 
 
 def check_functions(
-    got: Mapping[str, torch.Tensor], want: Sequence[Mapping[str, torch.Tensor]],
+    got: Sequence[Mapping[str, torch.Tensor]], want: Sequence[Mapping[str, torch.Tensor]],
     low: Sequence[Mapping[str, torch.Tensor]], credit: float = 0.0,
 ) -> list[Report]:  # fmt: skip
     """Compare what kernels make of PyTorch functions with an oracle: outputs, final states, gradients by name.
 
     Args:
-        got: what the kernels give.
+        got: what the kernels give, for one pair of cotangents or more.
         want: the oracle's, for the cotangents of ``got`` and then for a few more, `DRAWS` in all.
         low: what the functions give in PyTorch under `RoundedProducts`, for the same cotangents.
         credit: an error that the reference is credited with in every tensor.
@@ -179,7 +179,7 @@ def check_functions(
     Raises:
         AssertionError: listing every tensor outside its bound.
     """
-    reports = judge([got], want, low, dict.fromkeys(want[0], credit))
+    reports = judge(got, want, low, dict.fromkeys(want[0], credit))
     _raise_unless_ok(reports)
     return reports
 
@@ -200,7 +200,7 @@ def judge(
     if not low:
         return _judged(got, want, (), {})
     tiny = torch.finfo(torch.float32).tiny
-    size = {name: x.norm().item() for name, x in want[0].items()} | _sizes(want)
+    size = sizes(want)
     pairs = list(zip(low, want, strict=True))
     least = {
         name: max((a[name].cpu().double() - b[name].cpu().double()).norm().item() for a, b in pairs)
@@ -223,9 +223,11 @@ def _pooled(draws: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {name: together.get(name, x) for name, x in draws[0].items()}
 
 
-def _sizes(want: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Of tensors of few numbers, the root mean square of their norms for all cotangents."""
-    return {name: sum(x[name].norm().item() ** 2 / len(want) for x in want) ** 0.5 for name in _few(want[0])}
+def sizes(want: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """The norms of the first answer's tensors; of those of few numbers, the root mean square over all cotangents."""
+    norms = {name: x.norm().item() for name, x in want[0].items()}
+    few = {name: sum(x[name].norm().item() ** 2 / len(want) for x in want) ** 0.5 for name in _few(want[0])}
+    return norms | few
 
 
 def _judged(
@@ -235,10 +237,11 @@ def _judged(
     """Every tensor by the rule, each argument by cotangents, of which `got` may lack the last ones; `least` are errors
     that the low-precision result is credited with, by name."""
     assert got[0].keys() == want[0].keys(), f"{sorted(got[0])} instead of {sorted(want[0])}"
-    n, sizes = len(got), _sizes(want)
+    n, size = len(got), sizes(want)
+    size |= {name: size[name] * n**0.5 for name in _few(want[0])}
     found, exact, near = _pooled(got), _pooled(want[:n]), _pooled(low[:n]) if low else {}
     return [
-        _report(name, x, exact[name], near.get(name), least.get(name, 0.0), sizes.get(name, 0.0) * n**0.5)
+        _report(name, x, exact[name], near.get(name), least.get(name, 0.0), size[name])
         for name, x in found.items()
     ]
 

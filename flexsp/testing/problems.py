@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.testing import oracles
-from flexsp.testing.compare import DRAWS, Report, judge, low_precision, relative_error
+from flexsp.testing.compare import DRAWS, Report, judge, low_precision, relative_error, sizes
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -284,7 +284,7 @@ def check(
     low: list[Tensors] = []
     if dtype != torch.float64:
         low = solve_all(problem, dtype, device, call=partial(_oracle, problem.op, low_precision))
-    size = {name: (sum(x[name].norm().item() ** 2 for x in want) / len(want)) ** 0.5 for name in want[0]}
+    size = sizes(want)
     credit = {name: relative_error(x, want[0][name], size[name]) for name, x in (one_rank or {}).items()}
     reports = judge(found, want, low, credit, _UNIT.get(dtype, 1.0))
     return [replace(report, name=f"{problem.op} {report.name}") for report in reports]

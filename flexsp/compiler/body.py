@@ -14,7 +14,7 @@ from flexsp.compiler.emit import Emitter
 from flexsp.compiler.meta import Part
 from flexsp.compiler.places import Place, matrix, places
 from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import NotEmittable, Value, block, is_state, is_turned, turned
+from flexsp.compiler.values import NotEmittable, Value, block, is_state
 
 __all__ = [
     "Body", "Kernel", "Layout", "do_last", "elements", "emitter_of", "header", "indent", "index", "kernel_of",
@@ -178,8 +178,7 @@ def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter,
     """The state or its gradient, or a part: what the walk holds, or that of a chunk."""
     stem = name.split("__")[0]
     if state == stem:
-        text = f"tl.trans({name})" if emitter.flipped else name
-        return Value(text, sizes, frozenset(range(len(sizes))))
+        return Value(name, sizes, frozenset(range(len(sizes))), view="transposed" if emitter.flipped else "")
     layout = body.layout
     body.entering = body.entering or state is not None  # the gradient of a merge_mode that is not linear in the state
     place = next(x for x in layout.places() if name == stem + x.suffix)
@@ -267,14 +266,13 @@ def laid_out(emitter: Emitter, x: Value, sizes: tuple[str, ...]) -> str:
 
 def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
     """Stores the chunk's rows of a contiguous tensor [B, T, H, ...]."""
-    turn = is_turned(x.text)
-    text = turned(x).text if turn else laid_out(emitter, x, sizes)
+    text = x.code if x.is_transposed else laid_out(emitter, x, sizes)
     if len(sizes) == 1:
         return f"tl.store({at}_ptr + ((b.to(tl.int64) * T + start + rows) * H + h), {text}, mask=rows < length)"
     n = sizes[1]
     base = f"{at}_ptr + ((b.to(tl.int64) * T + start) * H + h) * {n}"
     cols = f"{first_of(n, body)}, C, {n}, {block(n)}"
-    return f"store_{'columns' if turn else 'rows'}({base}, {text}, H * {n}, length, {cols})"
+    return f"store_{'columns' if x.is_transposed else 'rows'}({base}, {text}, H * {n}, length, {cols})"
 
 
 def store_kept(emitter: Emitter, kept: Kept, x: Value, body: Body) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,11 +35,9 @@ from flexsp.compiler.values import (
     broadcast,
     index_text,
     inner,
-    is_turned,
     limit,
     number,
     steady_at,
-    turned,
     type_of,
     zero_at,
 )  # fmt: skip
@@ -165,17 +162,16 @@ class Emitter:
             self.values[x] = self._made(x)
         last = self.values[chain[-1]]
         name = node_name(chain[-1])
-        text = turned(last).text if is_turned(last.text) else last.text
+        text = last.code if last.is_transposed else last.text
         inside, self.lines = self.lines, outside
         self.lines += ["if length >= 0:  # always", *(f"    {line}" for line in inside)]
         self.lines += [f"    {name}_p = {inner(text)}.to(DOT)", "else:", f"    {name}_p = tl.zeros([C, C], DOT)"]
-        value = replace(last, text=f"tl.trans({name}_p)" if is_turned(last.text) else f"{name}_p", raw=True)
-        self.values[chain[-1]] = value
+        self.values[chain[-1]] = last.now(f"{name}_p", raw=True, view="transposed" if last.is_transposed else "")
 
     def let(self, name: str, value: Value) -> Value:
         """Gives a value a name in the code."""
         self.lines.append(f"{name} = {value.text}")
-        return replace(value, text=name)
+        return value.now(name)
 
     def _emit(self, node: Any) -> Any:
         target = node.target
@@ -221,35 +217,35 @@ class Emitter:
         value = self.values[x]
         if isinstance(value, str):
             return Value(value, ())
-        if not truth:
-            value = replace(value, text=value.f32, raw=False, truth=False)
-        elif not value.truth:
-            value = replace(value, text=f"({value.f32} != 0.0)", raw=False, truth=True)
+        if not truth and (value.raw or value.truth):
+            value = value.now(value.f32, raw=False, truth=False)
+        elif truth and not value.truth:
+            value = value.now(f"({value.f32} != 0.0)", raw=False, truth=True)
         return value.with_axis(0) if value.sizes and len(sizes) - len(value.sizes) == 1 else value
 
     def _unary(self, node: Any) -> Value:
         logic = node.target in LOGIC
         x = self._arg(node.args[0], dims(node), truth=logic)
-        flip = is_turned(x.text)
-        x = turned(x) if flip else x
+        flip = x.is_transposed
+        x = x.transposed() if flip else x
         zero = x.zero if node.target in KEEPS_ZERO else frozenset()
         wild = (x.wild and not (x.low and node.target in EXPONENTIALS)) or not defined_at(node.target, x)
         text = UNARY[node.target].format(inner(x.text))
         value = self.let(node_name(node), Value(text, x.sizes, zero, wild, steady=x.steady, truth=logic))
-        return turned(value) if flip else value
+        return value.transposed() if flip else value
 
     def _binary(self, node: Any) -> Value:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
             raise NotEmittable(f"no kernel is made of {operator_name(node)} with alpha yet")
         sizes = dims(node)
         a, b = (self._arg(x, sizes, truth=node.target in LOGIC) for x in node.args)
-        flip = len(sizes) == 2 and (node in self.flipped or any(is_turned(x.text) and not x.raw for x in (a, b)))
+        flip = len(sizes) == 2 and (node in self.flipped or any(x.is_transposed and not x.raw for x in (a, b)))
         if flip:
-            a, b = (turned(x) if x.sizes else x for x in (a, b))
+            a, b = (x.transposed() if x.sizes else x for x in (a, b))
         shape = broadcast(a, b)
         text = BINARY[node.target].format(inner(a.text), inner(b.text))
         value = self.let(node_name(node), Value(text, shape, **padding_of(node.target, a, b, shape)))
-        return turned(value) if flip else value
+        return value.transposed() if flip else value
 
     # Axes
 
@@ -257,12 +253,12 @@ class Emitter:
         """x with zeros, or what an extremum does not see, in the padding of an axis."""
         if x.sizes[axis] == "1" or (axis in x.zero and not fill):
             return x
-        if is_turned(x.text):
-            return turned(self.masked(turned(x), 1 - axis, fill))
+        if x.is_transposed:
+            return self.masked(x.transposed(), 1 - axis, fill).transposed()
         name = "keep_rows" if axis == 0 else "keep_cols"
         other = f", {number(fill)}" if fill else ""
         text = f"{name}({x.f32}, {limit(x.sizes[axis])}{other})"
-        return replace(x, text=text, zero=x.zero | ({axis} if not fill else set()), raw=False, truth=False)
+        return x.now(text, zero=x.zero | ({axis} if not fill else set()), raw=False, truth=False)
 
     def full(self, x: Value, sizes: tuple[str, ...]) -> Value:
         """x with every axis laid out."""
@@ -291,13 +287,13 @@ class Emitter:
         zero = frozenset({0} if 0 in a.zero and not b.wild else ()) | ({1} if 1 in b.zero and not a.wild else set())
         wild = a.wild or b.wild
         if node in self.flipped:
-            a, b = turned(b), turned(a)
+            a, b = b.transposed(), a.transposed()
             zero = frozenset(1 - axis for axis in zero)
         text = f"mm({a.text}, {b.text}, DOT, PREC)"
         if self.apart:
             text = f"product({a.text}, {b.text}, length, DOT, PREC, APART)"
         value = self.let(node_name(node), Value(text, (a.sizes[0], b.sizes[1]), zero, wild))
-        return turned(value) if node in self.flipped else value
+        return value.transposed() if node in self.flipped else value
 
     def flip(self, start: str) -> None:
         """Computes transposed what the state (the placeholder `start`) takes part in, and what is added to that."""
@@ -322,7 +318,7 @@ class Emitter:
         x = self.values[node.args[0]]
         if len(x.sizes) < 2:
             return x
-        return turned(x)
+        return x.transposed()
 
     def _unsqueeze(self, node: Any) -> Value:
         x, at = self.values[node.args[0]], node.args[1] % len(dims(node))
@@ -341,8 +337,8 @@ class Emitter:
         if len(x.sizes) - len(gone) != len([s for s in want if s != "1"]):
             raise NotEmittable(f"no kernel is made of {operator_name(node)} from {x.sizes} to {want} yet")
         for axis in reversed(gone[len(gone) - (len(x.sizes) - len(want)) :]):
-            added, text = "[None, :]" if axis == 0 else "[:, None]", x.f32
-            x = x.without(axis, text.removesuffix(added) if text.endswith(added) else f"tl.sum({text}, axis={axis})")
+            added = x.view == ("row" if axis == 0 else "column") and not x.truth
+            x = x.without(axis, inner(x.code) if added else f"tl.sum({x.f32}, axis={axis})")
         return x
 
     def _view(self, node: Any) -> Value:
@@ -375,7 +371,7 @@ class Emitter:
             self.contracted.add(have[axis])
             text = f"sum_over({text}, {axis})" if how == "sum" else f"tl.{how}({text}, axis={axis})"
             x = x.without(axis, text)
-        x = self.let(node_name(node), replace(x, text=text, raw=False, truth=False, low=False))
+        x = self.let(node_name(node), x.now(text, raw=False, truth=False, low=False))
         return x.with_axis(axes[0]) if _keeps_axes(node) and x.sizes else x
 
     def _last_gate(self, node: Any) -> Value | None:
@@ -445,7 +441,7 @@ class Emitter:
             text = mask if everywhere else f"{mask} & ({x.text})"
             return self.let(node_name(node), Value(text, sizes, truth=True))
         x = self.full(x, sizes)
-        return self.let(node_name(node), replace(x, text=f"tl.where({mask}, {x.f32}, 0.0)", raw=False))
+        return self.let(node_name(node), x.now(f"tl.where({mask}, {x.f32}, 0.0)", raw=False))
 
     def _where(self, node: Any) -> Value:
         if node.target is aten.where.self:
@@ -506,7 +502,7 @@ class Emitter:
     def _cast(self, node: Any) -> Value:
         """A mask as numbers."""
         x = self.values[node.args[0]]
-        return self.let(node_name(node), replace(x, text=x.f32, raw=False, truth=False)) if x.truth else x
+        return self.let(node_name(node), x.now(x.f32, raw=False, truth=False)) if x.truth else x
 
     def _eye(self, node: Any) -> Value:
         sizes = dims(node)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "NotEmittable", "OURS", "Value", "block", "broadcast", "index_text", "inner", "is_state", "is_turned", "limit",
-    "number", "steady_at", "turned", "type_of", "zero_at",
+    "NotEmittable", "OURS", "Value", "block", "broadcast", "index_text", "inner", "is_state", "limit", "number",
+    "steady_at", "type_of", "zero_at",
 ]  # fmt: skip
 
 
@@ -30,7 +29,10 @@ def is_state(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Value:
-    """`text` is a tile over `sizes`; an axis of size "1" has one element, and no padding.
+    """A tile over `sizes`; an axis of size "1" has one element, and no padding.
+
+    `code` is what it is computed as, and `view` how it is that: as it is, transposed, or a vector as a "row" [1, N] or
+    a "column" [N, 1].
 
     What is known of the padding:
         zero: axes whose padding is exactly 0, also where another axis is in its padding.
@@ -41,7 +43,7 @@ class Value:
     `raw` tiles are as they were loaded, of the inputs' type; `truth` tiles are masks.
     """
 
-    text: str
+    code: str
     sizes: tuple[str, ...]
     zero: frozenset[int] = frozenset()
     wild: bool = False
@@ -49,56 +51,52 @@ class Value:
     low: bool = False
     steady: frozenset[int] = frozenset()
     truth: bool = False
+    view: Literal["", "transposed", "row", "column"] = ""
 
     def __post_init__(self) -> None:
         if self.wild and all(axis in self.zero or size == "1" for axis, size in enumerate(self.sizes)):
             object.__setattr__(self, "wild", False)
 
     @property
+    def text(self) -> str:
+        """The tile in code."""
+        return _VIEWS[self.view].format(inner(self.code) if self.view in ("row", "column") else self.code)
+
+    @property
     def f32(self) -> str:
         return f"{inner(self.text)}.to(tl.float32)" if self.raw or self.truth else self.text
 
-    def without(self, axis: int, text: str) -> Value:
-        """What `text` makes of it, without one of the axes."""
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is the transpose of a variable."""
+        return self.view == "transposed" and self.code.replace("_", "").isalnum()
+
+    def now(self, code: str, **known: Any) -> Value:
+        """What `code` makes of it, of the same sizes."""
+        return replace(self, code=code, **{"view": "", **known})
+
+    def without(self, axis: int, code: str) -> Value:
+        """What `code` makes of it, without one of the axes."""
         zero, steady = (frozenset(a - (a > axis) for a in of if a != axis) for of in (self.zero, self.steady))
         sizes = self.sizes[:axis] + self.sizes[axis + 1 :]
-        return replace(self, text=text, sizes=sizes, zero=zero, steady=steady, raw=False, truth=False)
+        return self.now(code, sizes=sizes, zero=zero, steady=steady, raw=False, truth=False)
 
     def with_axis(self, axis: int) -> Value:
         """A vector as a row (axis 0) or a column (axis 1): [1, N] or [N, 1]."""
         zero, steady = (frozenset(a + (a >= axis) for a in of) for of in (self.zero, self.steady))
         sizes = self.sizes[:axis] + ("1",) + self.sizes[axis:]
-        text = self.text if self.truth else self.f32
-        text = f"{inner(text)}[{'None, :' if axis == 0 else ':, None'}]"
-        return replace(self, text=text, sizes=sizes, zero=zero, steady=steady, raw=False)
+        code, view = self.text if self.truth else self.f32, "row" if axis == 0 else "column"
+        return self.now(code, sizes=sizes, zero=zero, steady=steady, raw=False, view=view)
+
+    def transposed(self) -> Value:
+        """The transpose of a tile of two axes; of one that was computed transposed, what was computed."""
+        zero, steady = (frozenset(1 - a for a in of) for of in (self.zero, self.steady))
+        view = _TRANSPOSED[self.view]
+        return self.now(self.code, sizes=self.sizes[::-1], zero=zero, steady=steady, view=view)
 
 
-def turned(x: Value) -> Value:
-    """The transpose of a tile of two axes; of one that was computed transposed, what was computed."""
-    text = x.text
-    if _is_trans(text):
-        text = text[len("tl.trans(") : -1]
-    elif text.endswith("[:, None]"):
-        text = text[: -len("[:, None]")] + "[None, :]"
-    elif text.endswith("[None, :]"):
-        text = text[: -len("[None, :]")] + "[:, None]"
-    else:
-        text = f"tl.trans({text})"
-    zero, steady = (frozenset(1 - a for a in of) for of in (x.zero, x.steady))
-    return replace(x, text=text, sizes=x.sizes[::-1], zero=zero, steady=steady)
-
-
-def is_turned(text: str) -> bool:
-    """Whether text is tl.trans(a variable)."""
-    return _is_trans(text) and text[len("tl.trans(") : -1].replace("_", "").isalnum()
-
-
-def _is_trans(text: str) -> bool:
-    """Whether text is one call of tl.trans."""
-    if not text.startswith("tl.trans("):
-        return False
-    depth = list(itertools.accumulate({"(": 1, ")": -1}.get(x, 0) for x in text.removeprefix("tl.trans")))
-    return depth.index(0) == len(depth) - 1
+_VIEWS = {"": "{}", "transposed": "tl.trans({})", "row": "{}[None, :]", "column": "{}[:, None]"}
+_TRANSPOSED = {"": "transposed", "transposed": "", "row": "column", "column": "row"}
 
 
 def block(size: str) -> str:

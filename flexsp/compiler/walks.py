@@ -32,7 +32,7 @@ from flexsp.compiler.homogeneous import without
 from flexsp.compiler.places import Place
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.stages import for_users
-from flexsp.compiler.values import NotEmittable, Value, block, is_state, turned
+from flexsp.compiler.values import NotEmittable, Value, block, is_state
 
 __all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
 
@@ -100,7 +100,7 @@ def _new_state(emitter: Emitter, x: Value, place: Place, layout: Layout, flip: b
     x = emitter.full(x, place.sizes)
     for axis, size in enumerate(place.sizes):
         x = emitter.masked(x, axis) if size == layout.rows or size in emitter.contracted else x
-    return turned(x) if flip else x
+    return x.transposed() if flip else x
 
 
 def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple[list[str], list[str], list[str]]:

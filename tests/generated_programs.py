@@ -22,8 +22,8 @@ from flexsp.compiler import (
 )
 
 __all__ = [
-    "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SUMS", "UNSUPPORTED", "WILD_PADDING",
-    "DrawnProgram", "draw_program",
+    "CONSTANT_DECAY", "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS",
+    "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
 _NAMES: dict[str, Any] = {
@@ -314,6 +314,20 @@ PADDED_STATES = {
     ),
 }  # fmt: skip
 """Programs in which padding of what walks hold or of what is kept in memory is not zero, or not finite."""
+
+CONSTANT_DECAY = (
+    "def chunk(k, v):\n    return k.T @ v\n\n\n"
+    "def decay(prev_s, chunk_state, u):\n    return prev_s * (-(u * u)).exp() + chunk_state\n\n\n"
+    "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+)
+SIZES_IN_A_DENSE_DECAY = (
+    "def chunk(k, v):\n    return k.T @ v * 0.1\n\n\n"
+    "def decay(k, prev_s, chunk_state):\n"
+    "    columns, rows = prev_s.size(1) / 20, prev_s.size(0) / 20\n"
+    "    return prev_s * columns ** 0.5 - k.T @ (k @ prev_s) * (0.02 * rows / columns) + chunk_state\n\n\n"
+    "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+)
+"""Its matrix is carried by a program of `summarize` whose columns are as many as the state has rows."""
 
 _SUMMED = "decayed_sums((k * k).log() * 0.2, gk * (w * w).rsqrt() * 0.3)"
 SUMS = {

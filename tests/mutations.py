@@ -332,6 +332,9 @@ _COMPILER = [
     ),
     *_in(
         "flexsp/compiler/emit.py",
+        ("join(limit(size) for size", "join(limit('K' if size == 'V' else size) for size",
+         "the number of columns counts as that of rows",
+         _PROGRAMS + "test_sizes_of_the_state_in_a_dense_decay"),
         ("x = self.masked(x, axis)  # also", "x = x  # also", "running sums add up padding", "tests/test_generated_edges.py"),
         ("x = self.masked(x, axis, fill)", "x = self.masked(x, axis)", "an extremum sees padding",
          _PROGRAMS + "test_operators[extrema]"),

@@ -16,9 +16,11 @@ from flexsp.testing.compare import DRAWS, a_rounding_off, check_functions, relat
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
+    CONSTANT_DECAY,
     OPERATORS,
     PADDED_STATES,
     SCORES_OF_SCORES,
+    SIZES_IN_A_DENSE_DECAY,
     SUMS,
     UNSUPPORTED,
     WILD_PADDING,
@@ -292,15 +294,10 @@ def test_hgrn_by_pairs_is_hgrn(seed: int) -> None:
     assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
 
 
-def by_a_constant(sp: Any, folder: str, lengths: list[int], bounds: tuple[int, ...]) -> dict[str, float]:
-    """Errors where a factor of the state is the same in every chunk, with tokens or without: such as there are in the
-    room for documents that do not begin where a chunk does. The functions in PyTorch go over the same chunks."""
-    program = DrawnProgram(
-        "def chunk(k, v):\n    return k.T @ v\n\n\n"
-        "def decay(prev_s, chunk_state, u):\n    return prev_s * (-(u * u)).exp() + chunk_state\n\n\n"
-        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n",
-        ("q", "k", "v", "u"), 2, 20, 24, 16,
-    )  # fmt: skip
+def over_ranks(
+    sp: Any, program: DrawnProgram, folder: str, lengths: list[int], bounds: tuple[int, ...]
+) -> dict[str, float]:
+    """Errors of a program over ranks. The functions in PyTorch go over the same chunks."""
     model, found = program.model(code_dir=folder), []
     inputs = program.inputs(1, sum(lengths), bounds, torch.Generator().manual_seed(0))
     sp.set_lengths(lengths)
@@ -308,7 +305,7 @@ def by_a_constant(sp: Any, folder: str, lengths: list[int], bounds: tuple[int, .
     for dtype in (torch.float32, torch.float64):
         mine = {name: x[:, start:stop] if name in ("q", "k", "v") else x for name, x in inputs.items()}
         leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in mine.items()}
-        with poisoned(SOME_SEGMENTS, 2):
+        with poisoned(SOME_SEGMENTS, program.H):
             o, final = model(**leaves, cu_seqlens=torch.tensor(bounds), sp=sp)
             loss = o.sum() + final.square().sum()
             grads = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
@@ -319,5 +316,15 @@ def by_a_constant(sp: Any, folder: str, lengths: list[int], bounds: tuple[int, .
 @pytest.mark.parametrize("lengths", [[21], [13, 8], [5, 16]])
 @pytest.mark.parametrize("bounds", [(0, 9, 21), (0, 9, 9, 21), (0, 21), (0, 0, 21)])
 def test_a_decay_that_no_token_changes(bounds: tuple[int, ...], lengths: list[int], folder: str) -> None:
-    for errors in run_ranks(by_a_constant, len(lengths), folder, lengths, bounds, env=ENV):
+    """A factor of the state that is the same in every chunk, with tokens or without: such as there are in the room for
+    documents that do not begin where a chunk does."""
+    program = DrawnProgram(CONSTANT_DECAY, ("q", "k", "v", "u"), 2, 20, 24, 16)
+    for errors in run_ranks(over_ranks, len(lengths), program, folder, lengths, bounds, env=ENV):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("bounds", [(0, 45), (0, 3, 45)])
+def test_sizes_of_the_state_in_a_dense_decay(bounds: tuple[int, ...], folder: str) -> None:
+    program = DrawnProgram.of_source(SIZES_IN_A_DENSE_DECAY)
+    for errors in run_ranks(over_ranks, 3, program, folder, [10, 19, 16], bounds, env=ENV):
         assert max(errors.values()) < 1e-5, errors

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from flexsp.compiler.differentiate import Kept
 from flexsp.compiler.emit import Emitter
-from flexsp.compiler.meta import Part
+from flexsp.compiler.meta import Extent, Part
 from flexsp.compiler.places import Place, matrix, places
 from flexsp.compiler.rewrite import dims
 from flexsp.compiler.values import NotEmittable, Value, block, is_state
@@ -44,8 +44,8 @@ class Layout:
         return (self.cols,) if self.rows == "1" else (self.rows, self.cols)
 
     @property
-    def matrix(self) -> tuple[str, ...]:
-        """Sizes of all of the state as it is kept in memory, sums where it has parts."""
+    def matrix(self) -> tuple[Extent, ...]:
+        """Sizes of all of the state as it is kept in memory."""
         return matrix(self.state, self.parts)
 
     def places(self, flip: bool = False) -> list[Place]:
@@ -53,7 +53,7 @@ class Layout:
 
     def numbers(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Those of `matrix`."""
-        return tuple(sum(int(n) if n.isdigit() else sizes[n] for n in x.split(" + ")) for x in self.matrix)
+        return tuple(size.number(sizes) for size in self.matrix)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def emitter_of(
     return emitter, found
 
 
-def elements(sizes: tuple[str, ...]) -> str:
+def elements(sizes: Sequence[str | Extent]) -> str:
     """Numbers of one chunk of a kept value, or of a state."""
-    return " * ".join(f"({s})" if " " in s else s for s in sizes) or "1"
+    return " * ".join(map(str, sizes)) or "1"
 
 
 def reads_in_memory(body: Body, emitter: Emitter) -> None:

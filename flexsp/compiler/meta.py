@@ -42,16 +42,33 @@ class SymbTensor:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """A sum of sizes by name and of numbers, such as K + 1."""
+
+    terms: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As a factor in code."""
+        return self.sum if len(self.terms) == 1 else f"({self.sum})"
+
+    @property
+    def sum(self) -> str:
+        return " + ".join(self.terms)
+
+    def number(self, sizes: Mapping[str, int]) -> int:
+        return sum(int(x) if x.isdigit() else sizes[x] for x in self.terms)
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of a state that is kept as one matrix: `sizes` by name, [K, V] or a row [V] or a column [K].
 
-    `row` and `col` say where it begins, as sums of sizes and numbers ("K + 1").
+    `first` is the row of the matrix with which it begins, or, of a column, the column.
     """
 
     name: str
     sizes: tuple[str, ...]
-    row: str = "0"
-    col: str = "0"
+    first: Extent
 
 
 @dataclass(frozen=True)

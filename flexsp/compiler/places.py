@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexsp.compiler.meta import Part
+from flexsp.compiler.meta import Extent, Part
 from flexsp.compiler.values import NotEmittable
 
 __all__ = ["Place", "matrix", "places"]
@@ -45,10 +45,10 @@ class Place:
         return f"store_state({base}{self.offset}, {text}, 0, {at}, {when}, {self.arguments})"
 
 
-def matrix(state: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
-    """Sizes of the matrix as text, sums where there are parts."""
+def matrix(state: Sequence[str], parts: Sequence[Part]) -> tuple[Extent, ...]:
+    """Sizes of the matrix that holds a state and its parts."""
     if not parts:
-        return tuple(state)
+        return tuple(Extent((size,)) for size in state)
     K, V = state
     rows, cols = [K], [V]
     for part in parts:
@@ -56,7 +56,7 @@ def matrix(state: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
             cols.append("1")
         else:
             rows.append("1" if len(part.sizes) == 1 else K)
-    return " + ".join(rows), " + ".join(cols)
+    return Extent(tuple(rows)), Extent(tuple(cols))
 
 
 def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> list[Place]:
@@ -68,7 +68,7 @@ def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> l
     V = state[-1]
     if len(state) == 1:
         return [Place("", (V,), f"B{V}", "", "1", f"None, {V}, None, B{V}", True)]
-    K, width = state[0], _text(matrix(state, parts)[1])
+    K, width = state[0], str(matrix(state, parts)[1])
     apart = "" if width == V else f", False, {width}"
     whole = f"{K}, {V}, B{K}, B{V}"
     shape = f"B{V}, B{K}" if flip else f"B{K}, B{V}"
@@ -76,18 +76,15 @@ def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> l
     for part in parts:
         name = f"__{part.name}"
         if part.sizes == (K, V):
-            found.append(Place(name, (K, V), shape, f" + {_text(part.row)} * {width}", width, whole + apart, True))
+            found.append(Place(name, (K, V), shape, f" + {part.first} * {width}", width, whole + apart, True))
         elif part.sizes == (V,):
             given = f"None, {V}, None, B{V}"
-            found.append(Place(name, (V,), f"B{V}", f" + {_text(part.row)} * {width}", "1", given, True))
+            found.append(Place(name, (V,), f"B{V}", f" + {part.first} * {width}", "1", given, True))
         elif part.sizes == (K,):
             given = f"None, {K}, None, B{K}, False, {width}"
-            found.append(Place(name, (K,), f"B{K}", f" + {_text(part.col)}", width, given, False))
+            found.append(Place(name, (K,), f"B{K}", f" + {part.first}", width, given, False))
         else:
             got = ", ".join(part.sizes)
             raise NotEmittable(f"{part.name}: kernels hold extra state [{K}, {V}], [{V}] or [{K}], got [{got}]")
     return found
 
-
-def _text(total: str) -> str:
-    return f"({total})" if " " in total else total

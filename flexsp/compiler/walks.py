@@ -6,7 +6,6 @@ its gradient.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,15 +107,15 @@ def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple
     row of the matrix. A column of it decays as the state does."""
     layout = body.layout
     factors = layout.state[0]
-    at = f"decay + ((b * n_seg + seg) * H + h) * {elements(layout.matrix[:1] if layout.parts else (factors,))}"
+    at = f"decay + ((b * n_seg + seg) * H + h) * {layout.matrix[0] if layout.parts else factors}"
     ones, inside, stored = [], [], []
-    firsts = {f"__{part.name}": part.row for part in layout.parts}
+    firsts = {f"__{part.name}": part.first for part in layout.parts}
     for place in layout.places():
         total, a = f"total{place.suffix}", results[f"A{place.suffix}"]
         if not place.of_columns:
             continue
         first = firsts.get(place.suffix)
-        where = at if first is None else f"{at} + {first}"
+        where = at if first is None else f"{at} + {first.sum}"
         if len(place.sizes) == 2 or len(layout.state) == 1:
             index(factors, body)
             ones.append(f"{total} = tl.full([B{factors}], 1.0, tl.float32)")
@@ -224,24 +223,26 @@ def make_transition(
 ) -> tuple[Emitter, list[str]]:  # fmt: skip
     """Programs of `summarize` that take the unit matrix from right to left, for A^T (docs/math.md, section 8)."""
     layout = body.layout
-    V, rows = layout.cols, elements(layout.matrix[:1])
+    V, rows = layout.cols, str(layout.matrix[0])
     held = [x for x in layout.places() if x.of_columns]
     emitter, new = _across(step, given, body, memory, held)
     start, last = _unit(layout, held, rows)
-    lines = [
+    return emitter, [
         f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
         *start,
         *_walk_loop("transition", "dS", layout, None),
         *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new, layout)]),
         *last,
     ]
-    return emitter, [lines[0], *(re.sub(rf"\b{V}\b", rows, line) for line in lines[1:])]
 
 
 def _across(
     step: Step, given: Sequence[str], body: Body, memory: Mapping[str, str], held: Sequence[Place]
 ) -> tuple[Emitter, dict[Place, str]]:  # fmt: skip
-    """What carries the gradients of the parts `held` over a chunk, those of outputs and columns being zero."""
+    """What carries the gradients of the parts `held` over a chunk, those of outputs and columns being zero.
+
+    Their columns are those of the unit matrix, as many as the state has rows; nothing looks where they end.
+    """
     V = body.layout.cols
     graph, _ = cut(step, [f"d_S{x.suffix}" for x in held], given, join=True)
     for name in ("do", *(f"dS{x.suffix}" for x in body.layout.places() if x not in held)):
@@ -271,7 +272,7 @@ def _unit(layout: Layout, held: Sequence[Place], rows: str) -> tuple[list[str], 
     """Lines that make columns of the unit matrix, the rows of a part each, and lines that store what became of them."""
     K, V = layout.rows, layout.cols
     cols = f"v0 + tl.arange(0, B{V})"
-    firsts = ["0", *(part.row for part in layout.parts if part.sizes != (K,))]
+    firsts = ["0", *(part.first.sum for part in layout.parts if part.sizes != (K,))]
     start, last = [], []
     for place, first in zip(held, firsts, strict=True):
         at = f"transition + row * {rows} * {rows}" + ("" if first == "0" else f" + {first}")

@@ -18,7 +18,7 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.check import Program
-from flexsp.compiler.meta import CHUNK_STATE, STATE, InputMeta, Part
+from flexsp.compiler.meta import CHUNK_STATE, STATE, Extent, InputMeta, Part
 from flexsp.compiler.places import places
 from flexsp.compiler.primitives import joined, part_of
 from flexsp.compiler.values import NotEmittable
@@ -163,10 +163,10 @@ def _parts(extra: Mapping[str, Shape]) -> tuple[Part, ...]:
     for name, shape in extra.items():
         sizes = tuple(map(str, shape))
         if sizes[-1] == "V":
-            found.append(Part(name, sizes, row=" + ".join(rows)))
+            found.append(Part(name, sizes, Extent(tuple(rows))))
             rows.append(sizes[0] if len(sizes) == 2 else "1")
         else:
-            found.append(Part(name, sizes, col=" + ".join(columns)))
+            found.append(Part(name, sizes, Extent(tuple(columns))))
             columns.append(sizes[1] if len(sizes) == 2 else "1")
     return tuple(found)
 

@@ -22,7 +22,7 @@ from flexsp.compiler import (
 )
 
 __all__ = [
-    "CONSTANT_DECAY", "NOT_LINEAR", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS",
+    "CONSTANT_DECAY", "NOT_LINEAR", "OF_ALL_SIZES", "OF_SOME_SIZES", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS",
     "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
@@ -102,6 +102,16 @@ UNSUPPORTED = {
     "the power 0.3 of a chunk's length": "k * k.size(0) ** 0.3", "the power 2.3": "(k * k) ** 2.3",
 }  # fmt: skip
 """What the message says, and features that run in PyTorch since no kernel is made of them or of their derivative."""
+
+OF_SOME_SIZES = [
+    "k[:16]", "k[-16:]", "k[:64]", "k[:, :18]", "k[:, :20]", "k.T[:, :12].T",
+    *(f"k * {sized}" for n in (11, 20, 24, 101, 103, 191, 193) for sized in (
+        f"w.sum().expand({n}).sum()", f"identity(k, {n}).sum()", f"w.sum().expand({n}, {n}).exp().sum()",
+    )),
+]  # fmt: skip
+"""Features that are made of a number of tokens or channels; many such numbers are sizes of a trace by chance."""
+OF_ALL_SIZES = ["k[:129]", "k[:, :300]", "k[: k.size(0)]", "k * identity(k, k.size(1)).sum() * 0.1"]
+"""Features that are made of a size, or of a number that none exceeds. K is 20 and V is 24."""
 
 WILD_PADDING = {
     "0 * log(0)": "k * (w * w).log() * 0.2",

@@ -63,8 +63,10 @@ def test_large_numbers_behind_closed_gates_leave_no_rounding(joint: bool, seed: 
 
 
 def test_a_document_that_starts_inside_a_segment_between_others() -> None:
-    """What came before it must not reach the segment behind, although that segment's last chunks start no document."""
-    check_runs(Run("linear", Shape(B=1, T=134, H=1, K=5, V=3), bounds=(0, 64, 134), segments=3))
+    """What came before it must not reach the segment behind, although that segment's last chunks start no document:
+    without gates, and with gates so weak that it would be seen there."""
+    shape = Shape(B=1, T=134, H=1, K=5, V=3)
+    check_runs(*(Run(name, shape, bounds=(0, 64, 134), segments=3) for name in ("linear", "retention")))
 
 
 def test_more_heads_than_a_grid_has_rows() -> None:

@@ -17,6 +17,8 @@ from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
     CONSTANT_DECAY,
+    OF_ALL_SIZES,
+    OF_SOME_SIZES,
     OPERATORS,
     PADDED_STATES,
     SCORES_OF_SCORES,
@@ -271,6 +273,18 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
     (found,) = run_ranks(reasons, 1, env=ENV)
     for name, reason in found.items():
         assert reason.startswith(f"no kernel is made of {name}") and ", at <string>:" in reason, (name, reason)
+
+
+def test_kernels_are_made_for_all_sizes_or_not_at_all() -> None:
+    """What a number of tokens or channels makes is refused: a trace may hold for the sizes of the trace alone."""
+    for feature in OF_SOME_SIZES:
+        made = DrawnProgram.of_features(feature).model()._generated
+        assert isinstance(made, str), f"{feature}: kernels were made"
+        assert "plain numbers" not in made, made
+
+
+def test_sizes_in_a_feature(seed: int, folder: str) -> None:
+    check_program(DrawnProgram.of_features(*OF_ALL_SIZES), seed, folder, WHOLE)
 
 
 def test_gradients_of_scores_one_behind_the_other(seed: int, folder: str) -> None:

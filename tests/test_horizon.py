@@ -31,11 +31,13 @@ def gates_of(kind: str, seed: int) -> torch.Tensor:
         return -1e4 * uniform
     if kind == "as models begin":  # A of 0..16 a head, dt log-uniform from 1e-3 to 0.1
         return -16.0 * torch.rand(H, generator=r, dtype=torch.float64) * torch.exp(uniform * 4.6 - 6.9)
+    if kind == "large numbers far away":
+        return torch.full((1, T, H), -0.6, dtype=torch.float64)
     assert kind == "closed here and there"
     return torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), (1, T, H), generator=r)]
 
 
-KINDS = ("none", "some tens of tokens", "one slow head", "huge", "as models begin", "closed here and there")
+KINDS = ("none", "some tens of tokens", "one slow head", "huge", "as models begin", "closed here and there", "large numbers far away")
 
 
 def failures(sp: Any, seed: int) -> list[str]:
@@ -45,6 +47,9 @@ def failures(sp: Any, seed: int) -> list[str]:
             case, r = CASES["simple_gla"], random.Random(seed)
             inputs = case.inputs(Shape(B=1, T=T, H=H, K=5, V=3, states=4 if packed else 1), r.randrange(2**31))
             inputs["g"] = gates_of(kind, seed)
+            if kind == "large numbers far away":  # they count at the other end, where a decay of e^-40 is reached
+                inputs["v"][:, :16] *= 1e33
+                inputs["q"][:, -16:] *= 1e33
             if packed:
                 inputs["cu_seqlens"] = torch.tensor(BOUNDS)
             with poisoned(segments, H):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,12 +26,13 @@ from flexsp.compiler.check import Program
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
 from flexsp.compiler.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.trace import Traced, location
-from flexsp.compiler.values import is_state
+from flexsp.compiler.values import NotEmittable, is_state
 
 __all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
 _CHUNK, _LEAST, _GAP = 11, 100, 90
+_LENGTHS = sorted({2, 3, *(n + i for n in (8, 16, 32, 64) for i in (-1, 0, 1)), 127, 128})
 _DECOMPOSED = [
     aten.sigmoid_backward, aten.tanh_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward,
     aten.elu, aten.elu_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.gelu, aten.gelu_backward,
@@ -105,7 +107,8 @@ class Step:
     """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS". "S__x" is a state's part x.
 
     Outputs: "o", "S" (the state that leaves), "A" (what multiplies the entering state, where that is elementwise),
-    "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and every intrinsic.
+    "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and every intrinsic. `condition`: on
+    sizes, if it is for some only.
     """
 
     graph: Graph
@@ -114,17 +117,21 @@ class Step:
     outputs: tuple[str, ...]
     kept: dict[str, Kept]
     intrinsics: tuple[Intrinsic, ...]
+    condition: str
 
 
 class _Sizes:
-    """Sizes by which a trace tells dimensions apart: a prime for each, none that is `given` as a number.
+    """The symbols of a trace's sizes, by name, and the sizes at which it is traced.
 
-    None is larger than it must be: `unbind` makes a node of every row.
+    Those are primes, so that no two are the same, and none that is `given` as a number. None is larger than it must be:
+    `unbind` makes a node of every row.
     """
 
     def __init__(self, given: Iterable[float] = ()) -> None:
         self.given = set(given)
         self.hints: dict[str, int] = {}
+        self.symbols: dict[Any, str] = {}
+        self.inputs: list[tuple[str, ...]] = []
         self.chunk = self._new("C", _CHUNK)
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
@@ -141,16 +148,37 @@ class _Sizes:
         return self.hints[name]
 
     def tensor(self, sizes: Sequence[int]) -> torch.Tensor:
-        known = set(self.hints.values())
+        known = {n: name for name, n in self.hints.items()}
         dynamic = [DimDynamic.DYNAMIC if n in known else DimDynamic.STATIC for n in sizes]
         made = self.mode.from_tensor(
             torch.empty(list(sizes)), symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic)
         )
+        shape: Sequence[Any] = made.shape
+        self.symbols |= {x.node.expr: known[n] for n, x in zip(sizes, shape, strict=True) if n in known}
+        self.inputs.append(tuple(known.get(n, str(n)) for n in sizes))
         return made
 
     def name(self, size: Any) -> str:
-        n = size.node.hint if isinstance(size, torch.SymInt) else size
-        return next((name for name, hint in self.hints.items() if hint == n), str(n))
+        """That of a size which is a symbol; what else it was in the trace, a number, as text."""
+        if not isinstance(size, torch.SymInt):
+            return str(size)
+        return self.symbols.get(size.node.expr, str(size.node.hint))
+
+    def condition(self, choices: Mapping[str, Iterable[int]]) -> str:
+        """Where the trace is right for some sizes only, such as that of x[:16] for fewer than 16 tokens: for which.
+
+        Sizes of 1 are left out: torch looks whether they are, and goes on in the same way.
+        """
+        values = {name: [max(2, n) for n in given] for name, given in choices.items()} | {"C": _LENGTHS}
+        for guard in self.env.guards:
+            named = {x: self.symbols[x] for x in guard.expr.free_symbols}
+            names = sorted(set(named.values()))
+            for of in itertools.product(*(values.get(name, [self.hints[name]]) for name in names)):
+                at = dict(zip(names, of, strict=True))
+                if not guard.expr.subs({x: at[name] for x, name in named.items()}):
+                    text = guard.expr.subs({x: sympy.Symbol(name) for x, name in named.items()})
+                    return f"{text}, which is not so for {', '.join(f'{name} = {n}' for name, n in at.items())}"
+        return ""
 
 
 def _with_intrinsics(traced: Traced) -> GraphModule:
@@ -287,7 +315,11 @@ def differentiate(program: Program) -> Step:
 
     with torch.inference_mode(False), torch.enable_grad(), traceback.preserve_node_meta():
         table: Any = get_decompositions(_DECOMPOSED) | _OWN
-        graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
+        try:
+            graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
+        except RuntimeError as error:  # the functions have run before, with sizes of the program
+            told = str(error).strip().splitlines()[0]
+            raise NotEmittable(f"the functions run with some sizes only, and kernels are made for all: {told}") from error
     _label(graph, [*names, "do", *(f"d{name}" for name in states)], sizes)
     _out_of_place(graph)
     simplify(graph)
@@ -295,14 +327,13 @@ def differentiate(program: Program) -> Step:
     keeper.run()
     graph.lint()
     return Step(
-        graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), keeper.kept(), tuple(keeper.intrinsics)
-    )
+        graph, tuple(meta.tokens), tuple(meta.params), tuple(outputs), keeper.kept(), tuple(keeper.intrinsics),
+        sizes.condition(meta.sizes()),
+    )  # fmt: skip
 
 
 def _label(graph: Graph, names: Sequence[str], sizes: _Sizes) -> None:
     """Names the placeholders; gives every node its line and the names of its sizes."""
-    for node, name in zip(list(graph.nodes), names, strict=False):
-        node.name = node.target = name
     for node in graph.nodes:
         value = node.meta.get("val")
         node.meta["line"] = node.stack_trace
@@ -310,6 +341,9 @@ def _label(graph: Graph, names: Sequence[str], sizes: _Sizes) -> None:
             node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
         elif isinstance(value, torch.SymInt):
             node.meta["size"] = sizes.name(value)
+    for node, name, of in zip(list(graph.nodes), names, sizes.inputs, strict=False):
+        node.name = node.target = name
+        node.meta[DIMS] = of  # also where the trace holds for one size only, which says so later
 
 
 def _out_of_place(graph: Graph) -> None:

@@ -27,7 +27,7 @@ from flexsp.compiler.operators import (
     defined_at,
     padding_of,
 )
-from flexsp.compiler.rewrite import dims, reverse_cumsum
+from flexsp.compiler.rewrite import DIMS, dims, reverse_cumsum
 from flexsp.compiler.values import (
     NotEmittable,
     Value,
@@ -107,7 +107,10 @@ class Emitter:
 
     def _made(self, node: Any) -> Any:
         try:
-            return self._emit(node)
+            value = self._emit(node)
+            if any(size.isdigit() and size != "1" for size in node.meta.get(DIMS, ())):
+                raise NotEmittable(f"a tile of {dims(node)}: kernels are made of sizes that are ConstExprs")
+            return value
         except NotEmittable as error:
             line = node.meta.get("line")
             raise NotEmittable(f"{error}, at {line}" if line else str(error)) from None

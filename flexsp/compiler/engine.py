@@ -119,6 +119,12 @@ class Generated:
         self.step, self.parts, self.small, self.sums = split_gradients(step, gradients, given)
         self.layout = self._layout()
         self.kernels: dict[str, Kernel] = self._make()
+        if step.condition:
+            raise NotEmittable(
+                "kernels compute the same for all sizes, and the functions do something else for others: they were "
+                f"traced where {step.condition}. C are the tokens of a chunk, from 1 to its size; a slice such as "
+                "x[:16] is one thing for 10 tokens and another for 20"
+            )
 
     def _layout(self) -> Layout:
         graph = self.step.graph

@@ -57,17 +57,16 @@ class Compiled:
         fused = re.finditer(rf"fma\.rn\.f32\s+{numbers}, (%\w+);", self.ptx)
         return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
 
-
     @property
     def early_copies(self) -> list[str]:
-        """Copies into shared memory that no barrier orders after matrix products of other groups of four warps.
+        """Copies into shared memory after a wait for matrix products that has its barrier before it and not behind it.
 
-        A group waits for its own products alone. Triton before 3.10 may take a barrier between the start of a product
-        and the wait for it as enough for what it reads to be overwritten (its issue 11047): another group may not have
-        waited yet. In the order of the text, each loop twice; whether both are of one buffer is not looked at.
+        A group of four warps waits for its own products alone. Triton before 3.10 may take a barrier between the start
+        of a product and the wait for it as enough for what it reads to be overwritten (its issue 11047): another group
+        may not have waited yet. No other missing barrier is looked for. In the order of the text, each loop twice;
+        whether both are of one buffer is not looked at.
         """
-        threads = re.search(r"\.reqntid (\d+)", self.ptx)
-        if threads is None or int(threads[1]) <= 128:
+        if int(re.findall(r"\.reqntid (\d+)", self.ptx)[0]) <= 128:
             return []
         events = list(_EVENTS.finditer(self.ptx))
         places = {event["label"]: i for i, event in enumerate(events) if event["label"]}

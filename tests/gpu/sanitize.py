@@ -106,7 +106,7 @@ def _told(text: str) -> list[dict[str, Any]]:
 
 
 def _kinds(text: str) -> Counter[str]:
-    """How often each report was made in each case: its first line, and the case that the process had begun."""
+    """How often each report was printed in each case: its first line, and the case that the process had begun."""
     kinds, case = Counter[str](), "no case"
     for line in text.splitlines():
         if line.startswith("sanitize: "):

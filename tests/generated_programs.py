@@ -22,8 +22,8 @@ from flexsp.compiler import (
 )
 
 __all__ = [
-    "CONSTANT_DECAY", "NOT_LINEAR", "OF_ALL_SIZES", "OF_SOME_SIZES", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS",
-    "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program",
+    "CONSTANT_DECAY", "NOT_LINEAR", "OF_ALL_SIZES", "OF_SOME_SIZES", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES",
+    "SIZES_IN_A_DENSE_DECAY", "SUMS", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
 _NAMES: dict[str, Any] = {

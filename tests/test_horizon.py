@@ -37,7 +37,10 @@ def gates_of(kind: str, seed: int) -> torch.Tensor:
     return torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), (1, T, H), generator=r)]
 
 
-KINDS = ("none", "some tens of tokens", "one slow head", "huge", "as models begin", "closed here and there", "large numbers far away")
+KINDS = (
+    "none", "some tens of tokens", "one slow head", "huge", "as models begin", "closed here and there",
+    "large numbers far away",
+)  # fmt: skip
 
 
 def failures(sp: Any, seed: int) -> list[str]:

@@ -319,7 +319,7 @@ def differentiate(program: Program) -> Step:
             graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
         except RuntimeError as error:  # the functions have run before, with sizes of the program
             told = str(error).strip().splitlines()[0]
-            raise NotEmittable(f"the functions run with some sizes only, and kernels are made for all: {told}") from error
+            raise NotEmittable(f"the functions run with some sizes only, kernels are made for all: {told}") from error
     _label(graph, [*names, "do", *(f"d{name}" for name in states)], sizes)
     _out_of_place(graph)
     simplify(graph)

@@ -121,6 +121,8 @@ _KERNELS = [
         "flexsp/kernels/primitives.py",
         ("GATE_MIN = tl.constexpr(-104.0)", "GATE_MIN = tl.constexpr(float(\"-inf\"))", "gates are not clamped",
          "tests/test_nonfinite.py::test_gates_of_minus_infinity_in_kernels"),
+        ("GATE_MIN, propagate_nan=tl.PropagateNan.ALL)", "GATE_MIN)", "a NaN gate is a closed one",
+         _EDGES + "test_nan_is_seen_from_its_token_on[g]"),
         ("+ (row % H) * g_sh", "+ (row // H) * g_sh", "gates of another head", _PLAIN),
         ("mask = (rows < K) & (cols < V)", "mask = (rows < K) & (rows < V)", "columns past V", _PLAIN),
         ("length = tl.minimum(T - start, C)", "length = C", "the last chunk is as long as the others", _PLAIN),

@@ -76,3 +76,21 @@ def test_more_heads_than_a_grid_has_rows() -> None:
         assert make_plan(q[:, :, :31], v[:, :, :31], 0).B == 2048
         with pytest.raises(ValueError, match=r"q: expected B \* H <= 65535 .* got 2048 \* 32"):
             make_plan(q, v, 0)
+
+
+def _after_nan(sp: Any, name: str) -> list[bool]:
+    """With NaN in one token: whether outputs from it on are NaN, and the final state. Others of its chunk may be."""
+    from flexsp.ops import chunk_simple_gla
+
+    T, at = 40, 21
+    x = dict(zip("qkv", torch.randn(3, 1, T, 2, 16).unbind(0), strict=True)) | {"g": torch.full((1, T, 2), -0.1)}
+    x[name][:, at] = float("nan")
+    with poisoned(ONE_SEGMENT, 2):
+        o, final = chunk_simple_gla(**x, output_final_state=True)
+    return [bool(o[:, at:].isnan().all()), bool(final.isnan().all())]
+
+
+@pytest.mark.parametrize("name", ["g", "k", "v"])
+def test_nan_is_seen_from_its_token_on(name: str) -> None:
+    (found,) = run_ranks(_after_nan, 1, name, env=ENV)
+    assert all(found), found

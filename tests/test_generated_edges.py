@@ -96,3 +96,28 @@ def test_batched_gradients_are_refused(folder: str) -> None:
     """vmap over the backward pass has no memory that kernels could read."""
     (text,) = run_ranks(_batched_gradients, 1, folder, env=ENV)
     assert "transforms of torch.func (vmap" in text
+
+
+LARGER = [
+    "k.relu()", "k.clamp(-1, 1)", "k.clamp_min(0.1)", "k.clamp_max(0.1)", "torch.maximum(k, w + 0 * k)",
+    "torch.minimum(w + 0 * k, k)", "k - k.amax(-1, keepdim=True)", "k - k.amin(-1, keepdim=True)",
+]  # fmt: skip
+
+
+def _after_nan(sp: Any, folder: str) -> dict[str, list[bool]]:
+    """With NaN in one token's key: whether outputs before it have none, and whether those from it on are NaN."""
+    found = {}
+    for feature in LARGER:
+        program = DrawnProgram.of_features(feature)
+        inputs = program.inputs(1, 37, None, torch.Generator().manual_seed(0))
+        inputs["k"][:, 21] = float("nan")
+        with poisoned(ONE_SEGMENT, 1):
+            o, final = program.model(code_dir=folder)(**inputs)
+        found[feature] = [bool(o[:, :21].isfinite().all()), bool(o[:, 21:].isnan().all()), bool(final.isnan().all())]
+    return found
+
+
+def test_nan_is_larger_and_smaller_than_all(folder: str) -> None:
+    """As in PyTorch; a GPU's instruction gives the other number."""
+    (found,) = run_ranks(_after_nan, 1, folder, env=ENV)
+    assert all(all(each) for each in found.values()), found

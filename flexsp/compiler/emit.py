@@ -356,11 +356,11 @@ class Emitter:
         return x.with_axis(0 if want[0] == "1" else 1)
 
     def _sum(self, node: Any) -> Value:
-        return self._last_gate(node) or self._reduced(node, "sum", 0.0)
+        return self._last_gate(node) or self._reduced(node, "sum_over", 0.0)
 
     def _extremum(self, node: Any) -> Value:
         largest = node.target is aten.amax.default
-        return self._reduced(node, "max" if largest else "min", -math.inf if largest else math.inf)
+        return self._reduced(node, "largest" if largest else "smallest", -math.inf if largest else math.inf)
 
     def _reduced(self, node: Any, how: str, fill: float) -> Value:
         """A sum or an extremum over some axes, or all, without or with an axis of size 1 in their place."""
@@ -372,7 +372,7 @@ class Emitter:
         text = x.f32
         for axis in reversed(axes):
             self.contracted.add(have[axis])
-            text = f"sum_over({text}, {axis})" if how == "sum" else f"tl.{how}({text}, axis={axis})"
+            text = f"{how}({text}, {axis})"
             x = x.without(axis, text)
         x = self.let(node_name(node), x.now(text, raw=False, truth=False, low=False))
         return x.with_axis(axes[0]) if _keeps_axes(node) and x.sizes else x
@@ -497,9 +497,9 @@ class Emitter:
         low, high = (*node.args[1:], None, None)[:2]
         text, zero = x.text, x.zero
         if low is not None:
-            text, zero = f"tl.maximum({text}, {number(low)})", zero if low <= 0 else frozenset()
+            text, zero = f"larger({text}, {number(low)})", zero if low <= 0 else frozenset()
         if high is not None:
-            text, zero = f"tl.minimum({text}, {number(high)})", zero if high >= 0 else frozenset()
+            text, zero = f"smaller({text}, {number(high)})", zero if high >= 0 else frozenset()
         return self.let(node_name(node), Value(text, x.sizes, zero, x.wild, steady=x.steady))
 
     def _cast(self, node: Any) -> Value:

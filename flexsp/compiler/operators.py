@@ -28,7 +28,7 @@ UNARY = {
     aten.log2.default: "tl.log2({})", aten.rsqrt.default: "tl.rsqrt({})", aten.erf.default: "tl.erf({})",
     aten.log1p.default: _NEAR_0.format(_ATANH.format(z=_Z, z2=f"{_Z} * {_Z}"), "tl.log(1.0 + {0})"),
     aten.expm1.default: _NEAR_0.format(_EXPM1, "tl.exp({0}) - 1.0"),
-    aten.reciprocal.default: "(1.0 / {})", aten.relu.default: "tl.maximum({}, 0.0)",
+    aten.reciprocal.default: "(1.0 / {})", aten.relu.default: "larger({}, 0.0)",
     aten.tanh.default: "(2.0 * tl.sigmoid(2.0 * {}) - 1.0)", aten.bitwise_not.default: "~({})",
     aten.logical_not.default: "~({})", aten.sgn.default: _SIGN, aten.sign.default: _SIGN,
 }  # fmt: skip
@@ -46,9 +46,9 @@ LOGIC = {
 }  # fmt: skip
 BINARY = {
     aten.add.Tensor: "{} + {}", aten.sub.Tensor: "{} - {}", aten.mul.Tensor: "{} * {}", aten.div.Tensor: "{} / {}",
-    aten.maximum.default: "tl.maximum({}, {})", aten.minimum.default: "tl.minimum({}, {})",
+    aten.maximum.default: "larger({}, {})", aten.minimum.default: "smaller({}, {})",
     aten.add.Scalar: "{} + {}", aten.sub.Scalar: "{} - {}", aten.mul.Scalar: "{} * {}", aten.div.Scalar: "{} / {}",
-    aten.clamp_min.default: "tl.maximum({}, {})", aten.clamp_max.default: "tl.minimum({}, {})",
+    aten.clamp_min.default: "larger({}, {})", aten.clamp_max.default: "smaller({}, {})",
     **{target: text for target, text in LOGIC.items() if text},
 }  # fmt: skip
 COMPARISONS = {

@@ -43,6 +43,30 @@ def keep_cols(x, n, other: tl.constexpr = 0.0):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger one; NaN where either is, as in PyTorch and not as a GPU's instruction has it."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def smaller(a, b):
+    """The smaller one; NaN where either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """The largest number of x along an axis; NaN if there is one."""
+    return tl.reduce(x, axis, larger)
+
+
+@triton.jit
+def smallest(x, axis: tl.constexpr):
+    """The smallest number of x along an axis; NaN if there is one."""
+    return tl.reduce(x, axis, smaller)
+
+
+@triton.jit
 def sum_over(x, axis: tl.constexpr):
     """The sum of x over an axis.
 

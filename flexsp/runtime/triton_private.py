@@ -332,8 +332,10 @@ def _mend_interpreter() -> None:
     The interpreter gives a comparison the type of what is compared; where a scalar one joins a mask that becomes a mask
     of integers, which Triton 3.9 refuses. Numbers in bfloat16 it multiplies and adds as if their bits were integers,
     and it rounds to them towards zero. A constant that meets them is refused: a GPU would round it, by as much for all.
-    Arguments, float32 on a GPU, it takes for constants.
+    Arguments, float32 on a GPU, it takes for constants. The larger one of NaN and a number is NaN to it, in Triton 3.6
+    to 3.8, and the number on a GPU.
     """
+    import numpy
     from triton.language import core
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps
@@ -353,6 +355,8 @@ def _mend_interpreter() -> None:
         setattr(InterpreterBuilder, name, _in_float32(getattr(InterpreterBuilder, name)))
     InterpreterBuilder.cast_impl = _cast(InterpreterBuilder.cast_impl)
 
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
     InterpreterBuilder.get_bf16 = _exactly
     ReduceOps.sum = _sum(ReduceOps.sum)
     interpreter._implicit_cvt = _argument(interpreter._implicit_cvt)

@@ -58,6 +58,12 @@ class Compiled:
         return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
 
     @property
+    def drops_nan(self) -> bool:
+        """Whether a larger or a smaller number is taken so that NaN gives way to a number; in fp64 no instruction does
+        otherwise, and others put NaN in its place again."""
+        return re.search(r"\b(?:max|min)(?:\.ftz)?\.(?:bf16|f16|f32)", self.ptx) is not None
+
+    @property
     def early_copies(self) -> list[str]:
         """Copies into shared memory after a wait for matrix products that has its barrier before it and not behind it.
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, only_col, only_row, product, row_of, sum_over,
+    below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller, smallest,
+    sum_over,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin

@@ -171,13 +171,15 @@ class _Sizes:
         """
         values = {name: [max(2, n) for n in given] for name, given in choices.items()} | {"C": _LENGTHS}
         for guard in self.env.guards:
-            named = {x: self.symbols[x] for x in guard.expr.free_symbols}
+            named = {x: self.symbols.get(x, str(x)) for x in guard.expr.free_symbols}
+            if not self.hints.keys() >= {*named.values()}:
+                return f"{guard.expr}, where not all are sizes of inputs"
             names = sorted(set(named.values()))
             for of in itertools.product(*(values.get(name, [self.hints[name]]) for name in names)):
                 at = dict(zip(names, of, strict=True))
                 if not guard.expr.subs({x: at[name] for x, name in named.items()}):
                     text = guard.expr.subs({x: sympy.Symbol(name) for x, name in named.items()})
-                    return f"{text}, which is not so for {', '.join(f'{name} = {n}' for name, n in at.items())}"
+                    return f"{text}, and not with {', '.join(f'{name} = {n}' for name, n in at.items())}"
         return ""
 
 

@@ -118,6 +118,10 @@ _KERNELS = [
         ("(begin >= stop)", "(begin > stop)", "empty documents at the end are lost", "tests/test_table.py"),
     ),
     *_in(
+        "flexsp/testing/bounds.py",
+        ("(at + size > ", "(at > ", "kernels may touch what lies just behind a tensor", "tests/test_bounds.py"),
+    ),
+    *_in(
         "flexsp/kernels/primitives.py",
         ("GATE_MIN = tl.constexpr(-104.0)", "GATE_MIN = tl.constexpr(float(\"-inf\"))", "gates are not clamped",
          "tests/test_nonfinite.py::test_gates_of_minus_infinity_in_kernels"),

@@ -23,6 +23,7 @@ import torch
 
 from flexsp.compiler import LinearAttention
 from flexsp.devices import H200, planned_for
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -160,7 +161,8 @@ def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def poisoned(segments: int, heads: int) -> Iterator[None]:
-    """Fresh memory is NaN, tokens are cut into about `segments` segments, and nothing may fall back to PyTorch."""
+    """Fresh memory is NaN, kernels stay within their tensors, tokens are cut into about `segments` segments, nothing
+    falls back to PyTorch."""
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler import plan
@@ -173,7 +175,7 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*runs in PyTorch")
-            with planned_for(replace(H200, programs=segments * heads)):
+            with planned_for(replace(H200, programs=segments * heads)), within_tensors():
                 yield
     finally:
         torch.use_deterministic_algorithms(False)

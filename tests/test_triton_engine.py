@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.cases import CASES, Shape, random_documents
 from flexsp.testing.compare import check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
@@ -40,11 +41,12 @@ def half() -> torch.dtype:
 
 @contextmanager
 def poisoned(segments: int, heads: int) -> Iterator[None]:
-    """Fresh memory is NaN; the tokens of each of ``heads`` heads (B * H) are cut into about ``segments`` segments."""
+    """Fresh memory is NaN, kernels stay within their tensors, and the tokens of each of ``heads`` heads (B * H) are cut
+    into about ``segments`` segments."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        with planned_for(replace(H200, programs=segments * heads)):
+        with planned_for(replace(H200, programs=segments * heads)), within_tensors():
             yield
     finally:
         torch.use_deterministic_algorithms(False)

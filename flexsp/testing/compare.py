@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ from flexsp.comm.derivatives import first_only
 from flexsp.testing.oracles import Engine, token_loop
 
 __all__ = [
-    "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op", "judge",
-    "low_precision", "relative_error", "sizes",
+    "DRAWS", "Report", "RoundedProducts", "a_rounding_off", "assert_close", "check_functions", "check_op",
+    "described_difference", "judge", "low_precision", "relative_error", "sizes",
 ]  # fmt: skip
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
@@ -48,6 +48,7 @@ class Report:
     error: float
     low_error: float
     rounding: float
+    where: str = ""
 
     @property
     def bound(self) -> float:
@@ -59,7 +60,7 @@ class Report:
 
     def __str__(self) -> str:
         parts = f"2 x {self.low_error:.2e} + {self.rounding:.2e}"
-        return f"{self.name}: error {self.error:.2e}, bound {self.bound:.2e} = {parts}"
+        return f"{self.name}: error {self.error:.2e}, bound {self.bound:.2e} = {parts}{self.where}"
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor, size: float = 0.0) -> float:
@@ -90,6 +91,20 @@ def assert_close(
     return report
 
 
+def described_difference(got: torch.Tensor, want: torch.Tensor, least: float = 0.0, shown: int = 6) -> str:
+    """Where two tensors differ by more than ``least``, and by what: what a rare failure leaves to go by."""
+    got, want = got.detach().cpu(), want.detach().cpu().to(torch.float64)
+    off = (got.double() - want).abs().nan_to_num(nan=torch.inf)
+    at = (off > least).nonzero()
+    if not len(at):
+        return ""
+    ends = [f"{a}..{b}" for a, b in zip(at.amin(0).tolist(), at.amax(0).tolist(), strict=True)]
+    worst = off.flatten().topk(min(shown, len(at))).indices.tolist()
+    places = [tuple(int(i) for i in torch.unravel_index(torch.tensor(k), off.shape)) for k in worst]
+    values = ", ".join(f"{got[place].item():.8g} for {want[place].item():.8g} at {[*place]}" for place in places)
+    return f"; {len(at)} of {off.numel()} differ by over {least:.1e}, within [{', '.join(ends)}]: {values}"
+
+
 def _report(
     name: str, got: torch.Tensor, oracle: torch.Tensor, low: torch.Tensor | None, low_error: float, size: float
 ) -> Report:
@@ -99,7 +114,11 @@ def _report(
             raise ValueError(f"low: expected the low-precision result for {got.dtype}, got None")
         return Report(name, error, 0.0, FLOAT64_BOUND)
     rounding = max(relative_error(oracle.to(got.dtype), oracle, size), FLOAT32_ROUNDING)
-    return Report(name, error, max(low_error, relative_error(low, oracle, size)), rounding)
+    found = Report(name, error, max(low_error, relative_error(low, oracle, size)), rounding)
+    if found.ok:
+        return found
+    usual = 4 * found.bound * float(oracle.abs().max() if oracle.numel() else 0.0)
+    return replace(found, where=described_difference(got, oracle, usual))
 
 
 def _raise_unless_ok(reports: Sequence[Report]) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from flexsp.testing.compare import DRAWS, FLOAT32_ROUNDING, RoundedProducts, a_rounding_off, check_functions
+from flexsp.testing.compare import (
+    DRAWS,
+    FLOAT32_ROUNDING,
+    RoundedProducts,
+    a_rounding_off,
+    check_functions,
+    described_difference,
+)  # fmt: skip
 from tests import variants
 from tests.test_generated import Run, differentiated, problem_of, sizes, wide
 
@@ -29,13 +36,16 @@ Call = Callable[[Tensors], Any]
 def assert_same(calls: list[Tensors]) -> None:
     """The same bits every time."""
     first, *others = calls
-    changed = {key for other in others for key, x in first.items() if not torch.equal(x, other[key])}
-    assert not changed, f"{sorted(changed)} differ from call to call"
+    changed = [
+        f"{key} of call {i} and of the first{described_difference(other[key], x)}"
+        for i, other in enumerate(others, 1) for key, x in first.items() if not torch.equal(x, other[key])
+    ]  # fmt: skip
+    assert not changed, "\n".join(changed)
 
 
 def assert_right(
     kernels: Call, oracle: Call, functions: Call, leaves: Tensors, do: torch.Tensor, dfinal: torch.Tensor,
-    dtype: torch.dtype, seed: int, calls: int = 1,
+    dtype: torch.dtype, seed: int, calls: int = 3,
 ) -> None:  # fmt: skip
     """Outputs, final states and gradients of `kernels` on CUDA are those of `oracle` in float64 on CUDA.
 
@@ -67,7 +77,7 @@ def assert_right(
 
 def check_variant(
     name: str, K: int, V: int, dtype: torch.dtype, folder: Path, seed: int, documents: tuple[int, ...] | None = None,
-    B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 1,
+    B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 3,
 ) -> None:  # fmt: skip
     """A variant's kernels against its token loop."""
     bounds = None

@@ -119,7 +119,7 @@ _KERNELS = [
     ),
     *_in(
         "flexsp/testing/bounds.py",
-        ("(at + size > ", "(at > ", "kernels may touch what lies just behind a tensor", "tests/test_bounds.py"),
+        ("(at + np.uint64(nbytes) > ", "(at > ", "kernels may touch what lies just behind a tensor", "tests/test_bounds.py"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",

@@ -61,6 +61,7 @@ __all__ = [
     "starter",
     "tool",
     "tool_at",
+    "watching_interpreter",
 ]
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
@@ -474,6 +475,49 @@ def quicken_interpreter() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype = _by_text(interpreter._get_np_dtype)
     core._type_for_tuple_values = _of_shapes(core._type_for_tuple_values)
+
+
+@contextmanager
+def watching_interpreter(
+    launched: Callable[[str, list[Any]], None], touched: Callable[[str, Any, int], None]
+) -> Iterator[None]:
+    """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, and `touched("load" or
+    "store", addresses of what is not masked, bytes of an element)` before each access through pointers."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    start = GridExecutor._init_args_hst
+
+    def told(what: str, pointers: Any, mask: Any) -> None:
+        nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        touched(what, pointers.data[_broadcast(mask.data, pointers.data.shape)], nbytes)
+
+    def told_start(self: Any, args: Any, kwargs: Any) -> Any:
+        given = start(self, args, kwargs)
+        launched(self.fn.__name__, [x for x in (*given[0], *given[1].values()) if hasattr(x, "data_ptr")])
+        return given
+
+    def told_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        told("load", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def told_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        told("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = told_load, told_store
+    GridExecutor._init_args_hst = told_start
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        GridExecutor._init_args_hst = start
+
+
+def _broadcast(mask: Any, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    return np.broadcast_to(mask, shape).astype(bool)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:

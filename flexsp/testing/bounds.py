@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexsp.runtime.triton_private import watching_interpreter
+
 __all__ = ["within_tensors"]
 
 _BY_ADDRESS = ("_propagate_kernel",)
@@ -20,19 +22,20 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + ((last + 1) * x.element_size() if x.numel() else 0)
 
 
-class _Kernel:
-    """What is running: its name, and from where to where its tensors reach."""
+class _Running:
+    """The kernel that runs: its name, and from where to where its tensors reach."""
 
-    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def launched(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self.name = name
         extents = np.array(sorted(map(_extent, tensors)), dtype=np.uint64).reshape(-1, 2)
         self.begins, self.ends = extents[:, 0], np.maximum.accumulate(extents[:, 1])
 
-    def check(self, what: str, pointers: Any, mask: Any) -> None:
-        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64)
+    def touched(self, what: str, addresses: Any, nbytes: int) -> None:
+        if self.name in _BY_ADDRESS:
+            return
+        at = addresses.astype(np.uint64)
         i = np.searchsorted(self.begins, at, side="right")
-        outside = (i == 0) | (at + size > self.ends[np.maximum(i, 1) - 1])
+        outside = (i == 0) | (at + np.uint64(nbytes) > self.ends[np.maximum(i, 1) - 1])
         if outside.any():
             raise AssertionError(f"{self.name}: {outside.sum()} of {at.size} elements of a {what} lie outside tensors")
 
@@ -44,32 +47,6 @@ def within_tensors() -> Iterator[None]:
     Its tensors are those that it is launched with, as far as their shapes and strides reach; what is masked is not
     looked at, nor atomics, nor what the scan does in memory of other ranks, whose addresses are numbers.
     """
-    from triton.runtime import interpreter
-
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    load, store, start = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
-    running: list[_Kernel] = []
-
-    def started(self: Any, args: Any, kwargs: Any) -> Any:
-        given = start(self, args, kwargs)
-        tensors = [x for x in (*given[0], *given[1].values()) if isinstance(x, torch.Tensor)]
-        running[:] = [] if self.fn.__name__ in _BY_ADDRESS else [_Kernel(self.fn.__name__, tensors)]
-        return given
-
-    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        for kernel in running:
-            kernel.check("load", pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        for kernel in running:
-            kernel.check("store", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
-
-    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
-    executor._init_args_hst = started
-    try:
+    running = _Running()
+    with watching_interpreter(running.launched, running.touched):
         yield
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
-        executor._init_args_hst = start

@@ -118,9 +118,12 @@ _KERNELS = [
         ("(begin >= stop)", "(begin > stop)", "empty documents at the end are lost", "tests/test_table.py"),
     ),
     *_in(
-        "flexsp/testing/bounds.py",
-        ("(at + np.uint64(nbytes) > ", "(at > ", "kernels may touch what lies just behind a tensor", "tests/test_bounds.py"),
+        "flexsp/testing/races.py",
+        ("self.done += self.product_groups.pop(0)", "self.product_groups.pop(0)", "waits are barriers", "tests/test_races.py"),
+        ("memory.fences += 1", "memory.fences += 0", "fences are not seen", "tests/test_races.py"),
+        ("for to, way in ways[1:]:", "for to, way in ways[2:]:", "one way of a branch is followed", "tests/test_races.py"),
     ),
+    *_in("flexsp/testing/bounds.py", ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/test_bounds.py")),
     *_in(
         "flexsp/kernels/primitives.py",
         ("GATE_MIN = tl.constexpr(-104.0)", "GATE_MIN = tl.constexpr(float(\"-inf\"))", "gates are not clamped",

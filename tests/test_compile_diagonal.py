@@ -78,6 +78,7 @@ def compile_config(
 def _summary(found: Any) -> dict[str, Any]:
     told = vars(found) | {"wgmma": found.ptx.count("wgmma.mma_async"), "waits_first": found.waits_first}
     told |= {"uneven_sums": found.uneven_sums, "early_copies": found.early_copies, "drops_nan": found.drops_nan}
+    told["races"] = found.races
     return {name: value for name, value in told.items() if name != "ptx"}
 
 
@@ -139,6 +140,11 @@ def test_lanes_round_sums_alike(name: str) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_products_of_all_warps_end_before_their_operands_are_overwritten(name: str) -> None:
     assert not any(kernel["early_copies"] for kernel in compiled(name)), described(compiled(name))
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_barriers_stand_between_warps_that_share_memory(name: str) -> None:
+    assert not any(kernel["races"] for kernel in compiled(name)), described(compiled(name))
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])

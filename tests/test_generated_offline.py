@@ -112,7 +112,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
     for found in offline.compile_launches(launches):
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
         told |= {"uneven_sums": len(found.uneven_sums), "early_copies": found.early_copies}
-        told["drops_nan"] = found.drops_nan
+        told |= {"drops_nan": found.drops_nan, "races": found.races}
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
     return results
 
@@ -149,7 +149,8 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     assert all(kernel["waits_first"] for kernel in found), told
     products = name != "hgrn"
     assert all((kernel["wgmma"] > 0) == products for kernel in found if kernel["name"] in WALKS), told
-    assert not any(kernel["uneven_sums"] or kernel["early_copies"] or kernel["drops_nan"] for kernel in found), told
+    wrong = ("uneven_sums", "early_copies", "drops_nan", "races")
+    assert not any(kernel[what] for kernel in found for what in wrong), told
     assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
 
 

@@ -9,6 +9,7 @@ Public are the language, `triton.jit`, `triton.JITFunction` and `triton.cdiv`. A
 | sm_100, an accumulator that a branch sets anew: warp specialisation, even of no loop | fails | works | works | works |
 | the same in a pipeline of stages | fails | fails | fails | fails |
 | ptxas for Hopper | `ptxas` | `ptxas` | `ptxas` | `ptxas_blackwell` |
+| Hopper: a fence between a copy to shared memory and a product that reads it | left out | from 3.7.1 on | yes | yes |
 | fused multiply and add, if an option does not say | yes | yes | yes | yes, with a warning that 3.10 will not |
 | interpreter: `mask & scalar` as a mask | taken | taken | taken | refused |
 | interpreter: numpy 2.4 and newer | fails | works | works | works |
@@ -37,6 +38,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 __all__ = [
+    "FENCES_COPIES",
     "RELEASE",
     "OutOfResources",
     "PTXASError",
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
+FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
 # Python's parser ------------------------------------------------------------------------------------------------------
 

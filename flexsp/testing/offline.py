@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexsp.runtime.triton_private import SharedMemory, compiling_to_shared_memory, gpu_target, record_launches, tool
+from flexsp.runtime.triton_private import (
+    FENCES_COPIES,
+    SharedMemory,
+    compiling_to_shared_memory,
+    gpu_target,
+    record_launches,
+    tool,
+)
+from flexsp.testing.races import UNFENCED_COPY, races
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
 
@@ -62,6 +70,17 @@ class Compiled:
         """Whether a larger or a smaller number is taken so that NaN gives way to a number; in fp64 no instruction does
         otherwise, and others put NaN in its place again."""
         return re.search(r"\b(?:max|min)(?:\.ftz)?\.(?:bf16|f16|f32)", self.ptx) is not None
+
+    @property
+    def races(self) -> list[str]:
+        """Races on shared memory; also that some accesses could not be looked at.
+
+        Left out are fences that a release of Triton leaves out of all kernels, see `FENCES_COPIES`.
+        """
+        answer = races(self.ptx)
+        found = [x for x in answer.found if FENCES_COPIES or not x.endswith(UNFENCED_COPY)]
+        unseen = [f"{answer.unseen} of {answer.accesses} accesses not looked at"] if answer.unseen else []
+        return [*found, *unseen]
 
     @property
     def early_copies(self) -> list[str]:

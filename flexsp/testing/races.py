@@ -1,0 +1,322 @@
+"""Races on shared memory, found in a kernel's PTX without a GPU.
+
+The addresses of all accesses are worked out for every thread of a block. Two accesses of different warps to the same
+byte, one of which writes, need a barrier between them. Matrix products read shared memory until a wait says that they
+are done; the barrier has to come after it, and what they read has to be fenced after it was written. Copies from global
+memory write until a wait says so. Within a warp, the order is that of the instructions; barriers of a warp are not
+looked at. Nor is a store by which several warps write what they all hold to one place, as Triton lets them.
+
+Branches whose conditions are not known are followed both ways, loops a few times around.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexsp.testing.ptx import Instruction, Integers, Ptx, bits_of
+
+__all__ = ["UNFENCED_COPY", "Races", "races"]
+
+UNFENCED_COPY = "reads what was not fenced since it was copied"
+
+_SIZE = 232448  # bytes of shared memory that a block may have, plus none
+_TRIPS, _PATHS = 3, 48
+_ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
+_SWIZZLE = (16, 128, 64, 32)  # bytes of a row, by the two highest bits of a matrix's descriptor
+_NO_MEMORY = ("st", "red", "prefetch", "griddepcontrol", "membar", "nanosleep", "ld", "atom", "prefetchu")
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Races:
+    """What was found: one line a race; and accesses whose addresses are not known, which were not looked at."""
+
+    found: tuple[str, ...]
+    accesses: int
+    unseen: int
+
+
+@dataclass
+class _Reads:
+    """What a matrix product reads, until it is waited for."""
+
+    by: Instruction
+    spans: list[Span]
+
+
+@dataclass
+class _Copy:
+    """What a copy from global memory writes, until it is waited for."""
+
+    by: Instruction
+    at: Any
+    warps: Any
+
+
+@dataclass
+class _Memory:
+    """Who touched each byte of shared memory since the last barrier; `epoch` counts barriers."""
+
+    epoch: int = 1
+    fences: int = 0
+    written: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # epoch
+    writer: Any = field(default_factory=lambda: np.full(_SIZE, -1, np.int16))  # warp
+    fenced: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # fences before it was written
+    copied: Any = field(default_factory=lambda: np.zeros(_SIZE, bool))  # by a copy from global memory
+    read: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # epoch
+    readers: Any = field(default_factory=lambda: np.zeros(_SIZE, np.uint32))  # a bit a warp
+    copies: list[_Copy] = field(default_factory=list)
+    copy_groups: list[list[_Copy]] = field(default_factory=list)
+    products: list[_Reads] = field(default_factory=list)
+    product_groups: list[list[_Reads]] = field(default_factory=list)
+    done: list[_Reads] = field(default_factory=list)  # products waited for, with no barrier since
+
+    def clone(self) -> _Memory:
+        other = copy.copy(self)
+        for name, x in vars(self).items():
+            if isinstance(x, np.ndarray):
+                setattr(other, name, x.copy())
+            elif isinstance(x, list):
+                setattr(other, name, [list(y) if isinstance(y, list) else y for y in x])
+        return other
+
+    def barrier(self) -> None:
+        self.epoch += 1
+        self.done = []
+
+    def pending(self) -> Iterable[_Copy]:
+        return (x for group in (*self.copy_groups, self.copies) for x in group)
+
+    def wait_for_copies(self, but: int) -> None:
+        """All groups of copies but the last `but`: what they wrote, each thread wrote now."""
+        while len(self.copy_groups) > but:
+            for x in self.copy_groups.pop(0):
+                self._set(x.at, x.warps)
+                self.copied[x.at] = True
+
+    def wait_for_products(self, but: int) -> None:
+        while len(self.product_groups) > but:
+            self.done += self.product_groups.pop(0)
+
+    def load(self, at: Any, warps: Any) -> list[str]:
+        found = [] if self._same(at, warps) else ["reads what another warp writes"]
+        found += [f"reads what a copy writes ({x.by.text})" for x in self.pending() if np.isin(at, x.at).any()]
+        self.readers[at[self.read[at] != self.epoch]] = 0
+        self.read[at] = self.epoch
+        np.bitwise_or.at(self.readers, at, np.uint32(1) << warps.astype(np.uint32))
+        return found
+
+    def store(self, at: Any, warps: Any) -> list[str]:
+        found = self._overwrites(at, warps)
+        self._set(at, warps)
+        return found
+
+    def start_copy(self, it: Instruction, at: Any, warps: Any) -> list[str]:
+        found = self._overwrites(at, warps)
+        self.copies.append(_Copy(it, at, warps))
+        return found
+
+    def start_product(self, it: Instruction, spans: list[Span]) -> list[str]:
+        found = []
+        for a, b in spans:
+            cut = slice(a, b)
+            if (self.written[cut] == self.epoch).any():
+                found.append("reads what was written since the last barrier")
+            unfenced = (self.written[cut] > 0) & (self.fenced[cut] >= self.fences)
+            if (unfenced & self.copied[cut]).any():
+                found.append(UNFENCED_COPY)
+            if (unfenced & ~self.copied[cut]).any():
+                found.append("reads what was not fenced since it was stored")
+            found += [
+                f"reads what a copy writes ({x.by.text})" for x in self.pending() if ((x.at >= a) & (x.at < b)).any()
+            ]
+        self.products.append(_Reads(it, spans))
+        return found
+
+    def _set(self, at: Any, warps: Any) -> None:
+        self.written[at], self.writer[at], self.fenced[at], self.copied[at] = self.epoch, warps, self.fences, False
+
+    def _same(self, at: Any, warps: Any) -> bool:
+        return not ((self.written[at] == self.epoch) & (self.writer[at] != warps)).any()
+
+    def _overwrites(self, at: Any, warps: Any) -> list[str]:
+        others = self.readers[at] & ~(np.uint32(1) << warps.astype(np.uint32))
+        found = []
+        if ((self.read[at] == self.epoch) & (others != 0)).any():
+            found.append("overwrites what another warp reads")
+        if not self._same(at, warps):
+            found.append("overwrites what another warp writes")
+        found += [f"overwrites what a copy writes ({x.by.text})" for x in self.pending() if np.isin(at, x.at).any()]
+        groups = (self.products, *self.product_groups, self.done)
+        for x in (x for group in groups for x in group):
+            if any(((at >= a) & (at < b)).any() for a, b in x.spans):
+                found.append(f"overwrites what a matrix product reads ({x.by.text[:60]})")
+        return found
+
+
+class _Path:
+    """One way through a kernel."""
+
+    def __init__(self, threads: int) -> None:
+        self.integers, self.memory = Integers(threads), _Memory()
+        self.taken: dict[tuple[int, bool], int] = {}
+
+    def fork(self) -> _Path:
+        other = copy.copy(self)
+        other.integers, other.memory, other.taken = self.integers.copy(), self.memory.clone(), dict(self.taken)
+        return other
+
+
+class _Search:
+    def __init__(self, ptx: Ptx) -> None:
+        self.ptx, self.warps = ptx, np.arange(ptx.threads) // 32
+        self.found: dict[str, None] = {}
+        self.accesses = self.unseen = 0
+
+    def run(self) -> Races:
+        todo, paths = [(0, _Path(self.ptx.threads))], 0
+        while todo and paths < _PATHS:
+            at: int | None
+            at, path = todo.pop()
+            paths += 1
+            while at is not None and at < len(self.ptx.instructions):
+                it = self.ptx.instructions[at]
+                jumps = it.parts[0] in ("bra", "ret", "exit")
+                at = self._jump(it, at, path, todo) if jumps else self._step(it, at, path)
+        return Races(tuple(self.found), self.accesses, self.unseen)
+
+    def _jump(self, it: Instruction, at: int, path: _Path, todo: list[tuple[int, _Path]]) -> int | None:
+        if it.parts[0] != "bra":
+            return None if it.guard is None else at + 1
+        target, mask = self.ptx.labels[it.operands[0]], path.integers.mask(it)
+        if it.guard is None or (mask is not None and mask.all()):
+            return target
+        if mask is not None and not mask.any():
+            return at + 1
+        ways = [(to, (at, to == target)) for to in (target, at + 1) if path.taken.get((at, to == target), 0) < _TRIPS]
+        for to, way in ways[1:]:
+            other = path.fork()
+            other.taken[way] = other.taken.get(way, 0) + 1
+            todo.append((to, other))
+        for to, way in ways[:1]:
+            path.taken[way] = path.taken.get(way, 0) + 1
+            return to
+        return None
+
+    def _step(self, it: Instruction, at: int, path: _Path) -> int:
+        base, parts, memory = it.parts[0], it.parts, path.memory
+        shared = any(x.startswith("shared") for x in parts)
+        if base in ("bar", "barrier"):
+            if "warp" not in parts:
+                memory.barrier()
+        elif base == "fence":
+            memory.fences += 1
+        elif base == "wgmma":
+            self._matrix(it, path)
+        elif base == "cp":
+            self._copied(it, path)
+        elif base in ("ldmatrix", "stmatrix") or (base in ("ld", "st") and shared):
+            self._access(it, path)
+        elif base == "mbarrier" or (base in ("atom", "red") and shared):
+            raise NotImplementedError(f"{it.text}: not looked at by this search for races")
+        elif base in ("ld", "atom"):
+            path.integers.forget(it.operands[0])
+        elif base not in _NO_MEMORY:
+            path.integers.run(it)
+        return at + 1
+
+    def _tell(self, it: Instruction, found: Iterable[str]) -> None:
+        for text in found:
+            self.found[f"line {it.line}: {it.text[:70]}: {text}"] = None
+
+    def _bytes(self, it: Instruction, path: _Path, operand: str, width: int, lanes: int = 32) -> Any:
+        """(addresses, warps) of the bytes of an access, `width` a thread, by the first `lanes` of each warp."""
+        self.accesses += 1
+        start = path.integers.address(operand)
+        if start is None:
+            self.unseen += 1
+            return None
+        mask = np.arange(self.ptx.threads) % 32 < lanes
+        known = path.integers.mask(it) if it.guard is not None else None
+        mask = mask if known is None else mask & known
+        at = start[mask][:, None] + np.arange(width)
+        return at, np.broadcast_to(self.warps[mask][:, None], at.shape)
+
+    def _access(self, it: Instruction, path: _Path) -> None:
+        stores = it.parts[0] in ("st", "stmatrix")
+        if "matrix" in it.parts[0]:
+            count = next(int(x[1:]) for x in it.parts if re.match(r"x\d$", x))
+            width, lanes = 16, 8 * count
+        else:
+            count = next((int(x[1:]) for x in it.parts if re.match(r"v\d$", x)), 1)
+            width, lanes = bits_of(it.parts[-1]) // 8 * count, 32
+        touched = self._bytes(it, path, it.operands[0 if stores else 1], width, lanes)
+        if touched is not None:
+            self._tell(it, (path.memory.store if stores else path.memory.load)(*touched))
+        if not stores:
+            path.integers.forget(it.operands[0])
+
+    def _copied(self, it: Instruction, path: _Path) -> None:
+        memory = path.memory
+        if "commit_group" in it.parts:
+            memory.copy_groups.append(memory.copies)
+            memory.copies = []
+        elif "wait_group" in it.parts or "wait_all" in it.parts:
+            memory.wait_for_copies(int(it.operands[0]) if it.operands else 0)
+        elif "bulk" in it.parts:
+            raise NotImplementedError(f"{it.text}: not looked at by this search for races")
+        else:
+            touched = self._bytes(it, path, it.operands[0], int(it.operands[2], 0))
+            if touched is not None:
+                self._tell(it, memory.start_copy(it, *touched))
+
+    def _matrix(self, it: Instruction, path: _Path) -> None:
+        memory = path.memory
+        if "commit_group" in it.parts:
+            memory.product_groups.append(memory.products)
+            memory.products = []
+        elif "wait_group" in it.parts:
+            memory.wait_for_products(int(it.operands[0]))
+        elif "mma_async" in it.parts:
+            self._tell(it, memory.start_product(it, self._spans(it, path)))
+
+    def _spans(self, it: Instruction, path: _Path) -> list[Span]:
+        """Bytes that a matrix product reads: from its descriptors in shared memory."""
+        columns, depth = next((int(x[1]), int(x[2])) for p in it.parts if (x := re.match(r"m64n(\d+)k(\d+)", p)))
+        size = _ELEMENT[it.parts[-1]]
+        numbers = [int(x) for x in it.operands[3:] if re.match(r"-?\d+$", x)]
+        in_registers = it.operands[1].startswith("{")
+        turned = [0, *numbers[-1:]] if in_registers else numbers[-2:]
+        spans = []
+        for operand, rows, across in zip(it.operands[1:3], (64, columns), turned if size == 2 else (0, 0), strict=True):
+            if operand.startswith("{"):
+                continue
+            self.accesses += 1
+            descriptor = path.integers.value(operand)
+            if descriptor is None:
+                self.unseen += 1
+                continue
+            spans += [_span(int(x), rows, depth, size, bool(across)) for x in np.unique(descriptor)]
+        return spans
+
+
+def _span(descriptor: int, rows: int, depth: int, size: int, across: bool) -> Span:
+    """Bytes of a matrix [rows, depth] with elements of `size` bytes; `across`: rows lie along memory, not the depth."""
+    start, leading = (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4
+    stride, row = (descriptor >> 32 & 0x3FFF) << 4, _SWIZZLE[descriptor >> 62 & 3]
+    if not across:  # groups of 8 rows
+        return start, start + (rows // 8 - 1) * stride + 7 * row + min(row, depth * size)
+    blocks = max(1, rows * size // row)
+    return start, start + (blocks - 1) * max(leading, stride) + depth * row
+
+
+def races(ptx: str) -> Races:
+    """Of a kernel's PTX as Triton writes it, with one warp group or more."""
+    return _Search(Ptx.of(ptx)).run()

@@ -45,6 +45,11 @@ class Mutation:
         return f"{self.file}: {self.what}"
 
 
+def in_file(file: str, *entries: tuple[str, ...]) -> list[Mutation]:
+    """Entries (old, new, what, test, ...) of one file."""
+    return [Mutation(file, old, new, what, tuple(tests)) for old, new, what, *tests in entries]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """`kind` is "killed", "survived", "stale" or "no answer"; `told` says by which test, or what happened."""

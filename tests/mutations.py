@@ -5,7 +5,8 @@ The texts are short and deep in the arithmetic, so that they live long. An entry
 
 from __future__ import annotations
 
-from tests.mutate import Mutation
+from tests.mutate import in_file as _in
+from tests.mutations_assembly import ASSEMBLY
 
 __all__ = ["MUTATIONS"]
 
@@ -25,11 +26,6 @@ _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
-
-
-def _in(file: str, *entries: tuple[str, ...]) -> list[Mutation]:
-    """Entries (old, new, what, test, ...) of one file."""
-    return [Mutation(file, old, new, what, tuple(tests)) for old, new, what, *tests in entries]
 
 
 _KERNELS = [
@@ -116,12 +112,6 @@ _KERNELS = [
         ("+ (C - 1)) // C)", "+ C) // C)", "a chunk too many where C divides a document", "tests/test_table.py"),
         (".clamp(0, C)", ".clamp(1, C)", "empty documents have a token", "tests/test_table.py"),
         ("(begin >= stop)", "(begin > stop)", "empty documents at the end are lost", "tests/test_table.py"),
-    ),
-    *_in(
-        "flexsp/testing/races.py",
-        ("self.done += self.product_groups.pop(0)", "self.product_groups.pop(0)", "waits are barriers", "tests/test_races.py"),
-        ("memory.fences += 1", "memory.fences += 0", "fences are not seen", "tests/test_races.py"),
-        ("for to, way in ways[1:]:", "for to, way in ways[2:]:", "one way of a branch is followed", "tests/test_races.py"),
     ),
     *_in("flexsp/testing/bounds.py", ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/test_bounds.py")),
     *_in(
@@ -595,5 +585,5 @@ _BETWEEN = [
     ),
 ]
 
-MUTATIONS = [*_KERNELS, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN]
+MUTATIONS = [*_KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -142,7 +142,8 @@ def spill(
         reached = not all(x.isfinite().all() for x in found.values())
     else:
         after = [found["o"][:, t : bounds[doc + 1]], *(x[doc] for key, x in found.items() if key.startswith("final"))]
-        reached = not all(x.isfinite().all() for x in after)
+        at_once = name not in ("g", "dt", "theta", "w")
+        reached = not all(x.isfinite().all() for x in ([found["o"][:, t]] if at_once else after))
     return wrong if reached else [*wrong, f"{bad} reached nothing"]
 
 

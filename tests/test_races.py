@@ -37,7 +37,7 @@ ARRIVED = "cp.async.commit_group; cp.async.wait_group 0;"
 def found(lines: str, other: int = 128, threads: int = 128) -> list[str]:
     text = BODY.format(lines=lines, other=other, threads=threads, descriptor=DESCRIPTOR)
     answer = races(text)
-    assert answer.unseen == 0
+    assert (answer.unseen, answer.unfollowed, answer.missed) == (0, 0, 0)
     return [x.rpartition(": ")[2].partition(" (")[0] for x in answer.found]
 
 
@@ -66,7 +66,7 @@ def test_barriers(lines: str, other: int, want: list[str]) -> None:
     [
         (f"st.shared.b32 [%r2], %r1; fence.proxy.async.shared::cta; bar.sync 0; {PRODUCT} {DONE}", []),
         (f"st.shared.b32 [%r2], %r1; fence.proxy.async.shared::cta; {PRODUCT} {DONE}",
-         ["reads what was written since the last barrier"] * 1),
+         ["reads what was written since the last barrier"]),
         (f"st.shared.b32 [%r2], %r1; bar.sync 0; {PRODUCT} {DONE}", ["reads what was not fenced since it was stored"]),
         (f"{COPY} {ARRIVED} fence.proxy.async.shared::cta; bar.sync 0; {PRODUCT} {DONE}", []),
         (f"{COPY} {ARRIVED} bar.sync 0; {PRODUCT} {DONE}", ["reads what was not fenced since it was copied"]),
@@ -114,6 +114,27 @@ def test_loops(times: object, first: str, races_: int) -> None:
     assert len(found(LOOP.format(times=times, first=first))) == races_
 
 
+RARELY = """
+mov.b32 %r5, 0;
+$L__BB0_1:
+add.s32 %r5, %r5, 1;
+and.b32 %r6, %r5, 31;
+setp.ne.s32 %p3, %r6, 0;
+@%p3 bra $L__BB0_2;
+st.shared.b32 [%r2], %r1;
+{barrier}
+ld.shared.b32 %r4, [%r3];
+$L__BB0_2:
+@%p1 bra $L__BB0_1;
+"""
+
+
+@pytest.mark.parametrize(("barrier", "races_"), [("", 1), ("bar.sync 0;", 0)])
+def test_what_is_done_every_so_many_turns(barrier: str, races_: int) -> None:
+    """The branch that comes then is known not to be taken before."""
+    assert len(found(RARELY.format(barrier=barrier))) == races_
+
+
 SKIPPED = """
 @{which}%p1 bra $L__BB0_1;
 bar.sync 0;
@@ -137,6 +158,26 @@ def test_both_ways_of_a_branch_are_followed(branch: str, which: str) -> None:
     assert found("st.shared.b32 [%r2], %r1;" + branch.format(which=which)) == ["reads what another warp writes"]
 
 
+SWITCH = """
+$L_brx_0: .branchtargets
+	$L__BB0_1,
+	$L__BB0_2;
+	brx.idx 	%r7, $L_brx_0;
+$L__BB0_1:
+bar.sync 0;
+bra.uni $L__BB0_3;
+$L__BB0_2:
+{second}
+$L__BB0_3:
+ld.shared.b32 %r4, [%r3];
+"""
+
+
+@pytest.mark.parametrize(("second", "want"), [("", 1), ("bar.sync 0;", 0)])
+def test_all_ways_of_a_switch_are_followed(second: str, want: int) -> None:
+    assert len(found("st.shared.b32 [%r2], %r1;" + SWITCH.format(second=second))) == want
+
+
 def test_guards_count() -> None:
     """One warp stores, and all but another one load."""
     lines = "setp.lt.s32 %p2, %r1, {}; mov.b32 %r6, global_smem; @%p2 st.shared.b32 [%r6], %r1;"
@@ -145,6 +186,35 @@ def test_guards_count() -> None:
     assert found(lines.format(32, "!")) == found(lines.format(64, "")) == ["reads what another warp writes"]
 
 
-def test_what_is_not_looked_at_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="mbarrier.init"):
-        found("mbarrier.init.shared::cta.b64 [%r2], 1;")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mbarrier.init.shared::cta.b64 [%r2], 1;", "bar.sync 1, 64;", "bar.arrive 0, 128;",
+        "atom.shared.add.u32 %r4, [%r2], 1;", "call.uni f, (%r1);",
+    ],
+)  # fmt: skip
+def test_what_is_not_looked_at_is_refused(line: str) -> None:
+    with pytest.raises(NotImplementedError, match=line.split()[0]):
+        found(line)
+
+
+def test_barriers_and_fences_that_are_others() -> None:
+    """A barrier of a warp and a fence that is none between proxies order nothing here."""
+    assert found("st.shared.b32 [%r2], %r1; bar.warp.sync -1; ld.shared.b32 %r4, [%r3];") != []
+    lines = f"st.shared.b32 [%r2], %r1; fence.acq_rel.cta; bar.sync 0; {PRODUCT} {DONE}"
+    assert found(lines) == ["reads what was not fenced since it was stored"]
+    assert found("st.shared.b32 [%r2], %r1; bar.sync 0, 128; ld.shared.b32 %r4, [%r3];") == []
+
+
+def test_what_is_not_seen_is_counted() -> None:
+    """An address from memory; instructions that nothing leads to; and more branches than are followed."""
+    lines = "ld.shared.b32 %r4, [%r7];"
+    answer = races(BODY.format(lines=lines, other=128, threads=128, descriptor=DESCRIPTOR))
+    assert (answer.unseen, answer.unfollowed, answer.missed) == (1, 0, 0)
+    lines = "bra.uni $L__BB0_1;\nld.shared.b32 %r4, [%r2];\n$L__BB0_1:"
+    assert races(BODY.format(lines=lines, other=128, threads=128, descriptor=DESCRIPTOR)).missed == 1
+    forks = "".join(f"@%p1 bra $L__BB0_{i};\nadd.s32 %r5, %r1, 1;\n$L__BB0_{i}:\n" for i in range(1, 99))
+    answer = races(BODY.format(lines=forks, other=128, threads=128, descriptor=DESCRIPTOR))
+    assert answer.unfollowed > 0
+    with pytest.raises(ValueError, match="expected addresses of shared memory, got -4"):
+        found("st.shared.b32 [%r2+-4], %r1;")

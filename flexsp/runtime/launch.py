@@ -8,7 +8,8 @@ From Hopper on, kernels are launched as programmatic dependents: a kernel is set
 has settled, and waits for that in `begin`.
 
 ptxas 12.8, which Triton 3.6 uses for Hopper, miscompiles some kernels with small wgmma products: wrong results or
-illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the newest ptxas that is found.
+illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the newest ptxas that is found. All
+releases make mistakes in kernels that spill registers; see `flexsp.runtime.machine_code`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import check_shared, reads_shared
-from flexsp.runtime import lanes
+from flexsp.runtime import lanes, machine_code
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.covered import warn_if_uncovered
 from flexsp.runtime.triton_private import current_target, make_launcher
@@ -172,8 +173,9 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
             divisible.append(i)
     if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
         options = {"maxnreg": min(255, _REGISTERS // (32 * options.get("num_warps", 4)))} | options
-    with _assembler(target.arch) as told, private.editing_llvm(lanes.drop_lane_flags):
-        told = told | {"flexsp_lane_flags": "dropped"}
+    edited, checked = private.editing_llvm(lanes.drop_lane_flags), private.assembling_by(machine_code.assembled)
+    with _assembler(target.arch) as told, edited, checked:
+        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": "written"}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
     sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)

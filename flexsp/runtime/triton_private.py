@@ -45,6 +45,7 @@ __all__ = [
     "SharedMemory",
     "Parameter",
     "assembler_for",
+    "assembling_by",
     "assembling_with",
     "compile_kernel",
     "compiling_to_shared_memory",
@@ -175,20 +176,26 @@ def shipped_assemblers() -> list[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _let_threads_choose() -> Callable[[int], Any]:
-    """Has Triton assemble with `_here.tool` and edit LLVM text by `_here.edit` in threads that set them; gives its own
-    choice of a ptxas. Its settings are the whole process's, and what others compile meanwhile must find its own from
-    beginning to end."""
+    """Has Triton assemble with `_here.tool` and by `_here.assemble`, and edit LLVM text by `_here.edit`, in threads
+    that set them; gives its own choice of a ptxas. Its settings are the whole process's, and what others compile
+    meanwhile must find its own from beginning to end."""
     from triton.backends.nvidia import compiler
 
-    plain, make_llir = compiler.get_ptxas, compiler.CUDABackend.make_llir
+    backend = compiler.CUDABackend
+    plain, make_llir, make_cubin = compiler.get_ptxas, backend.make_llir, backend.make_cubin
 
     def edited(*args: Any, **kwargs: Any) -> str:
         text: str = make_llir(*args, **kwargs)
         edit = getattr(_here, "edit", None)
         return text if edit is None else edit(text)
 
+    def assembled(self: Any, ptx: str, *args: Any) -> bytes:
+        by = getattr(_here, "assemble", None)
+        found: bytes = make_cubin(self, ptx, *args) if by is None else by(ptx, lambda x: make_cubin(self, x, *args))
+        return found
+
     compiler.get_ptxas = lambda arch: getattr(_here, "tool", None) or plain(arch)
-    compiler.CUDABackend.make_llir = edited
+    backend.make_llir, backend.make_cubin = edited, assembled
     if RELEASE == (3, 6):
         _skip_warp_specialization(compiler.passes.ttgpuir)
     return plain
@@ -225,6 +232,18 @@ def assembling_with(tool: Any, arch: int) -> Iterator[None]:
         yield
     finally:
         _here.tool = None
+
+
+@contextmanager
+def assembling_by(assemble: Callable[[str, Callable[[str], bytes]], bytes]) -> Iterator[None]:
+    """Kernels that this thread compiles for NVIDIA GPUs are what `assemble` gives for PTX and Triton's assembling."""
+    with _lock:
+        _let_threads_choose()
+    _here.assemble = assemble
+    try:
+        yield
+    finally:
+        _here.assemble = None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flexsp.runtime.machine_code import disassembled, unwritten
 from flexsp.runtime.triton_private import (
     FENCES_COPIES,
     SharedMemory,
@@ -25,11 +26,6 @@ from flexsp.testing.races import UNFENCED_COPY, races
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
 
-_EVENTS = re.compile(
-    r"(?P<start>wgmma\.commit_group)|wgmma\.wait_group\S*\s+(?P<wait>\d+)|(?P<barrier>\b(?:bar|barrier\.cta)\.sync\b)"
-    r"|(?P<copy>\bcp\.async\.(?!wait|commit|bulk\.(?:wait|commit))\S*)"
-    r"|(?P<label>\$\w+):|\bbra(?:\.uni)?\s+(?P<jump>\$\w+);"
-)
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -44,6 +40,7 @@ class Compiled:
     spills: int
     ptx: str
     assembler: int  # 129 is CUDA 12.9
+    unwritten: list[str]  # instructions that read registers which nothing wrote
 
     @property
     def waits_first(self) -> bool:
@@ -73,46 +70,16 @@ class Compiled:
 
     @property
     def races(self) -> list[str]:
-        """Races on shared memory; also that some accesses could not be looked at.
+        """Races on shared memory; also that some of the kernel could not be looked at.
 
         Left out are fences that a release of Triton leaves out of all kernels, see `FENCES_COPIES`.
         """
         answer = races(self.ptx)
         found = [x for x in answer.found if FENCES_COPIES or not x.endswith(UNFENCED_COPY)]
         unseen = [f"{answer.unseen} of {answer.accesses} accesses not looked at"] if answer.unseen else []
+        unseen += [f"{answer.unfollowed} ways of branches not followed"] if answer.unfollowed else []
+        unseen += [f"{answer.missed} instructions not reached"] if answer.missed else []
         return [*found, *unseen]
-
-    @property
-    def early_copies(self) -> list[str]:
-        """Copies into shared memory after a wait for matrix products that has its barrier before it and not behind it.
-
-        A group of four warps waits for its own products alone. Triton before 3.10 may take a barrier between the start
-        of a product and the wait for it as enough for what it reads to be overwritten (its issue 11047): another group
-        may not have waited yet. No other missing barrier is looked for. In the order of the text, each loop twice;
-        whether both are of one buffer is not looked at.
-        """
-        if int(re.findall(r"\.reqntid (\d+)", self.ptx)[0]) <= 128:
-            return []
-        events = list(_EVENTS.finditer(self.ptx))
-        places = {event["label"]: i for i, event in enumerate(events) if event["label"]}
-        found, taken, started, crossed, unordered, i = [], set[int](), 0, False, False, 0
-        while i < len(events):
-            event, kind = events[i], events[i].lastgroup
-            if kind == "start":
-                started += 1
-            elif kind == "wait":
-                unordered |= started > 0 and crossed
-                started = min(started, int(event["wait"]))
-                crossed &= started > 0
-            elif kind == "barrier":
-                crossed, unordered = started > 0, False
-            elif kind == "copy" and unordered:
-                found.append(event[0])
-            elif kind == "jump" and places.get(event["jump"], i) < i and i not in taken:
-                taken.add(i)
-                i = places[event["jump"]]
-            i += 1
-        return found
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int = 90) -> Compiled:
@@ -159,9 +126,11 @@ def _resources(name: str, out: Any) -> Compiled:
         file.write(out.asm["cubin"])
         file.flush()
         usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        sass = subprocess.run([cuobjdump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    listing = disassembled(out.asm["cubin"])
+    assert listing is not None, "found no nvdisasm"
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", listing))
     toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION
     assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
-    return Compiled(name, found["REG"], found["STACK"], out.metadata.shared, spills, out.asm["ptx"], assembler)
+    sizes = found["REG"], found["STACK"], out.metadata.shared, spills
+    return Compiled(name, *sizes, out.asm["ptx"], assembler, unwritten(listing))

@@ -76,6 +76,10 @@ class Ptx:
         found: list[Instruction] = []
         labels: dict[str, int] = {}
         line, text = 0, ""
+        # A branch by an index names a list of labels, which stands on lines of its own: they become its operands.
+        lists = {x[1]: re.sub(r"\s+", " ", x[2]) for x in re.finditer(r"(\$\w+):\s*\.branchtargets([^;]*);", body)}
+        body = re.sub(r"\$\w+:\s*\.branchtargets[^;]*;", "", body)
+        body = re.sub(r"(brx\.idx(?:\.uni)?\s+%\w+),\s*(\$\w+);", lambda x: f"{x[1]}, {lists[x[2]]};", body)
         for row in (x.strip() for x in body.splitlines()):
             if row.startswith(".loc"):
                 line = int(row.split()[2])
@@ -176,7 +180,8 @@ class Integers:
         bits, signed = bits_of(kind), kind.startswith("s")
         if base == "cvt":
             return self._converted(it, values[0])
-        return _wrapped(_OPERATIONS[base](it, values, bits, signed), 1 if base == "setp" else bits, signed)
+        to = 1 if base == "setp" else 2 * bits if "wide" in it.parts else bits
+        return _wrapped(_OPERATIONS[base](it, values, bits, signed), to, signed)
 
     def _selected(self, values: Sequence[Number]) -> Number:
         a, b, which = values
@@ -201,16 +206,6 @@ def _product(it: Instruction, values: Sequence[Any], bits: int, signed: bool) ->
     return found + values[2] if len(values) > 2 else found
 
 
-def _wide(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Results of mul.wide and mad.wide have twice the bits: they are not cut here, and 64 bits are never cut."""
-
-    def run(it: Instruction, values: Sequence[Any], bits: int, signed: bool) -> Any:
-        found = f(it, values, bits, signed)
-        return found if "wide" in it.parts else _wrapped(found, bits, signed)
-
-    return run
-
-
 def _shifted_right(it: Instruction, values: Sequence[Any], bits: int, signed: bool) -> Any:
     if bits == 64 and not signed:
         return (values[0].astype(np.uint64) >> values[1].astype(np.uint64)).astype(np.int64)
@@ -218,7 +213,9 @@ def _shifted_right(it: Instruction, values: Sequence[Any], bits: int, signed: bo
 
 
 def _field(it: Instruction, values: Sequence[Any], bits: int, signed: bool) -> Any:
-    return _shifted_right(it, values, bits, False) & ((1 << values[2]) - 1)
+    field = _shifted_right(it, values, bits, signed) & ((1 << values[2]) - 1)
+    highest = 1 << np.maximum(values[2] - 1, 0)
+    return np.where(field & highest != 0, field - 2 * highest, field) if signed else field
 
 
 def _inserted(it: Instruction, values: Sequence[Any], bits: int, signed: bool) -> Any:
@@ -272,8 +269,8 @@ def _same(it: Instruction, values: Sequence[Any], bits: int, signed: bool) -> An
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "mov": _same, "cvta": _same, "cvt": _same, "selp": _same, "setp": _compared, "mul": _wide(_product),
-    "mad": _wide(_product), "shr": _shifted_right, "bfe": _field, "bfi": _inserted, "prmt": _permuted, "shfl": _of_lane,
+    "mov": _same, "cvta": _same, "cvt": _same, "selp": _same, "setp": _compared, "mul": _product,
+    "mad": _product, "shr": _shifted_right, "bfe": _field, "bfi": _inserted, "prmt": _permuted, "shfl": _of_lane,
     "lop3": _by_table, "add": _of_two(np.add), "sub": _of_two(np.subtract), "and": _of_two(np.bitwise_and),
     "or": _of_two(np.bitwise_or), "xor": _of_two(np.bitwise_xor), "min": _of_two(np.minimum),
     "max": _of_two(np.maximum), "rem": _divided(np.fmod), "div": _divided(lambda a, b: a / b),

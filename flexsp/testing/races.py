@@ -6,7 +6,9 @@ are done; the barrier has to come after it, and what they read has to be fenced 
 memory write until a wait says so. Within a warp, the order is that of the instructions; barriers of a warp are not
 looked at. Nor is a store by which several warps write what they all hold to one place, as Triton lets them.
 
-Branches whose conditions are not known are followed both ways, loops a few times around.
+Branches whose conditions are not known are followed both ways, loops a few times around, but not in all combinations;
+in the end also what a condition that is known kept from being reached.
+What is not followed or not looked at is counted.
 """
 
 from __future__ import annotations
@@ -25,22 +27,27 @@ __all__ = ["UNFENCED_COPY", "Races", "races"]
 
 UNFENCED_COPY = "reads what was not fenced since it was copied"
 
-_SIZE = 232448  # bytes of shared memory that a block may have, plus none
-_TRIPS, _PATHS = 3, 48
+_SIZE = 232448  # bytes of shared memory that a block may have
+_TRIPS, _PATHS = 3, 64
 _ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 _SWIZZLE = (16, 128, 64, 32)  # bytes of a row, by the two highest bits of a matrix's descriptor
+_JUMPS = ("bra", "brx", "ret", "exit", "call", "trap")
 _NO_MEMORY = ("st", "red", "prefetch", "griddepcontrol", "membar", "nanosleep", "ld", "atom", "prefetchu")
 
 Span = tuple[int, int]
+Way = tuple[int, int]  # of a branch: its place, and where it goes
 
 
 @dataclass(frozen=True)
 class Races:
-    """What was found: one line a race; and accesses whose addresses are not known, which were not looked at."""
+    """What was found: one line a race; of `accesses`, those `unseen` since their addresses are not known; how many
+    ways of branches were not followed, and how many instructions `missed` since no way leads to them."""
 
     found: tuple[str, ...]
     accesses: int
     unseen: int
+    unfollowed: int
+    missed: int
 
 
 @dataclass
@@ -166,7 +173,7 @@ class _Path:
 
     def __init__(self, threads: int) -> None:
         self.integers, self.memory = Integers(threads), _Memory()
-        self.taken: dict[tuple[int, bool], int] = {}
+        self.taken: dict[Way, int] = {}
 
     def fork(self) -> _Path:
         other = copy.copy(self)
@@ -181,43 +188,71 @@ class _Search:
         self.accesses = self.unseen = 0
 
     def run(self) -> Races:
-        todo, paths = [(0, _Path(self.ptx.threads))], 0
-        while todo and paths < _PATHS:
-            at: int | None
-            at, path = todo.pop()
-            paths += 1
-            while at is not None and at < len(self.ptx.instructions):
-                it = self.ptx.instructions[at]
-                jumps = it.parts[0] in ("bra", "ret", "exit")
-                at = self._jump(it, at, path, todo) if jumps else self._step(it, at, path)
-        return Races(tuple(self.found), self.accesses, self.unseen)
+        self.todo: list[tuple[Way, _Path]] = []
+        self.followed: set[Way] = set()
+        self.reached: set[int] = set()
+        self.left_out: dict[Way, _Path] = {}
+        self._follow(0, _Path(self.ptx.threads))
+        for _ in range(_PATHS):
+            way, path = self._next()
+            if path is None:
+                break
+            self._take(way, path)
+            self._follow(way[1], path)
+        left = {way for way, _ in self.todo} - self.followed
+        missed = len(self.ptx.instructions) - len(self.reached)
+        return Races(tuple(self.found), self.accesses, self.unseen, len(left), missed)
 
-    def _jump(self, it: Instruction, at: int, path: _Path, todo: list[tuple[int, _Path]]) -> int | None:
-        if it.parts[0] != "bra":
+    def _next(self) -> tuple[Way, _Path | None]:
+        """A way to follow: one that was not yet; one that a condition excluded, as what is done every so many turns of
+        a loop; any other."""
+        new = [i for i, (way, _) in enumerate(self.todo) if way not in self.followed]
+        excluded = [way for way in self.left_out if way[1] not in self.reached]
+        if not new and excluded:
+            return excluded[0], self.left_out.pop(excluded[0])
+        return self.todo.pop(new[-1] if new else -1) if self.todo else ((0, 0), None)
+
+    def _follow(self, at: int | None, path: _Path) -> None:
+        """To the end, on one way; the others of its branches are left to do."""
+        while at is not None and at < len(self.ptx.instructions):
+            it = self.ptx.instructions[at]
+            self.reached.add(at)
+            at = self._jump(it, at, path) if it.parts[0] in _JUMPS else self._step(it, at, path)
+
+    def _take(self, way: Way, path: _Path) -> None:
+        path.taken[way] = path.taken.get(way, 0) + 1
+        self.followed.add(way)
+
+    def _jump(self, it: Instruction, at: int, path: _Path) -> int | None:
+        if it.parts[0] in ("call", "trap"):
+            self._refuse(it)
+        if it.parts[0] in ("ret", "exit"):
             return None if it.guard is None else at + 1
-        target, mask = self.ptx.labels[it.operands[0]], path.integers.mask(it)
-        if it.guard is None or (mask is not None and mask.all()):
-            return target
-        if mask is not None and not mask.any():
-            return at + 1
-        ways = [(to, (at, to == target)) for to in (target, at + 1) if path.taken.get((at, to == target), 0) < _TRIPS]
-        for to, way in ways[1:]:
-            other = path.fork()
-            other.taken[way] = other.taken.get(way, 0) + 1
-            todo.append((to, other))
-        for to, way in ways[:1]:
-            path.taken[way] = path.taken.get(way, 0) + 1
-            return to
-        return None
+        by_index = it.parts[0] == "brx"
+        targets = [self.ptx.labels[x] for x in it.operands[by_index:]]
+        mask = path.integers.mask(it)
+        if it.guard is not None:
+            taken, passed = mask is None or mask.any(), mask is None or not mask.all()
+            for to in [*([] if taken else targets), *([] if passed else [at + 1])]:
+                if to not in self.reached and (at, to) not in self.left_out:
+                    self.left_out[(at, to)] = path.fork()
+            targets = [*(targets if taken else []), *([at + 1] if passed else [])]
+        ways = [(at, to) for to in dict.fromkeys(targets) if len(targets) == 1 or path.taken.get((at, to), 0) < _TRIPS]
+        if not ways:
+            return None
+        wanted = [x for x in ways[1:] if x not in self.followed or len(self.todo) < _PATHS]
+        self.todo += [(way, path.fork()) for way in wanted]
+        if len(targets) > 1:
+            self._take(ways[0], path)
+        return ways[0][1]
 
     def _step(self, it: Instruction, at: int, path: _Path) -> int:
         base, parts, memory = it.parts[0], it.parts, path.memory
         shared = any(x.startswith("shared") for x in parts)
         if base in ("bar", "barrier"):
-            if "warp" not in parts:
-                memory.barrier()
+            self._barrier(it, memory)
         elif base == "fence":
-            memory.fences += 1
+            memory.fences += "proxy" in parts
         elif base == "wgmma":
             self._matrix(it, path)
         elif base == "cp":
@@ -225,12 +260,23 @@ class _Search:
         elif base in ("ldmatrix", "stmatrix") or (base in ("ld", "st") and shared):
             self._access(it, path)
         elif base == "mbarrier" or (base in ("atom", "red") and shared):
-            raise NotImplementedError(f"{it.text}: not looked at by this search for races")
+            self._refuse(it)
         elif base in ("ld", "atom"):
             path.integers.forget(it.operands[0])
         elif base not in _NO_MEMORY:
             path.integers.run(it)
         return at + 1
+
+    def _refuse(self, it: Instruction) -> None:
+        raise NotImplementedError(f"{it.text}: not looked at by this search for races")
+
+    def _barrier(self, it: Instruction, memory: _Memory) -> None:
+        """Of all threads; those of a warp change nothing here, and others are refused."""
+        if "warp" in it.parts:
+            return
+        if not {"sync", "red"} & set(it.parts) or it.operands not in (("0",), ("0", str(self.ptx.threads))):
+            self._refuse(it)
+        memory.barrier()
 
     def _tell(self, it: Instruction, found: Iterable[str]) -> None:
         for text in found:
@@ -247,6 +293,8 @@ class _Search:
         known = path.integers.mask(it) if it.guard is not None else None
         mask = mask if known is None else mask & known
         at = start[mask][:, None] + np.arange(width)
+        if at.size and not 0 <= at.min() <= at.max() < _SIZE:
+            raise ValueError(f"{it.text}: expected addresses of shared memory, got {at.min()} to {at.max()}")
         return at, np.broadcast_to(self.warps[mask][:, None], at.shape)
 
     def _access(self, it: Instruction, path: _Path) -> None:
@@ -265,13 +313,15 @@ class _Search:
 
     def _copied(self, it: Instruction, path: _Path) -> None:
         memory = path.memory
-        if "commit_group" in it.parts:
+        if "commit_group" in it.parts or "wait_all" in it.parts:
             memory.copy_groups.append(memory.copies)
             memory.copies = []
-        elif "wait_group" in it.parts or "wait_all" in it.parts:
+        if "wait_group" in it.parts or "wait_all" in it.parts:
             memory.wait_for_copies(int(it.operands[0]) if it.operands else 0)
+        elif "commit_group" in it.parts:
+            return
         elif "bulk" in it.parts:
-            raise NotImplementedError(f"{it.text}: not looked at by this search for races")
+            self._refuse(it)
         else:
             touched = self._bytes(it, path, it.operands[0], int(it.operands[2], 0))
             if touched is not None:

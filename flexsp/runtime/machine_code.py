@@ -1,0 +1,239 @@
+"""Looks in assembled kernels for registers that are read before anything wrote them.
+
+Where a kernel has more values than registers, ptxas (12.8 to 13.4 were tried) may put the one instruction that makes a
+constant behind its first use. Seen of `stmatrix`: of four registers that it stores, one held what another kernel had
+left there. The results are wrong and differ from call to call, and compute-sanitizer finds nothing. Such kernels are
+assembled again with another limit of registers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexsp.runtime import triton_private as private
+
+__all__ = ["assembled", "disassembled", "stack_of", "unwritten"]
+
+_LEAST = 64  # registers
+_NO_RESULT = ("ST", "RED.", "BAR", "BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "WARPSYNC", "BSYNC", "BSSY", "R2P",
+              "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "SYNCS", "NANOSLEEP", "SUST")  # fmt: skip
+_MERGES = ("LOP3", "PRMT", "P2R", "BFI")  # what they leave as it is of their result counts as no use
+_PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
+_REGISTER = re.compile(r"\b(U?)R(\d+)(\.64)?")
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    address: str
+    text: str
+    predicated: bool
+    operation: str
+    operands: tuple[str, ...]
+
+    @staticmethod
+    def of(address: str, text: str) -> _Instruction:
+        guard, rest = text.split(None, 1) if text.startswith("@") else ("", text)
+        operation, _, operands = rest.partition(" ")
+        split = re.split(r",(?![^\[]*\])", operands) if operands.strip() else []
+        return _Instruction(address, text, guard not in ("", "@PT"), operation, tuple(x.strip() for x in split))
+
+    @property
+    def result(self) -> int | None:
+        """The place of the operand that is written; predicates may stand before it."""
+        if self.operation.startswith(_NO_RESULT) or "SETP" in self.operation:
+            return None
+        at = next((i for i, x in enumerate(self.operands) if not _PREDICATE.match(x)), None)
+        return None if at is None or not re.match(r"U?R\d", self.operands[at]) else at
+
+    @property
+    def writes(self) -> int:
+        """A bit for each register. Rather too many than too few."""
+        at = self.result
+        return 0 if at is None else _bits(self.operands[at], self._width())
+
+    @property
+    def reads(self) -> int:
+        """A bit for each register. Rather too few than too many; of products in tensor memory none."""
+        if self.operation.startswith("UTC"):
+            return 0
+        at, found = self.result, 0
+        for i, operand in enumerate(self.operands):
+            if i == at:
+                continue
+            if operand.startswith("gdesc"):
+                found |= _descriptors(operand, self.operands[1].startswith("R"))
+                continue
+            stored = self.operation.startswith("ST") and re.match(r"R\d", operand)
+            found |= _bits(operand, self._stored() if stored else self._product_operand(i))
+        return found & ~self.writes if self.operation.startswith(_MERGES) else found
+
+    def _width(self) -> int:
+        op, parts = self.operation, self.operation.split(".")
+        if shape := re.match(r"HGMMA\.(?:SP\.)?64x(\d+)", op):
+            return int(shape[1]) // 2
+        if op.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "OMMA")):
+            return 4
+        if op.startswith("LDTM"):
+            return max(int(x) for x in re.findall(r"\d+", op))
+        if op.startswith("LDSM"):
+            return int(parts[-1]) if parts[-1].isdigit() else 1
+        two = "WIDE" in op or "64" in op or parts[0].endswith("2") or op.startswith(("D", "CS2"))
+        return 8 if "256" in parts else 4 if "128" in parts else 2 if two else 1
+
+    def _stored(self) -> int:
+        parts = self.operation.split(".")
+        if parts[0] == "STSM":
+            return int(parts[-1]) if parts[-1].isdigit() else 1
+        if parts[0] == "STTM":
+            return int(next(iter(re.findall(r"\.x(\d+)", self.operation)), 1))
+        return 4 if "128" in parts else 2 if "64" in parts else 1
+
+    def _product_operand(self, i: int) -> int:
+        """Registers of operand i: more than one of products of a warp group; of others the first is looked at."""
+        if not self.operation.startswith("HGMMA") or not self.operands[i].startswith("R"):
+            return 1
+        return 4 if i == 1 else self._width() if i == 3 else 1
+
+
+def _bits(operand: str, width: int) -> int:
+    found = 0
+    for uniform, number, wide in _REGISTER.findall(operand):
+        for n in range(int(number), int(number) + max(width, 2 if wide else 1)):
+            found |= 1 << (n + 256 * bool(uniform))
+    return found
+
+
+def _descriptors(operand: str, second: bool) -> int:
+    """Of a product's operands in shared memory: two registers for the first and two for the second, or only these."""
+    first = int(operand.split("UR")[1].split("]")[0]) + 256
+    return (0b1100 if second else 0b1111) << first
+
+
+def unwritten(listing: str) -> list[str]:
+    """Instructions that read registers which no instruction before them can have written, on any way to them.
+
+    Args:
+        listing: of one kernel for NVIDIA GPUs from sm_80, as nvdisasm prints it.
+
+    Raises:
+        ValueError: there is no instruction.
+    """
+    code, ways = _graph(listing)
+    if not code:
+        raise ValueError(f"listing: expected instructions as nvdisasm prints them, got {listing[:80]!r}")
+    known: dict[int, int] = {0: 0b10}  # R1, the stack, is there from the beginning
+    todo = [0]
+    effects = [(x.writes, x.reads) for x in code]
+    while todo:
+        at = todo.pop()
+        after = known[at] | effects[at][0]
+        for to in ways[at]:
+            if after | known.get(to, 0) != known.get(to):
+                known[to] = after | known.get(to, 0)
+                todo.append(to)
+    return [f"{code[at].address}: {code[at].text}" for at, held in sorted(known.items()) if effects[at][1] & ~held]
+
+
+def _graph(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
+    """All instructions, and for each the places of those that may come next."""
+    code: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    for row in listing.splitlines():
+        if label := re.match(r"\s*([.$\w]+):\s*$", row):
+            labels[label[1]] = len(code)
+        elif found := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", row):
+            code.append(_Instruction.of(found[1], found[2]))
+    returns = [i + 1 for i, x in enumerate(code) if x.operation.startswith("CALL")]
+    ways = [[to for to in _next(i, x, labels, returns) if to < len(code)] for i, x in enumerate(code)]
+    return code, ways
+
+
+def _next(at: int, it: _Instruction, labels: dict[str, int], returns: list[int]) -> Iterable[int]:
+    op = it.operation
+    named = [labels[x] for x in re.findall(r"[.$\w]+", it.text) if x in labels]
+    conditional = it.predicated or any(_PREDICATE.match(x) for x in it.operands)
+    if op.startswith("CALL"):  # what comes behind it is reached from the callee's end
+        return named or [at + 1]
+    if op.startswith("RET"):
+        return [*returns, *([at + 1] if conditional else [])]
+    if op.startswith(("BRX", "JMX")):
+        return named or labels.values()
+    if op.startswith(("BRA", "JMP")):
+        return [*named, *([at + 1] if conditional else [])]
+    if op.startswith("EXIT"):
+        return [at + 1] if conditional else []
+    return [at + 1]
+
+
+def stack_of(cubin: bytes) -> int:
+    """Bytes of stack that a kernel has, which it needs when its values do not fit into registers."""
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    table = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    found = [0]
+    for name, _, _, _, start, length in table:
+        if cubin.startswith(b".nv.info\0", table[names][4] + name):
+            frames = re.findall(rb"\x04\x11\x08\x00....(....)", cubin[start : start + length], re.DOTALL)
+            found += [int.from_bytes(x, "little") for x in frames]
+    return max(found)
+
+
+def _disassemblers() -> list[Path]:
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    return [x for x in (private.tool("nvdisasm"), toolkit / "nvdisasm") if x.exists()]
+
+
+def disassembled(cubin: bytes) -> str | None:
+    """A kernel's instructions; None, with a warning, if no nvdisasm is there that can read it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        for program in _disassemblers():
+            done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stdout
+    message = "kernels that spill registers are not checked: found no nvdisasm, with Triton or in CUDA_HOME, that can"
+    warnings.warn(f"{message} read them", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
+    """What `assemble` makes of `ptx`; with other limits of registers as long as some are read that nothing wrote.
+
+    Kernels without a stack are taken as they are.
+
+    Raises:
+        RuntimeError: it is so with all limits.
+    """
+    for text in _with_limits(ptx):
+        cubin = assemble(text)
+        listing = disassembled(cubin) if stack_of(cubin) else None
+        found = unwritten(listing) if listing is not None else []
+        if not found:
+            return cubin
+    kernel = re.search(r"\.entry\s+(\w+)", ptx)
+    raise RuntimeError(
+        f"{kernel[1] if kernel else 'kernel'}: expected ptxas to write every register before it is read, got"
+        f" {found[0]} with every limit of registers; please report this, and try another ptxas"
+    )
+
+
+def _with_limits(ptx: str) -> Iterator[str]:
+    """The kernel as it is; with a few registers less, so that as many blocks run side by side; with many."""
+    yield ptx
+    given = re.search(r"\.maxnreg\s+(\d+)", ptx)
+    limit = int(given[1]) if given else 255
+    limits = [*(limit - 8 * i for i in range(1, 5)), 255, 240, 224, 208, 192]
+    for n in dict.fromkeys(x for x in limits if x >= _LEAST and x != limit):
+        if given:
+            yield ptx.replace(given[0], f".maxnreg {n}")
+        else:
+            yield re.sub(r"(\.reqntid[^\n]*\n)", rf"\1.maxnreg {n}\n", ptx, count=1)

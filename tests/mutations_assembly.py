@@ -1,0 +1,41 @@
+"""Mutations of what looks at the assembly and the machine code of kernels."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["ASSEMBLY"]
+
+_RACES = "tests/test_races.py"
+_CODE = "tests/test_machine_code.py"
+
+ASSEMBLY = [
+    *_in(
+        "flexsp/testing/races.py",
+        ("self.done += self.product_groups.pop(0)", "self.product_groups.pop(0)", "waits are barriers", _RACES),
+        ('+= "proxy" in parts', "+= 1", "all fences are those of proxies", _RACES),
+        ("for x in ways[1:] if", "for x in ways[2:] if", "one way of a branch is followed", _RACES),
+        ("if not new and excluded:", "if False:", "what is done every so many turns is not seen", _RACES),
+    ),
+    *_in(
+        "flexsp/testing/ptx.py",
+        ('2 * bits if "wide"', 'bits if "wide"', "wide products are cut", "tests/test_ptx.py"),
+        ("field - 2 * highest", "field", "fields have no sign", "tests/test_ptx.py"),
+    ),
+    *_in(
+        "flexsp/runtime/machine_code.py",
+        ("if effects[at][1] & ~held]", "if not held]", "nothing is unwritten", _CODE),
+        ("        if not found:\n", "        if True:\n", "unwritten registers are taken", _CODE),
+        ("if parts[-1].isdigit() else 1\n        if parts", "if False else 1\n        if parts",
+         "stmatrix stores one register", _CODE),
+        ("if stack_of(cubin) else None", "if not stack_of(cubin) else None", "kernels that spill are not looked at",
+         _CODE, "tests/test_triton_private.py"),
+        ("return [*returns, *([at + 1]", "return [*([at + 1]", "nothing comes behind a call", _CODE),
+    ),
+    *_in(
+        "flexsp/runtime/launch.py",
+        ("private.assembling_by(machine_code.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
+         "kernels are not looked at", "tests/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
+    ),
+]
+# ruff: noqa: E501 (texts of code are kept whole)

@@ -24,7 +24,9 @@ ASSEMBLY = [
     ),
     *_in(
         "flexsp/runtime/machine_code.py",
-        ("if effects[at][1] & ~held]", "if not held]", "nothing is unwritten", _CODE),
+        ("if effects[at][1] & ~held and not", "if not held and not", "nothing is unwritten", _CODE),
+        ("(after >> source & 1) << to", "1 << to", "copies of nothing are written", _CODE),
+        ("x.moves if followed or x not in stack else []", "x.moves", "what is stored anywhere is not seen", _CODE),
         ("        if not found:\n", "        if True:\n", "unwritten registers are taken", _CODE),
         ("if parts[-1].isdigit() else 1\n        if parts", "if False else 1\n        if parts",
          "stmatrix stores one register", _CODE),

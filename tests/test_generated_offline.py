@@ -71,7 +71,13 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 856},
     },
 }
-STACK_OF_PTXAS = {(134, "deltanet", "ranks"): {"collect": 56}}  # where a release of ptxas takes more
+# Where a release of ptxas takes more.
+STACK_OF_PTXAS = {
+    (131, "deltanet", "ranks"): {"back": 56},
+    (133, "deltanet", "ranks"): {"back": 48},
+    (133, "gla", "whole"): {"prepare0": 8},
+    (134, "deltanet", "ranks"): {"collect": 56},
+}
 WALKS = ("summarize", "output", "states", "collect", "back")
 
 

@@ -46,9 +46,28 @@ FOUR = ["MOV R4, RZ", "MOV R5, RZ", "MOV R7, RZ"]
         (["SHFL.BFLY PT, R3, R1, 0x2, 0x1f", "FADD R4, R3, R3"], []),
         (["PRMT R3, RZ, 0x7610, R3", "FADD R4, R3, R3"], []),
         (["@P0 MOV R3, 0x1", "FADD R4, R3, R3"], []),
+        (["MOV R3, R4", "EXIT"], []),
+        (["MOV R3, R4", "IMAD.MOV.U32 R5, RZ, RZ, R3", "FADD R6, R5, R5"], [2]),
+        (["MOV R4, RZ", "MOV R3, R4", "FADD R6, R3, R3"], []),
     ],
 )
 def test_what_is_read(rows: list[str], want: list[int]) -> None:
+    assert places(*rows) == want
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        (["MOV R4, RZ", "STL [R1+0x8], R4", "LDL R5, [R1+0x8]", "FADD R6, R5, R5"], []),
+        (["MOV R4, RZ", "STL [R1+0x8], R4", "LDL.LU R5, [R1+0xc]", "FADD R6, R5, R5"], [3]),
+        (["STL [R1], R4", "LDL R5, [R1]", "EXIT"], []),
+        (["STL [R1], R4", "LDL R5, [R1]", "FADD R6, R5, R5"], [2]),
+        (["MOV R5, RZ", "STL.64 [R1], R4", "LDL R6, [R1+0x4]", "FADD R6, R6, R6"], []),
+        (["MOV R5, RZ", "STL.64 [R1], R4", "LDL.128 R8, [R1]", "FADD R6, R9, R9", "FADD R6, R8, R8"], [4]),
+        (["MOV R2, RZ", "STL [R2], R2", "LDL R5, [R1+0x8]", "FADD R6, R5, R5"], []),  # anywhere
+    ],
+)
+def test_the_stack(rows: list[str], want: list[int]) -> None:
     assert places(*rows) == want
 
 

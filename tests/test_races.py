@@ -159,10 +159,10 @@ def test_both_ways_of_a_branch_are_followed(branch: str, which: str) -> None:
 
 
 SWITCH = """
-$L_brx_0: .branchtargets
+{label}: .branchtargets
 	$L__BB0_1,
 	$L__BB0_2;
-	brx.idx 	%r7, $L_brx_0;
+	brx.idx 	%r7, {label};
 $L__BB0_1:
 bar.sync 0;
 bra.uni $L__BB0_3;
@@ -173,9 +173,10 @@ ld.shared.b32 %r4, [%r3];
 """
 
 
+@pytest.mark.parametrize("label", ["$L_brx_0", "JTI0_0"])
 @pytest.mark.parametrize(("second", "want"), [("", 1), ("bar.sync 0;", 0)])
-def test_all_ways_of_a_switch_are_followed(second: str, want: int) -> None:
-    assert len(found("st.shared.b32 [%r2], %r1;" + SWITCH.format(second=second))) == want
+def test_all_ways_of_a_switch_are_followed(label: str, second: str, want: int) -> None:
+    assert len(found("st.shared.b32 [%r2], %r1;" + SWITCH.format(label=label, second=second))) == want
 
 
 def test_guards_count() -> None:

@@ -23,6 +23,7 @@ from flexsp.runtime import triton_private as private
 __all__ = ["assembled", "disassembled", "stack_of", "unwritten"]
 
 _LEAST = 64  # registers
+_STACK = 512  # words of the stack have numbers behind those of registers, 0 to 255, and of uniform ones
 _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "WARPSYNC", "BSYNC", "BSSY", "R2P",
               "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "SYNCS", "NANOSLEEP", "SUST")  # fmt: skip
 _MERGES = ("LOP3", "PRMT", "P2R", "BFI")  # what they leave as it is of their result counts as no use
@@ -75,6 +76,33 @@ class _Instruction:
             found |= _bits(operand, self._stored() if stored else self._product_operand(i))
         return found & ~self.writes if self.operation.startswith(_MERGES) else found
 
+    @property
+    def moves(self) -> list[tuple[int, int]]:
+        """(from, to) of what it does no more with than to copy it, between registers or from and to the stack.
+
+        What is written is known as little as what was read, and this is no use of it.
+        """
+        if self.operation in ("MOV", "IMAD.MOV.U32", "UMOV"):
+            found = [_number(x) for x in (self.operands[0], self.operands[-1])]
+            return [(found[1], found[0])] if None not in found else []  # type: ignore[list-item]
+        slot = self.slot
+        if slot is None:
+            return []
+        loads = self.operation.startswith("LDL")
+        first = _number(self.operands[not loads])
+        if first is None:
+            return []
+        pairs = [(_STACK + slot // 4 + i, first + i) for i in range(self._width())]
+        return pairs if loads else [(b, a) for a, b in pairs]
+
+    @property
+    def slot(self) -> int | None:
+        """Of an access to the stack: where, if that is stated."""
+        if not self.operation.startswith(("LDL", "STL")):
+            return None
+        found = re.match(r"\[R1(?:\+(0x[0-9a-f]+))?\]$", self.operands[self.operation.startswith("LDL")])
+        return int(found[1] or "0", 16) if found else None
+
     def _width(self) -> int:
         op, parts = self.operation, self.operation.split(".")
         if shape := re.match(r"HGMMA\.(?:SP\.)?64x(\d+)", op):
@@ -101,6 +129,12 @@ class _Instruction:
         if not self.operation.startswith("HGMMA") or not self.operands[i].startswith("R"):
             return 1
         return 4 if i == 1 else self._width() if i == 3 else 1
+
+
+def _number(operand: str) -> int | None:
+    """Of a register."""
+    found = re.match(r"(U?)R(\d+)(?:\.reuse)?$", operand)
+    return int(found[2]) + 256 * bool(found[1]) if found else None
 
 
 def _bits(operand: str, width: int) -> int:
@@ -131,15 +165,25 @@ def unwritten(listing: str) -> list[str]:
         raise ValueError(f"listing: expected instructions as nvdisasm prints them, got {listing[:80]!r}")
     known: dict[int, int] = {0: 0b10}  # R1, the stack, is there from the beginning
     todo = [0]
-    effects = [(x.writes, x.reads) for x in code]
+    stack = [x for x in code if x.operation.startswith(("LDL", "STL"))]
+    followed = all(x.slot is not None for x in stack)
+    effects = [(x.writes, x.reads, x.moves if followed or x not in stack else []) for x in code]
     while todo:
         at = todo.pop()
-        after = known[at] | effects[at][0]
+        writes, _, moves = effects[at]
+        after = known[at]
+        for source, to in moves:
+            after |= (after >> source & 1) << to
+        if not moves:
+            after |= writes
         for to in ways[at]:
             if after | known.get(to, 0) != known.get(to):
                 known[to] = after | known.get(to, 0)
                 todo.append(to)
-    return [f"{code[at].address}: {code[at].text}" for at, held in sorted(known.items()) if effects[at][1] & ~held]
+    return [
+        f"{code[at].address}: {code[at].text}"
+        for at, held in sorted(known.items()) if effects[at][1] & ~held and not effects[at][2]
+    ]  # fmt: skip
 
 
 def _graph(listing: str) -> tuple[list[_Instruction], list[list[int]]]:

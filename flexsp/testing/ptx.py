@@ -77,9 +77,9 @@ class Ptx:
         labels: dict[str, int] = {}
         line, text = 0, ""
         # A branch by an index names a list of labels, which stands on lines of its own: they become its operands.
-        lists = {x[1]: re.sub(r"\s+", " ", x[2]) for x in re.finditer(r"(\$\w+):\s*\.branchtargets([^;]*);", body)}
-        body = re.sub(r"\$\w+:\s*\.branchtargets[^;]*;", "", body)
-        body = re.sub(r"(brx\.idx(?:\.uni)?\s+%\w+),\s*(\$\w+);", lambda x: f"{x[1]}, {lists[x[2]]};", body)
+        lists = {x[1]: re.sub(r"\s+", " ", x[2]) for x in re.finditer(r"(\$?\w+):\s*\.branchtargets([^;]*);", body)}
+        body = re.sub(r"\$?\w+:\s*\.branchtargets[^;]*;", "", body)
+        body = re.sub(r"(brx\.idx(?:\.uni)?\s+%\w+),\s*(\$?\w+);", lambda x: f"{x[1]}, {lists[x[2]]};", body)
         for row in (x.strip() for x in body.splitlines()):
             if row.startswith(".loc"):
                 line = int(row.split()[2])

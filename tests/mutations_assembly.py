@@ -32,6 +32,8 @@ ASSEMBLY = [
          "stmatrix stores one register", _CODE),
         ("if stack_of(cubin) else None", "if not stack_of(cubin) else None", "kernels that spill are not looked at",
          _CODE, "tests/test_triton_private.py"),
+        ("+ 256 if found else 0", "+ 256", "a product without descriptors cannot be read", _CODE),
+        ("LookupError, TypeError, ", "TypeError, ", "what cannot be read is refused", _CODE),
         ("return [*returns, *([at + 1]", "return [*([at + 1]", "nothing comes behind a call", _CODE),
     ),
     *_in(

@@ -31,8 +31,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, fixed decay": {"dtype": "bfloat16", "K": 128, "V": 128, "learned": False},
     "bf16 128, no decay": {"dtype": "bfloat16", "K": 128, "V": 128, "gated": False, "learned": False},
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
+    "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
-QUICK = ["bf16 128", "bf16 64", "fp32 128", "bf16 128, packed", "bf16 128, no decay"]
+QUICK = ["bf16 128", "bf16 64", "fp32 128", "bf16 128, packed", "bf16 128, no decay", "bf16 16, odd sizes"]
 SLOW = ["bf16 256", "bf16 128, fixed decay"]
 TRAINING = ("bf16 128", "bf16 64")
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
@@ -46,8 +47,9 @@ KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel"}
 
 
 def compile_config(
-    dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False
-) -> list[dict[str, Any]]:
+    dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
+    B: int = 1, T: int = 32768, H: int = 32,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled.
 
     `learned`: the gate has a gradient.
@@ -61,8 +63,7 @@ def compile_config(
         return torch.empty(size, dtype=kind, device="meta")
 
     engine.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
-    B, T, H, scale = 1, 32768, 32, K**-0.5
-    kind = getattr(torch, dtype)
+    kind, scale = getattr(torch, dtype), K**-0.5
     q, k, v, do = (meta(B, T, H, n, kind=kind) for n in (K, K, V, V))
     docs = 4 if packed else 0
     state, bounds = meta(docs or B, H, K, V), meta(docs + 1, kind=torch.int64) if packed else None

@@ -110,7 +110,7 @@ class _Instruction:
         if op.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "OMMA")):
             return 4
         if op.startswith("LDTM"):
-            return max(int(x) for x in re.findall(r"\d+", op))
+            return max(map(int, re.findall(r"\d+", op)), default=1)
         if op.startswith("LDSM"):
             return int(parts[-1]) if parts[-1].isdigit() else 1
         two = "WIDE" in op or "64" in op or parts[0].endswith("2") or op.startswith(("D", "CS2"))
@@ -146,9 +146,12 @@ def _bits(operand: str, width: int) -> int:
 
 
 def _descriptors(operand: str, second: bool) -> int:
-    """Of a product's operands in shared memory: two registers for the first and two for the second, or only these."""
-    first = int(operand.split("UR")[1].split("]")[0]) + 256
-    return (0b1100 if second else 0b1111) << first
+    """Of a product's operands in shared memory: two registers for the first and two for the second, or only these.
+
+    A product that only waits for others has none.
+    """
+    found = re.search(r"UR(\d+)", operand)
+    return (0b1100 if second else 0b1111) << int(found[1]) + 256 if found else 0
 
 
 def unwritten(listing: str) -> list[str]:
@@ -244,23 +247,25 @@ def disassembled(cubin: bytes) -> str | None:
             done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return done.stdout
-    message = "kernels that spill registers are not checked: found no nvdisasm, with Triton or in CUDA_HOME, that can"
-    warnings.warn(f"{message} read them", RuntimeWarning, stacklevel=2)
+    _unchecked("found no nvdisasm, with Triton or in CUDA_HOME, that can read them")
     return None
+
+
+def _unchecked(why: str) -> None:
+    warnings.warn(f"kernels that spill registers are not checked: {why}", RuntimeWarning, stacklevel=3)
 
 
 def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
     """What `assemble` makes of `ptx`; with other limits of registers as long as some are read that nothing wrote.
 
-    Kernels without a stack are taken as they are.
+    Kernels without a stack are taken as they are; so, with a warning, are those that cannot be searched.
 
     Raises:
         RuntimeError: it is so with all limits.
     """
     for text in _with_limits(ptx):
         cubin = assemble(text)
-        listing = disassembled(cubin) if stack_of(cubin) else None
-        found = unwritten(listing) if listing is not None else []
+        found = _looked_through(cubin)
         if not found:
             return cubin
     kernel = re.search(r"\.entry\s+(\w+)", ptx)
@@ -268,6 +273,16 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
         f"{kernel[1] if kernel else 'kernel'}: expected ptxas to write every register before it is read, got"
         f" {found[0]} with every limit of registers; please report this, and try another ptxas"
     )
+
+
+def _looked_through(cubin: bytes) -> list[str]:
+    """A search that fails keeps nobody from using the kernel: newer assemblers may write what it cannot read."""
+    try:
+        listing = disassembled(cubin) if stack_of(cubin) else None
+        return unwritten(listing) if listing is not None else []
+    except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
+        _unchecked(f"the search for registers that nothing wrote failed ({type(error).__name__}: {error})")
+        return []
 
 
 def _with_limits(ptx: str) -> Iterator[str]:

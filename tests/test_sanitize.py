@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,23 @@ def test_every_case_is_taken_once(
     assert found["calls"] == 3
     assert found["failed"] == ["wide case: ValueError: K: expected at most 256, got 512"]
     assert set(found["slowest"]) == {"case 0", "case 2", "wide case"}
+
+
+def test_a_process_without_a_case_uses_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """compute-sanitizer fails where a process uses none."""
+    used: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: used.append(1))
+    monkeypatch.setattr(launch, "_compiled", {})
+    sanitize.work(tmp_path, "no such case")
+    assert used
+
+
+def test_only_that_fits_no_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--only", "gated_delta_net"])
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    with pytest.raises(SystemExit):
+        sanitize.main()
+    assert "--only: expected a part of a case's name, such as 'linear_attn 64x16" in capsys.readouterr().err
 
 
 def test_errors_of_all_processes_are_added() -> None:

@@ -78,6 +78,7 @@ def work(claims: Path, only: str) -> None:
 
     from flexsp.runtime import launch
 
+    torch.cuda.synchronize()  # a tool lets a process fail that uses no GPU, and others may have taken all cases
     calls, failed = 0, []
     for index, (name, call) in enumerate(case for case in cases() if only in case[0]):
         try:
@@ -215,6 +216,8 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer: not found; it comes with the CUDA toolkit", file=sys.stderr)
         return 1
+    if not any(args.only in name for name, _ in cases()):
+        parser.error(f"--only: expected a part of a case's name, such as {next(cases())[0]!r}, got {args.only!r}")
     import torch
 
     from flexsp.bench.record import environment, save

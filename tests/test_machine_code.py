@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from flexsp.runtime import machine_code
+from flexsp.runtime import triton_private as private
 from flexsp.runtime.machine_code import assembled, unwritten
 
 
@@ -49,6 +52,28 @@ READS: list[tuple[list[str], list[int]]] = [
     (["MOV R3, R4", "EXIT"], []),
     (["MOV R3, R4", "IMAD.MOV.U32 R5, RZ, RZ, R3", "FADD R6, R5, R5"], [2]),
     (["MOV R4, RZ", "MOV R3, R4", "FADD R6, R3, R3"], []),
+    (["MOV R4, RZ", "HFMA2 R5, -RZ, RZ, 0, 0", "STS.128 [R1], R4", "MOV R7, RZ"], [2]),
+    (["HFMA2 R5, -RZ, RZ, 0, 0", "FADD R7, R6, R5"], [1]),
+    (["CS2R.32 R4, SR_CLOCKLO", "FADD R7, R4, R5"], [1]),
+    (["SHF.R.U64 R4, RZ, 0x2, RZ", "FADD R7, R4, R5"], [1]),
+    (["FADD2 R4, RZ, RZ", "FADD R7, R4, R5"], []),
+    (["F2F.F32.F64 R4, RZ", "FADD R7, R4, R5"], [1]),
+    (["F2F.F64.F32 R4, RZ", "FADD R7, R4, R5"], []),
+    (["I2F.F64 R4, RZ", "FADD R7, R4, R5"], []),
+    (["I2F.U64 R4, RZ", "FADD R7, R4, R5"], [1]),
+    (["F2I.S64.F64.TRUNC R4, RZ", "FADD R7, R4, R5"], []),
+    (["MUFU.RCP64H R4, RZ", "FADD R7, R4, R5"], [1]),
+    (["MOV R4, RZ", "DADD R6, R4, R4"], [1]),
+    (["MOV R4, RZ", "MOV R5, RZ", "DFMA R6, R4, -R4, |R4|", "DADD R8, R6, R6"], []),
+    (["MOV R4, RZ", "IMAD.WIDE R6, R4, 0x4, R4"], [1]),
+    (["MOV R4, RZ", "IMAD.WIDE R6, R4, 0x4, RZ"], []),
+    (["UMOV UR4, URZ", "LDG.E R8, desc[UR4][UR4]"], [1]),
+    (["CS2R R4, SRZ", "UMOV UR4, URZ", "UMOV UR5, URZ", "LDG.E.ENL2.256 R8, R12, desc[UR4][R4.64]",
+      "FADD R1, R11, R15"], []),
+    (["CS2R R4, SRZ", "ATOMG.E.ADD.F32x4.RN.STRONG.GPU PT, R12, [R4.64], RZ", "FADD R1, R12, R15"], []),
+    (["UMOV UR6, URZ", "SYNCS.ARRIVE.TRANS64.A1T0 R4, [UR6], RZ", "IADD3 R6, R4, R5, RZ"], []),
+    (["SYNCS.EXCH.64 URZ, [UR6], UR8"], [0]),
+    (["LDSM.8.MT1616.2 R8, [R1]", "FADD R1, R8, R11"], []),
 ]
 
 
@@ -65,6 +90,8 @@ STACK: list[tuple[list[str], list[int]]] = [
     (["MOV R5, RZ", "STL.64 [R1], R4", "LDL R6, [R1+0x4]", "FADD R6, R6, R6"], []),
     (["MOV R5, RZ", "STL.64 [R1], R4", "LDL.128 R8, [R1]", "FADD R6, R9, R9", "FADD R6, R8, R8"], [4]),
     (["MOV R2, RZ", "STL [R2], R2", "LDL R5, [R1+0x8]", "FADD R6, R5, R5"], []),  # anywhere
+    (["MOV R2, RZ", "STL [R1], R2", "IADD3 R1, R1, -0x8, RZ", "LDL R5, [R1+0x8]", "FADD R6, R5, R5"], []),
+    (["IADD3 R1, R1, -0x8, RZ", "MOV R2, RZ", "STL [R1], R2", "LDL R5, [R1+0x8]", "FADD R6, R5, R5"], [4]),
 ]
 
 
@@ -91,6 +118,20 @@ PRODUCTS: list[tuple[list[str], list[int]]] = [
     ([*ZEROS[:2], "UMOV UR14, URZ", "STTM.16dp32bit_t0_t15.x4 tmem[UR14+0x10], R24"], [3]),
     (["UMOV UR14, URZ", "LDTM.16dp32bit_t0_t15.x16 R20, tmem[UR14]", "FADD R1, R35, R20"], []),
     ([*ZEROS, "HMMA.16816.F32.BF16 R4, R24, R26, RZ", "FADD R1, R7, R4"], []),
+    ([*ZEROS[:3], "HMMA.16816.F32.BF16 R4, R24, R24, RZ"], [3]),
+    ([*ZEROS[:1], "HMMA.16816.F32.BF16 R4, RZ, R24, RZ"], [1]),
+    ([*ZEROS[:3], "HMMA.16816.F32.BF16 R4, RZ, RZ, R24"], [3]),
+    ([*ZEROS[:2], "HMMA.1688.F32.BF16 R4, R24, R24, RZ"], []),
+    ([*ZEROS[:2], "HMMA.1688.F32.TF32 R4, R24, R24, RZ"], [2]),
+    ([*ZEROS[:2], "HMMA.1684.F32.TF32 R4, R24, R24, RZ", "FADD R1, R7, R4"], []),
+    (["HMMA.16816.F16 R4, RZ, RZ, RZ", "FADD R1, R5, R4", "FADD R1, R6, R4"], [2]),
+    (["DMMA.16x8x16 R96, RZ, RZ, RZ", "FADD R1, R103, R96"], []),
+    (["DMMA.8x8x4 R96, RZ, RZ, RZ", "FADD R1, R99, R96", "FADD R1, R100, R96"], [2]),
+    ([*DESCRIPTORS, "QGMMA.64x16x32.F32.E5M2.E5M2 R24, gdesc[UR4], RZ, !UPT, gsb0", "FADD R1, R24, R31"], []),
+    ([*DESCRIPTORS, "HGMMA.64x16x16.F16 R24, gdesc[UR4], RZ, !UPT, gsb0", "FADD R1, R24, R28"], [5]),
+    ([*ZEROS[:3], *DESCRIPTORS, "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24"], [7]),
+    (["UMOV UR14, URZ", "LDTM.16dp256bit.x1 R20, tmem[UR14]", "FADD R1, R23, R20", "FADD R1, R24, R20"], [3]),
+    (["UMOV UR14, URZ", *ZEROS[:3], "STTM.16dp256bit.x1 tmem[UR14], R24"], [4]),
 ]
 
 
@@ -107,6 +148,9 @@ WAYS: list[tuple[list[str], list[int]]] = [
     (["@P0 EXIT", "FADD R4, R5, R5"], [1]),
     (["BRA.U UP0, `(.L_x_1)", "FADD R4, R5, R5", ".L_x_1:", "EXIT"], [1]),
     (['BRX R1 -0x10  (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)', ".L_x_1:", "EXIT", ".L_x_2:", "FADD R4, R5, R5"], [4]),
+    (["BRA.DIV ~URZ, `(.L_x_1)", "FADD R4, R3, R3", ".L_x_1:", "EXIT"], [1]),
+    (["@P0 CALL.REL.NOINC `($f)", "FADD R4, R5, R5", "EXIT", "$f:", "EXIT"], [1]),
+    (["CALL.REL.NOINC `($f)", "FADD R4, R5, R5", "EXIT", "$f:", "EXIT"], []),
     (["CALL.REL.NOINC `($f)", "FADD R4, R5, R5", "EXIT", "$f:", "MOV R5, RZ", "RET.REL.NODEC R1 `(kernel)"], []),
     (["CALL.REL.NOINC `($f)", "FADD R4, R5, R5", "EXIT", "$f:", "MOV R6, RZ", "RET.REL.NODEC R1 `(kernel)"], [1]),
 ]
@@ -133,45 +177,59 @@ def test_no_instructions() -> None:
         unwritten("nvdisasm warning")
 
 
-PTX = ".visible .entry walk(\n)\n.reqntid 128\n{limit}{{\n}}\n"
+PTX = ".visible .entry walk(\n\t.param .u64 x\n)\n.reqntid {threads}\n{limit}{{\n\tret;\n}}\n"
 BAD, GOOD = listing("FADD R4, R5, R5"), listing("EXIT")
 
 
+def limit_of(ptx: str) -> int | None:
+    """The limit of registers in a kernel as it is expected to be but for that."""
+    kept = r"\.visible \.entry walk\(\n\t\.param \.u64 x\n\)\n\.reqntid \d+\n"
+    found = re.fullmatch(kept + r"\n?(?:\.maxnreg (\d+)\n)?\{\n\tret;\n\}\n", ptx)
+    assert found, ptx
+    return None if found[1] is None else int(found[1])
+
+
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], list[str]]:
+def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
     """Has the first so many cubins of kernels with a stack read a register that nothing wrote."""
 
-    def make(times: int, limit: str) -> list[str]:
-        seen: list[str] = []
+    def make(times: int, limit: str, threads: int = 128) -> list[int | None]:
+        seen: list[int | None] = []
 
         def assemble(ptx: str) -> bytes:
-            seen.append(ptx.replace(PTX.format(limit="@").split("@")[0], "").split("{")[0].strip())
+            seen.append(limit_of(ptx))
+            if seen[-1] in (144, 136):
+                raise private.PTXASError("Insufficient registers (144) to compile instruction")
             return str(len(seen)).encode()
 
         monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
         monkeypatch.setattr(machine_code, "disassembled", lambda cubin: BAD if int(cubin) <= times else GOOD)
-        assert assembled(PTX.format(limit=limit), assemble) == str(times + 1).encode()
+        assert assembled(PTX.format(limit=limit, threads=threads), assemble) == str(len(seen)).encode()
         return seen
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("limit", "times", "want"),
+    ("limit", "threads", "times", "want"),
     [
-        (".maxnreg 168\n", 0, [".maxnreg 168"]),
-        (".maxnreg 168\n", 1, [".maxnreg 168", ".maxnreg 160"]),
-        (".maxnreg 168\n", 5, [f".maxnreg {n}" for n in (168, 160, 152, 144, 136, 255)]),
-        ("", 2, ["", ".maxnreg 247", ".maxnreg 239"]),
+        (".maxnreg 168\n", 128, 0, [168]),
+        (".maxnreg 168\n", 128, 1, [168, 160]),
+        (".maxnreg 168\n", 128, 5, [168, 160, 152, 144, 136, 255]),
+        ("", 128, 2, [None, 247, 239]),
+        ("", 128, 7, [None, 247, 239, 231, 223, 240, 224, 208]),
+        ("", 512, 1, [None, 120]),
+        (".maxnreg 120\n", 512, 5, [120, 112, 104, 96, 88, 128]),
     ],
 )
 def test_other_limits_are_tried(
-    wrong: Callable[[int, str], list[str]], limit: str, times: int, want: list[str]
+    wrong: Callable[..., list[int | None]], limit: str, threads: int, times: int, want: list[int | None]
 ) -> None:  # fmt: skip
-    assert wrong(times, limit) == want
+    """One with which ptxas has too few registers is passed over; a block's threads have theirs with all."""
+    assert wrong(times, limit, threads) == want
 
 
-def test_no_limit_helps(wrong: Callable[[int, str], list[str]]) -> None:
+def test_no_limit_helps(wrong: Callable[..., list[int | None]]) -> None:
     with pytest.raises(RuntimeError, match=r"walk: expected ptxas to write every register.*got 0000: FADD R4, R5, R5"):
         wrong(99, "")
 
@@ -206,3 +264,32 @@ def test_not_to_be_able_to_look_fails_a_test(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine_code, "disassembled", lambda cubin: "")
     with ThreadPoolExecutor() as pool, pytest.raises(RuntimeWarning, match="not checked"):
         pool.submit(assembled, PTX, lambda ptx: b"cubin").result()
+
+
+@pytest.mark.parametrize("content", [b"#!/nowhere/at/all\n", b"\x7fELF of another machine"])
+def test_a_disassembler_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:  # fmt: skip
+    program = tmp_path / "nvdisasm"
+    program.write_bytes(content)
+    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
+    for mode in (0o644, 0o755):
+        program.chmod(mode)
+        monkeypatch.setattr(machine_code, "_disassemblers", lambda: [program])
+        with pytest.warns(RuntimeWarning, match="found no nvdisasm"):
+            assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
+
+
+def test_a_search_is_not_slow() -> None:
+    """Of a kernel with thousands of accesses to the stack, one of them anywhere."""
+    rows = [x for i in range(6000) for x in (f"STL [R1+{hex(4 * i)}], R1", f"LDL R4, [R1+{hex(4 * i)}]")]
+    begin = time.monotonic()
+    assert unwritten(listing("LDL R6, [R1+R1]", *rows)) == []
+    assert time.monotonic() - begin < 8
+
+
+def test_kernels_in_the_cache_were_searched_by_these_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = machine_code.rules()
+    assert searched == machine_code.rules()
+    monkeypatch.setattr(machine_code, "_disassemblers", lambda: [])
+    assert machine_code.rules() != searched

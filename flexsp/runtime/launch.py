@@ -175,7 +175,7 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
         options = {"maxnreg": min(255, _REGISTERS // (32 * options.get("num_warps", 4)))} | options
     edited, checked = private.editing_llvm(lanes.drop_lane_flags), private.assembling_by(machine_code.assembled)
     with _assembler(target.arch) as told, edited, checked:
-        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": "written"}
+        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": machine_code.rules()}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
     sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)

@@ -8,6 +8,10 @@ assembled again with another limit of registers.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import operator
 import os
 import re
 import struct
@@ -20,15 +24,19 @@ from pathlib import Path
 
 from flexsp.runtime import triton_private as private
 
-__all__ = ["assembled", "disassembled", "stack_of", "unwritten"]
+__all__ = ["assembled", "disassembled", "rules", "stack_of", "unwritten"]
 
-_LEAST = 64  # registers
+_LEAST, _REGISTERS = 64, 64 * 1024  # registers of a thread, and of a multiprocessor
 _STACK = 512  # words of the stack have numbers behind those of registers, 0 to 255, and of uniform ones
 _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "WARPSYNC", "BSYNC", "BSSY", "R2P",
-              "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "SYNCS", "NANOSLEEP", "SUST")  # fmt: skip
+              "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "NANOSLEEP", "SUST")  # fmt: skip
 _MERGES = ("LOP3", "PRMT", "P2R", "BFI")  # what they leave as it is of their result counts as no use
+_PRODUCTS = ("HMMA", "IMMA", "QMMA", "OMMA")
 _PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
 _REGISTER = re.compile(r"\b(U?)R(\d+)(\.64)?")
+_ON_STACK = ("LDL", "STL")
+_DESCRIPTOR = re.compile(r"^desc\[UR(\d+)\]")
+_LONG = {"64", "U64", "S64", "TRANS64"}
 
 
 @dataclass(frozen=True)
@@ -55,25 +63,32 @@ class _Instruction:
         return None if at is None or not re.match(r"U?R\d", self.operands[at]) else at
 
     @property
+    def _results(self) -> tuple[int, ...]:
+        at = self.result
+        return () if at is None else (at, at + 1) if "ENL2" in self.operation else (at,)
+
+    @property
     def writes(self) -> int:
         """A bit for each register. Rather too many than too few."""
-        at = self.result
-        return 0 if at is None else _bits(self.operands[at], self._width())
+        width = self._width() // max(1, len(self._results))
+        return functools.reduce(operator.or_, (_bits(self.operands[at], width) for at in self._results), 0)
 
     @property
     def reads(self) -> int:
         """A bit for each register. Rather too few than too many; of products in tensor memory none."""
         if self.operation.startswith("UTC"):
             return 0
-        at, found = self.result, 0
+        found = 0
         for i, operand in enumerate(self.operands):
-            if i == at:
+            if i in self._results:
                 continue
             if operand.startswith("gdesc"):
                 found |= _descriptors(operand, self.operands[1].startswith("R"))
                 continue
+            if pair := _DESCRIPTOR.match(operand):
+                found |= 0b11 << int(pair[1]) + 256
             stored = self.operation.startswith("ST") and re.match(r"R\d", operand)
-            found |= _bits(operand, self._stored() if stored else self._product_operand(i))
+            found |= _bits(operand, self._stored() if stored else self._read(i))
         return found & ~self.writes if self.operation.startswith(_MERGES) else found
 
     @property
@@ -98,37 +113,78 @@ class _Instruction:
     @property
     def slot(self) -> int | None:
         """Of an access to the stack: where, if that is stated."""
-        if not self.operation.startswith(("LDL", "STL")):
+        if not self.operation.startswith(_ON_STACK):
             return None
         found = re.match(r"\[R1(?:\+(0x[0-9a-f]+))?\]$", self.operands[self.operation.startswith("LDL")])
         return int(found[1] or "0", 16) if found else None
 
     def _width(self) -> int:
+        """Registers of the result."""
         op, parts = self.operation, self.operation.split(".")
-        if shape := re.match(r"HGMMA\.(?:SP\.)?64x(\d+)", op):
-            return int(shape[1]) // 2
-        if op.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "OMMA")):
-            return 4
+        if shape := _WARP_GROUP.match(op):
+            return int(shape[1]) // (4 if shape[2] == "F16" else 2)
+        if op.startswith(_PRODUCTS):
+            return 2 if parts[2:3] == ["F16"] else 4
+        if op.startswith("DMMA"):
+            return 8 if "16x8x" in op else 4
         if op.startswith("LDTM"):
-            return max(map(int, re.findall(r"\d+", op)), default=1)
+            return self._of_tensor_memory()
         if op.startswith("LDSM"):
-            return int(parts[-1]) if parts[-1].isdigit() else 1
-        two = "WIDE" in op or "64" in op or parts[0].endswith("2") or op.startswith(("D", "CS2"))
-        return 8 if "256" in parts else 4 if "128" in parts else 2 if two else 1
+            return (int(parts[-1]) if parts[-1].isdigit() else 1) * (2 if "MT1616" in parts else 1)
+        if vector := re.search(r"\.F32x(\d)", op):
+            return int(vector[1])
+        return 8 if "256" in parts else 4 if "128" in parts else 2 if self._long_result(parts) else 1
+
+    @staticmethod
+    def _long_result(parts: list[str]) -> bool:
+        op, types = parts[0], set(parts[1:])
+        if op in ("SHF", "USHF", "MUFU"):
+            return False
+        if op == "F2F":
+            return next((x for x in parts if re.match(r"F\d|BF", x) and x != op), "") == "F64"
+        if op == "I2F":
+            return "F64" in types
+        if op == "CS2R":
+            return "32" not in types
+        pairs = op.startswith("D") or op in ("FADD2", "FMUL2", "FFMA2")
+        return pairs or "WIDE" in types or bool(types & _LONG)
 
     def _stored(self) -> int:
         parts = self.operation.split(".")
         if parts[0] == "STSM":
             return int(parts[-1]) if parts[-1].isdigit() else 1
         if parts[0] == "STTM":
-            return int(next(iter(re.findall(r"\.x(\d+)", self.operation)), 1))
+            return self._of_tensor_memory()
         return 4 if "128" in parts else 2 if "64" in parts else 1
 
-    def _product_operand(self, i: int) -> int:
-        """Registers of operand i: more than one of products of a warp group; of others the first is looked at."""
-        if not self.operation.startswith("HGMMA") or not self.operands[i].startswith("R"):
+    def _of_tensor_memory(self) -> int:
+        """Registers that a load or a store moves, in so many rows of so many bits."""
+        found = re.search(r"dp(\d+)bit\S*?\.x(\d+)", self.operation)
+        return max(1, int(found[1]) // 64) * int(found[2]) if found else 1
+
+    def _read(self, i: int) -> int:
+        """Registers of operand i, where it is one, or as many of them as are looked at."""
+        if not re.match(r"[-|~]*U?R\d", self.operands[i]):
             return 1
-        return 4 if i == 1 else self._width() if i == 3 else 1
+        op, parts = self.operation, self.operation.split(".")
+        if _WARP_GROUP.match(op):
+            in_registers = self.operands[1].startswith("R")
+            return 4 if in_registers and i == 1 else self._width() if i == 2 + in_registers else 1
+        if op.startswith("HMMA"):
+            return self._width() if i == 3 else _HALF_PRODUCTS.get(".".join(parts[1:]), {}).get(i, 1)
+        if op.startswith(("DADD", "DMUL", "DFMA", "DSETP", "DMNMX")):
+            return 2
+        last = next((k for k in reversed(range(len(self.operands))) if not _PREDICATE.match(self.operands[k])), -1)
+        return 2 if parts[0] in ("IMAD", "UIMAD") and "WIDE" in parts and i == last else 1
+
+
+_WARP_GROUP = re.compile(r"[A-Z]GMMA\.(?:SP\.)?64x(\d+)x\d+(?:\.(\w+))?")
+_HALF_PRODUCTS = {  # registers of the operands
+    **{f"16816.{x}": {1: 4, 2: 2} for x in ("F32", "F32.BF16", "F16")},
+    **{f"1688.{x}": {1: 2, 2: 1} for x in ("F32", "F32.BF16", "F16")},
+    "1688.F32.TF32": {1: 4, 2: 2},
+    "1684.F32.TF32": {1: 2, 2: 1},
+}
 
 
 def _number(operand: str) -> int | None:
@@ -168,9 +224,11 @@ def unwritten(listing: str) -> list[str]:
         raise ValueError(f"listing: expected instructions as nvdisasm prints them, got {listing[:80]!r}")
     known: dict[int, int] = {0: 0b10}  # R1, the stack, is there from the beginning
     todo = [0]
-    stack = [x for x in code if x.operation.startswith(("LDL", "STL"))]
-    followed = all(x.slot is not None for x in stack)
-    effects = [(x.writes, x.reads, x.moves if followed or x not in stack else []) for x in code]
+    stack = [i for i, x in enumerate(code) if x.operation.startswith(_ON_STACK)]
+    moved = any(x.writes >> 1 & 1 for x in code[stack[0] :]) if stack else False
+    followed = not moved and all(code[i].slot is not None for i in stack)
+    unfollowed = () if followed else _ON_STACK
+    effects = [(x.writes, x.reads, [] if x.operation.startswith(unfollowed) else x.moves) for x in code]
     while todo:
         at = todo.pop()
         writes, _, moves = effects[at]
@@ -208,12 +266,13 @@ def _next(at: int, it: _Instruction, labels: dict[str, int], returns: list[int])
     named = [labels[x] for x in re.findall(r"[.$\w]+", it.text) if x in labels]
     conditional = it.predicated or any(_PREDICATE.match(x) for x in it.operands)
     if op.startswith("CALL"):  # what comes behind it is reached from the callee's end
-        return named or [at + 1]
+        return [*named, *([at + 1] if conditional or not named else [])]
     if op.startswith("RET"):
         return [*returns, *([at + 1] if conditional else [])]
     if op.startswith(("BRX", "JMX")):
         return named or labels.values()
     if op.startswith(("BRA", "JMP")):
+        conditional |= len(it.operands) > 1
         return [*named, *([at + 1] if conditional else [])]
     if op.startswith("EXIT"):
         return [at + 1] if conditional else []
@@ -244,9 +303,10 @@ def disassembled(cubin: bytes) -> str | None:
         file.write(cubin)
         file.flush()
         for program in _disassemblers():
-            done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                return done.stdout
+            with contextlib.suppress(OSError):
+                done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    return done.stdout
     _unchecked("found no nvdisasm, with Triton or in CUDA_HOME, that can read them")
     return None
 
@@ -261,13 +321,17 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
     Kernels without a stack are taken as they are; so, with a warning, are those that cannot be searched.
 
     Raises:
-        RuntimeError: it is so with all limits.
+        RuntimeError: it is so with all limits that the assembler takes.
     """
-    for text in _with_limits(ptx):
-        cubin = assemble(text)
-        found = _looked_through(cubin)
-        if not found:
-            return cubin
+    cubin = assemble(ptx)
+    found = _looked_through(cubin)
+    if not found:
+        return cubin
+    for text in _with_other_limits(ptx):
+        with contextlib.suppress(private.PTXASError):  # too few registers for one of its instructions
+            cubin = assemble(text)
+            if not _looked_through(cubin):
+                return cubin
     kernel = re.search(r"\.entry\s+(\w+)", ptx)
     raise RuntimeError(
         f"{kernel[1] if kernel else 'kernel'}: expected ptxas to write every register before it is read, got"
@@ -275,24 +339,29 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
     )
 
 
+def rules() -> str:
+    """What decides which machine code is taken: kernels in Triton's cache were searched by these rules."""
+    searched = "searched" if _disassemblers() else "not searched"
+    return f"{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]} {searched}"
+
+
 def _looked_through(cubin: bytes) -> list[str]:
     """A search that fails keeps nobody from using the kernel: newer assemblers may write what it cannot read."""
     try:
         listing = disassembled(cubin) if stack_of(cubin) else None
         return unwritten(listing) if listing is not None else []
-    except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
         _unchecked(f"the search for registers that nothing wrote failed ({type(error).__name__}: {error})")
         return []
 
 
-def _with_limits(ptx: str) -> Iterator[str]:
-    """The kernel as it is; with a few registers less, so that as many blocks run side by side; with many."""
-    yield ptx
+def _with_other_limits(ptx: str) -> Iterator[str]:
+    """First a few registers less, so that as many blocks run side by side; then many."""
     given = re.search(r"\.maxnreg\s+(\d+)", ptx)
-    limit = int(given[1]) if given else 255
+    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", ptx)
+    most = min(255, _REGISTERS // int(threads[1]) // 8 * 8) if threads else 255
+    limit = int(given[1]) if given else most
     limits = [*(limit - 8 * i for i in range(1, 5)), 255, 240, 224, 208, 192]
-    for n in dict.fromkeys(x for x in limits if x >= _LEAST and x != limit):
-        if given:
-            yield ptx.replace(given[0], f".maxnreg {n}")
-        else:
-            yield re.sub(r"(\.reqntid[^\n]*\n)", rf"\1.maxnreg {n}\n", ptx, count=1)
+    for n in dict.fromkeys(min(x, most) for x in limits if x >= _LEAST and x != limit):
+        text = ptx if given is None else ptx.replace(given[0], "", 1)
+        yield re.sub(r"(\.entry\s[^{]*?)\s*\{", rf"\1\n.maxnreg {n}\n{{", text, count=1)

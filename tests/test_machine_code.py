@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import warnings
@@ -13,7 +14,7 @@ import pytest
 
 from flexsp.runtime import machine_code
 from flexsp.runtime import triton_private as private
-from flexsp.runtime.machine_code import assembled, unwritten
+from flexsp.runtime.machine_code import assembled, unread, unwritten
 
 
 def listing(*rows: str) -> str:
@@ -162,6 +163,39 @@ def test_ways(rows: list[str], want: list[int]) -> None:
     assert places(*rows) == want
 
 
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        (["FADD R6, R4, R4", "MOV R4, 0x1", "EXIT"], [1]),
+        (["MOV R4, 0x1", "FADD R6, R4, R4"], []),
+        (["MOV R4, 0x1", "MOV R5, 0x1", "FADD R6, R4, R4"], [1]),
+        (["MOV R4, 0x1", "@P0 FADD R6, R4, R4"], []),
+        (["MOV R4, 0x1", "MOV R4, 0x2", "FADD R6, R4, R4"], [0]),
+        (["MOV R4, 0x1", "@P0 MOV R4, 0x2", "FADD R6, R4, R4"], []),
+        (["@P0 MOV R4, 0x1", "EXIT"], []),
+        (["MOV R4, R7", "UMOV UR4, URZ", "IADD3 R9, R8, 0x1, RZ", "MOV R1, 0x1"], []),
+        (["HFMA2 R4, -RZ, RZ, 0, 0", "IMAD.MOV.U32 R5, RZ, RZ, 0x1", "CS2R R6, SRZ"], [0, 1, 2]),
+        (["CS2R R6, SRZ", "FADD R8, R7, R7"], []),
+        ([".L_x_1:", "FADD R6, R4, R4", "MOV R4, 0x1", "@P0 BRA `(.L_x_1)"], []),
+        ([".L_x_1:", "MOV R4, 0x2", "FADD R6, R4, R4", "MOV R4, 0x1", "@P0 BRA `(.L_x_1)"], [3]),
+        (["MOV R4, 0x1", "@P0 BRA `(.L_x_1)", "EXIT", ".L_x_1:", "FADD R6, R4, R4"], []),
+        (["MOV R7, 0x1", "STS.128 [R1], R4"], []),
+        (["MOV R7, 0x1", "STSM.16.M88.4 [R8], R6"], []),
+        (["STSM.16.M88.4 [R8], R4", "MOV R6, 0x80008000", "EXIT"], [1]),
+        (["MOV R7, 0x1", "LDG.E R8, [R6]"], []),  # may be an address of 64 bits
+        (["MOV R7, 0x1", "ISETP.LE.U64 P0, PT, R6, R8, PT"], []),
+        (["MOV R7, 0x1", "ISETP.LE P0, PT, R6, R8, PT"], [0]),
+        (["MOV R7, 0x1", "DMMA.16x8x16 R32, R4, R24, RZ"], []),
+        (["MOV R7, 0x1", "PRMT R7, RZ, 0x7610, R8", "FADD R6, R7, R7"], []),
+        (["MOV R27, 0x1", "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"], []),
+        (["MOV R7, 0x1", "CALL.ABS.NOINC R8"], []),
+        (["MOV R7, 0x1", "CALL.REL.NOINC `($f)", "EXIT", "$f:", "EXIT"], []),
+    ],
+)
+def test_constants_that_nothing_reads(rows: list[str], want: list[int]) -> None:
+    assert [int(x.split(":")[0], 16) // 16 for x in unread(listing(*rows))] == want
+
+
 @pytest.mark.parametrize("zero", ["RZ", "URZ", "PT", "0x1", ""])
 def test_every_form_is_read(zero: str) -> None:
     """Any operand of any instruction may be zero, a constant or not there."""
@@ -169,7 +203,8 @@ def test_every_form_is_read(zero: str) -> None:
     for row in rows:
         for found in re.finditer(r"\bU?R\d+", row):
             row_of_zero = row[: found.start()] + zero + row[found.end() :]
-            unwritten(listing(row_of_zero, ".L_x_1:", ".L_x_2:", "$f:"))
+            for search in (unwritten, unread):
+                search(listing(row_of_zero, ".L_x_1:", ".L_x_2:", "$f:", "EXIT"))
 
 
 def test_no_instructions() -> None:
@@ -234,6 +269,21 @@ def test_no_limit_helps(wrong: Callable[..., list[int | None]]) -> None:
         wrong(99, "")
 
 
+def test_constants_too_many_with_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernel that reads nothing unwritten is taken, with a warning; one without any is taken before."""
+    found = {1: BAD, 2: BAD, 3: listing("MOV R4, 0x1", "EXIT"), 4: listing("MOV R5, 0x1", "EXIT")}
+    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: found.get(int(cubin), BAD))
+    count = itertools.count(1)
+    with pytest.warns(RuntimeWarning, match=r"walk: expected ptxas to make no constant that nothing reads, got 0000"):
+        assert assembled(PTX.format(limit="", threads=128), lambda ptx: str(next(count)).encode()) == b"3"
+    found[7] = GOOD
+    count = itertools.count(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert assembled(PTX.format(limit="", threads=128), lambda ptx: str(next(count)).encode()) == b"7"
+
+
 @pytest.mark.parametrize("program", [None, "false"])
 def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
     """Kernels with a stack are taken as they are, with a warning."""
@@ -284,7 +334,8 @@ def test_a_search_is_not_slow() -> None:
     """Of a kernel with thousands of accesses to the stack, one of them anywhere."""
     rows = [x for i in range(6000) for x in (f"STL [R1+{hex(4 * i)}], R1", f"LDL R4, [R1+{hex(4 * i)}]")]
     begin = time.monotonic()
-    assert unwritten(listing("LDL R6, [R1+R1]", *rows)) == []
+    text = listing("LDL R6, [R1+R1]", *rows)
+    assert unwritten(text) == [] and unread(text) == []
     assert time.monotonic() - begin < 8
 
 

@@ -2,7 +2,8 @@
 
 Where a kernel has more values than registers, ptxas (12.8 to 13.4 were tried) may put the one instruction that makes a
 constant behind its first use. Seen of `stmatrix`: of four registers that it stores, one held what another kernel had
-left there. The results are wrong and differ from call to call, and compute-sanitizer finds nothing. Such kernels are
+left there. The results are wrong and differ from call to call, and compute-sanitizer finds nothing. Where the register
+held something of the same kernel before, what is left to see is a constant that nothing reads. Such kernels are
 assembled again with another limit of registers.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from flexsp.runtime import triton_private as private
 
-__all__ = ["assembled", "disassembled", "rules", "stack_of", "unwritten"]
+__all__ = ["assembled", "disassembled", "rules", "stack_of", "unread", "unwritten"]
 
 _LEAST, _REGISTERS = 64, 64 * 1024  # registers of a thread, and of a multiprocessor
 _STACK = 512  # words of the stack have numbers behind those of registers, 0 to 255, and of uniform ones
@@ -32,9 +33,13 @@ _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "
               "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "NANOSLEEP", "SUST")  # fmt: skip
 _MERGES = ("LOP3", "PRMT", "P2R", "BFI")  # what they leave as it is of their result counts as no use
 _PRODUCTS = ("HMMA", "IMMA", "QMMA", "OMMA")
+_CONSTANTS = ("MOV", "IMAD.MOV", "HFMA2", "CS2R")
+_ONE_EACH = {"FADD", "FMUL", "FFMA", "FSEL", "FSET", "FSETP", "FMNMX", "HADD2", "HMUL2", "HFMA2", "F2FP", "MUFU",
+             "IADD3", "IMAD", "IABS", "ISETP", "LOP3", "PRMT", "SEL", "SHFL", "MOV"}  # fmt: skip
 _PREDICATE = re.compile(r"!?U?P(?:\d|T)$")
 _REGISTER = re.compile(r"\b(U?)R(\d+)(\.64)?")
 _ON_STACK = ("LDL", "STL")
+_ALL = (1 << 256) - 1
 _DESCRIPTOR = re.compile(r"^desc\[UR(\d+)\]")
 _LONG = {"64", "U64", "S64", "TRANS64"}
 
@@ -90,6 +95,28 @@ class _Instruction:
             stored = self.operation.startswith("ST") and re.match(r"R\d", operand)
             found |= _bits(operand, self._stored() if stored else self._read(i))
         return found & ~self.writes if self.operation.startswith(_MERGES) else found
+
+    @property
+    def may_read(self) -> int:
+        """A bit for each register. Rather too many than too few: vectors of 2 or 4 begin at multiples of that."""
+        parts = self.operation.split(".")
+        if parts[0] == "CALL":
+            return _ALL
+        one = parts[0] in _ONE_EACH and not {"WIDE", "HI", "64H", *_LONG} & {*parts}
+        found = self.reads | (self.writes if self.operation.startswith(_MERGES) else 0)
+        for i, operand in enumerate(self.operands):
+            for uniform, number, _ in _REGISTER.findall(operand) if i not in self._results else ():
+                n = int(number)
+                width = 1 if one else 16 if parts[0].startswith("D") else 4 if n % 4 == 0 else 2 if n % 2 == 0 else 1
+                found |= 0 if uniform else ((1 << width) - 1) << n
+        return found
+
+    @property
+    def constant(self) -> bool:
+        """Whether it only puts a number into registers."""
+        at = self.result
+        plain = self.operation.startswith(_CONSTANTS) and not self.predicated and not self.reads
+        return plain and at is not None and _number(self.operands[at]) not in (None, 1)
 
     @property
     def moves(self) -> list[tuple[int, int]]:
@@ -247,6 +274,41 @@ def unwritten(listing: str) -> list[str]:
     ]  # fmt: skip
 
 
+def unread(listing: str) -> list[str]:
+    """Instructions that make a constant which no instruction reads, on any way from there: compilers leave those out,
+    so that it is behind its use.
+
+    Args:
+        listing: as for `unwritten`.
+    """
+    code, ways = _graph(listing)
+    before: list[list[int]] = [[] for _ in code]
+    for at, to in enumerate(ways):
+        for other in to:
+            before[other].append(at)
+    reads = [x.may_read for x in code]
+    replaces = [0 if x.predicated else x.writes & -x.writes for x in code]
+    wanted = [0] * len(code)  # of what is there before each
+    todo, waits = [*range(len(code))], [True] * len(code)
+    while todo:
+        at = todo.pop()
+        waits[at] = False
+        now = reads[at] | _any(wanted, ways[at]) & ~replaces[at]
+        if now != wanted[at]:
+            wanted[at] = now
+            todo += [x for x in before[at] if not waits[x]]
+            for x in before[at]:
+                waits[x] = True
+    return [
+        f"{x.address}: {x.text}"
+        for at, x in enumerate(code) if x.constant and not x.writes & _any(wanted, ways[at])
+    ]  # fmt: skip
+
+
+def _any(bits: list[int], places: list[int]) -> int:
+    return functools.reduce(operator.or_, (bits[at] for at in places), 0)
+
+
 def _graph(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
     """All instructions, and for each the places of those that may come next."""
     code: list[_Instruction] = []
@@ -316,27 +378,42 @@ def _unchecked(why: str) -> None:
 
 
 def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
-    """What `assemble` makes of `ptx`; with other limits of registers as long as some are read that nothing wrote.
+    """What `assemble` makes of `ptx`; with other limits of registers as long as some are read that nothing wrote, or
+    constants are made that nothing reads.
 
-    Kernels without a stack are taken as they are; so, with a warning, are those that cannot be searched.
+    Kernels without a stack are taken as they are; so, with a warning, are those that cannot be searched, and those that
+    have constants too many with all limits.
 
     Raises:
-        RuntimeError: it is so with all limits that the assembler takes.
+        RuntimeError: registers are read that nothing wrote, with all limits that the assembler takes.
     """
-    cubin = assemble(ptx)
-    found = _looked_through(cubin)
-    if not found:
-        return cubin
-    for text in _with_other_limits(ptx):
-        with contextlib.suppress(private.PTXASError):  # too few registers for one of its instructions
+    doubtful, reports = None, list[str]()
+    for text in (ptx, *_with_other_limits(ptx)):
+        try:
             cubin = assemble(text)
-            if not _looked_through(cubin):
-                return cubin
+        except private.PTXASError:  # too few registers for one of its instructions
+            if text is ptx:
+                raise
+            continue
+        wrong, superfluous = _looked_through(cubin)
+        if not wrong and not superfluous:
+            return cubin
+        reports += wrong or superfluous
+        if doubtful is None and not wrong:
+            doubtful = cubin
     kernel = re.search(r"\.entry\s+(\w+)", ptx)
-    raise RuntimeError(
-        f"{kernel[1] if kernel else 'kernel'}: expected ptxas to write every register before it is read, got"
-        f" {found[0]} with every limit of registers; please report this, and try another ptxas"
-    )
+    told = f"{kernel[1] if kernel else 'kernel'}: expected ptxas to"
+    if doubtful is None:
+        raise RuntimeError(
+            f"{told} write every register before it is read, got {reports[0]} with every limit of registers; please"
+            " report this, and try another ptxas"
+        )
+    warnings.warn(
+        f"{told} make no constant that nothing reads, got {reports[0]}, or the like, with every limit of registers; its"
+        " results may be wrong: please report this, and compare them with those of another ptxas",
+        RuntimeWarning, stacklevel=2,
+    )  # fmt: skip
+    return doubtful
 
 
 def rules() -> str:
@@ -345,14 +422,15 @@ def rules() -> str:
     return f"{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]} {searched}"
 
 
-def _looked_through(cubin: bytes) -> list[str]:
-    """A search that fails keeps nobody from using the kernel: newer assemblers may write what it cannot read."""
+def _looked_through(cubin: bytes) -> tuple[list[str], list[str]]:
+    """`unwritten` and `unread`. A search that fails keeps nobody from using the kernel: newer assemblers may write what
+    it cannot read."""
     try:
         listing = disassembled(cubin) if stack_of(cubin) else None
-        return unwritten(listing) if listing is not None else []
+        return ([], []) if listing is None else (unwritten(listing), unread(listing))
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
         _unchecked(f"the search for registers that nothing wrote failed ({type(error).__name__}: {error})")
-        return []
+        return [], []
 
 
 def _with_other_limits(ptx: str) -> Iterator[str]:

@@ -22,9 +22,7 @@ from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.launches import PROPAGATE, Call, LaunchSpec, Plan
-from flexsp.compiler.walks import WALKS
 from flexsp.devices import MOST_HEADS, of_device
-from flexsp.kernels.primitives import dots
 from flexsp.kernels.table import chunk_table
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, copy, launches_of, run_steps
@@ -128,43 +126,10 @@ class Recipe:
             return [self._propagate(spec)]
         if not self.plan.n_chunks * self.B * self.H:
             return []
-        return [self._intrinsic(spec) if spec.intrinsic else self._generated(spec, do)]
-
-    def _generated(self, spec: LaunchSpec, do: Strides) -> KernelLaunch:
-        plan, how = self.plan, spec.how
-        tokens = self.code.kernels[spec.kind].tokens
-        numbers = [n for x in tokens for n in (do if x == "do" else self.strides[x])]
-        walk = [plan.n_seg, plan.n_chunks, plan.per_seg]
-        numbers += [self.T, self.H, *(walk if spec.kind in WALKS else [plan.n_chunks])]
-        constants: dict[str, Any] = {}
-        for name, block in plan.blocks:
-            constants[name] = self.sizes[name]
-            constants[f"B{name}"] = how.cols if name == self.code.layout.cols else block
-        constants |= {"C": plan.chunk, **spec.flags, "PACKED": self.docs > 0, **dots(self.dtype)}
-        options = {"num_warps": how.warps, "num_stages": how.stages}
-        if how.registers is not None:
-            options["maxnreg"] = how.registers
-        return KernelLaunch(getattr(self.code.module, spec.kind), spec.grid, spec.pointers, numbers, constants, options)
-
-    def _intrinsic(self, spec: LaunchSpec) -> KernelLaunch:
-        plan, C = self.plan, self.plan.chunk
-        kernel = getattr(intrinsic_kernels, spec.kind)
-        constants: dict[str, Any] = {"C": C, "PACKED": self.docs > 0}
-        options = {"num_warps": spec.how.warps}
-        what = spec.intrinsic
-        assert what is not None
-        if what.kind == "inverse":
-            return KernelLaunch(kernel, spec.grid, spec.pointers, [self.T], constants, options)
-        *_, q, k, b = what.args
-        size = self.code.layout.kept[b].dims[1]
-        columns = dict(plan.blocks)[size]
-        constants |= {
-            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS) if what.kind == "scores" else columns,
-            "LEVELS": C.bit_length() - 1, "Q_KEPT": q not in self.strides, "K_KEPT": k not in self.strides,
-            **dots(self.dtype),
-        }  # fmt: skip
-        numbers = [*(n for x in (q, k) for n in self.strides.get(x, (0, 0, 0))), self.T, self.H]
-        return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, options | {"num_stages": 1})
+        strides = self.strides | {"do": do}
+        numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
+        kernel = getattr(intrinsic_kernels if spec.intrinsic else self.code.module, spec.kind)
+        return [KernelLaunch(kernel, spec.grid, spec.pointers, numbers, dict(spec.constants), dict(spec.options))]
 
     def _propagate(self, spec: LaunchSpec) -> Step:
         states, carried, cut = spec.pointers
@@ -172,7 +137,7 @@ class Recipe:
         shape = self.B, self.plan.n_seg, self.H, self.K, self.V
         call = self.code.program.call_text(self.dtype, self.docs > 0)
         sp_id = self.sp_id if self.chained else -1
-        return propagate_step(str(states), carried, cut, shape, kind, spec.flags["REVERSE"], sp_id, call)
+        return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, call)
 
     def _forward(self) -> list[Step]:
         launches = self.call.forward()

@@ -1,6 +1,6 @@
 """Stage 4a: a plan, and the launches of a call that follow from it, in order.
 
-This is the one list of them. The runner (`flexsp.compiler.dispatch`) gives each launch its strides and addresses. The
+This is the one list of them. The runner (`flexsp.compiler.dispatch`) puts strides and addresses in place of names. The
 cost model (`flexsp.compiler.model`) adds up what each reads and writes; plans, `explain` and the traffic check use it.
 
 Buffers have names: ``x`` an input, ``d.x`` its gradient, ``kept.x`` a value kept of every chunk, ``@x`` all others.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,8 @@ from flexsp.compiler import intrinsic_kernels
 from flexsp.compiler.body import Kernel
 from flexsp.compiler.differentiate import Intrinsic, Kept
 from flexsp.compiler.values import is_state
+from flexsp.compiler.walks import WALKS
+from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
@@ -40,6 +42,12 @@ class Launch:
     warps: int
     stages: int
     registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of Triton."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,12 @@ class LaunchSpec:
         how: its tile and how it is launched.
         grid: programs; empty for the scan, which chooses them itself.
         pointers: buffers in the order of the kernel's arguments, None where it takes none.
+        numbers: the arguments behind them; an input's name, or "do", stands for its strides from sequence to sequence,
+            token to token and head to head.
         reads, writes: those of them that it reads and writes. What is read of whole chunks only, such as the table of
             packed documents, is left out.
-        flags: constants of the kernel that depend on the call.
+        constants: the kernel's constexpr arguments; of the scan whether it goes from right to left, REVERSE.
+        options: of Triton.
         intrinsic: what is computed, where `kind` is the kernel of an intrinsic.
     """
 
@@ -97,7 +108,9 @@ class LaunchSpec:
     pointers: tuple[str | None, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    flags: Mapping[str, bool] = field(default_factory=dict)
+    numbers: tuple[int | str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)
     intrinsic: Intrinsic | None = None
 
 
@@ -258,7 +271,8 @@ class Call:
         carries = "@A" if self.code.dense else None if self.code.program.transition == "none" else "@decay"
         pointers = (states, carries, "@cut" if self.docs and not self.code.dense else None)
         how = Launch(0, 4, 1)
-        return LaunchSpec(PROPAGATE, how, (), pointers, _named(states, carries), (states,), {"REVERSE": reverse})
+        reads = _named(states, carries)
+        return LaunchSpec(PROPAGATE, how, (), pointers, reads, (states,), constants={"REVERSE": reverse})
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:
@@ -267,7 +281,7 @@ class Call:
 
     def _generated(
         self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
-        writes: Sequence[str], flags: Mapping[str, bool],
+        writes: Sequence[str], flags: dict[str, bool],
     ) -> LaunchSpec:  # fmt: skip
         """A launch of a generated kernel; `others` are its last pointers, which it `reads` and `writes` besides."""
         kernel = self.code.kernels[kind]
@@ -275,7 +289,23 @@ class Call:
         given += kernel.params
         written = [self._written(x) for x in kernel.writes]
         pointers = (*given, *written, *others)
-        return LaunchSpec(kind, how, grid, pointers, (*given, *reads), (*written, *writes), flags)
+        return LaunchSpec(
+            kind, how, grid, pointers, (*given, *reads), (*written, *writes), self._numbers(kernel, kind in WALKS),
+            self._constants(how) | flags | {"PACKED": self.docs > 0, **dots(self.dtype)}, how.options,
+        )  # fmt: skip
+
+    def _numbers(self, kernel: Kernel, walks: bool) -> tuple[int | str, ...]:
+        plan = self.plan
+        chunks = (plan.n_seg, plan.n_chunks, plan.per_seg) if walks else (plan.n_chunks,)
+        return (*kernel.tokens, self.T, self.H, *chunks)
+
+    def _constants(self, how: Launch) -> dict[str, Any]:
+        """Sizes, and those of tiles."""
+        found: dict[str, Any] = {}
+        for name, block in self.plan.blocks:
+            found[name] = self.sizes[name]
+            found[f"B{name}"] = how.cols if name == self.code.layout.cols else block
+        return found | {"C": self.plan.chunk}
 
     def _walk(
         self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str], **flags: bool
@@ -314,8 +344,32 @@ class Call:
         pointers = (*args, *written, self._table)
         grid = (self.plan.n_chunks, self.B * self.H, 1)
         how = Launch(0, intrinsic_kernels.WARPS[what.kind], 1)
-        kind = f"{what.kind}_kernel"
-        return LaunchSpec(kind, how, grid, pointers, tuple(args), tuple(results), intrinsic=what)
+        constants: dict[str, Any] = {"C": self.plan.chunk, "PACKED": self.docs > 0}
+        numbers: tuple[int | str, ...] = (self.T,)
+        options = {"num_warps": how.warps}
+        if what.kind != "inverse":
+            numbers = (*self._scored(what), self.T, self.H)
+            constants |= self._scores(what)
+            options = how.options
+        return LaunchSpec(
+            f"{what.kind}_kernel", how, grid, pointers, tuple(args), tuple(results), numbers, constants, options, what
+        )
+
+    def _scored(self, what: Intrinsic) -> list[int | str]:
+        """Strides of queries and keys, which may be kept values."""
+        return [n for x in what.args[-3:-1] for n in ([x] if x in self.code.layout.tokens else [0, 0, 0])]
+
+    def _scores(self, what: Intrinsic) -> dict[str, Any]:
+        """Constants of scores and their gradient."""
+        tokens = self.code.layout.tokens
+        *_, q, k, b = what.args
+        size = self.code.layout.kept[b].dims[1]
+        columns = dict(self.plan.blocks)[size]
+        return {
+            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS) if what.kind == "scores" else columns,
+            "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
+            **dots(self.dtype),
+        }  # fmt: skip
 
 
 def _states_of(kernel: Kernel) -> set[str]:

@@ -23,8 +23,8 @@ from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.bounds import within_tensors
 from flexsp.testing.cases import CASES, Shape, random_documents
-from flexsp.testing.compare import check_op
-from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve
+from flexsp.testing.compare import DRAWS, check_op
+from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve_all
 from flexsp.testing.ranks import run_ranks
 from tests.marks import slow
 
@@ -392,8 +392,9 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def shard(sp: Any, problem: Problem, plan: Shards) -> Tensors:
-    """This rank's outputs and gradients. It sees NaN instead of initial states of documents that do not start here."""
+def shard(sp: Any, problem: Problem, plan: Shards) -> list[Tensors]:
+    """This rank's outputs and gradients, of parameters for a few cotangents. It sees NaN instead of initial states of
+    documents that do not start here."""
     start, stop = sum(plan.lengths[: sp.rank]), sum(plan.lengths[: sp.rank + 1])
     last = sp.rank == sp.world_size - 1
 
@@ -406,10 +407,12 @@ def shard(sp: Any, problem: Problem, plan: Shards) -> Tensors:
         return WAYS[plan.how](OPS[plan.op], x, initial, common)
 
     with poisoned(plan.segments, plan.B * plan.H):
-        return solve(problem, plan.dtype, "cpu", sp, plan.lengths, call)
+        several = problem.params and plan.how == "eager"
+        few = replace(problem, cotangents=problem.cotangents[: DRAWS if several else 1])
+        return solve_all(few, plan.dtype, "cpu", sp, plan.lengths, call)
 
 
-def shards(sp: Any, problems: list[Problem], plans: list[Shards]) -> list[Tensors]:
+def shards(sp: Any, problems: list[Problem], plans: list[Shards]) -> list[list[Tensors]]:
     from flexsp.testing.scans import fill_slots_with_nan
 
     if sp.heap is not None:
@@ -429,7 +432,8 @@ def check_shards(*plans: Shards, transport: str = "posix") -> None:
     )  # fmt: skip
     wrong = []
     for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
-        reports = check(problem, plan.dtype, [merge(problem, [parts[i] for parts in answers])])
+        found = [merge(problem, parts) for parts in zip(*(parts[i] for parts in answers), strict=True)]
+        reports = check(problem, plan.dtype, found)
         wrong += [f"{plan}: {report}" for report in reports if not report.ok]
     assert not wrong, "\n".join(wrong)
 

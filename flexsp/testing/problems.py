@@ -184,7 +184,8 @@ def draw(
     initial = [normal(*shape) for shape in shapes]
     if op == "linear_attn_normalized":
         initial[1] = initial[1].abs()
-    cotangents = tuple((normal(B, T, H, V), tuple(normal(*s) for s in shapes)) for _ in range(DRAWS))
+    draws = 4 * DRAWS if params else DRAWS  # the gradient of a parameter is a number a head, and may nearly vanish
+    cotangents = tuple((normal(B, T, H, V), tuple(normal(*s) for s in shapes)) for _ in range(draws))
     return Problem(op, tokens, params, tuple(initial), bounds, cotangents)
 
 

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 __all__ = [
-    "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "Device", "check_shared", "of_arch",
-    "of_device", "of_properties", "planned_for", "shared_of_arch",
+    "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "REGISTERS", "Device", "check_shared",
+    "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
 ]  # fmt: skip
 
 MOST_HEADS = 65535
 """B * H that a call may have: they are the second axis of the kernels' grids."""
+REGISTERS = 64 * 1024
+"""Of a multiprocessor."""
 _KIB = 1024
 _SHARED = {
     80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227, 120: 99, 121: 99,

@@ -34,6 +34,8 @@ ASSEMBLY = [
         ("4 if n % 4 == 0 else 2 if n % 2 == 0 else 1", "1", "vectors are one register", _CODE),
         ("todo += [x for x in before[at] if not waits[x]]", "todo += []", "what is read in the next turn is not seen",
          _CODE),
+        ("doubtful = cubin, superfluous[0]", 'doubtful = cubin, [*reports, ""][0]', "another constant is named", _CODE),
+        ("if n < _LEAST or n == limit:", "if n < _LEAST:", "the same is assembled twice", _CODE),
         ("min(x, most) for x", "x for x", "more registers than a block has", _CODE),
         ("conditional |= len(it.operands) > 1", "pass", "a way past a branch is not seen", _CODE),
         ("int(pair[1]) + 256", "int(pair[1])", "descriptors of addresses are not seen", _CODE),
@@ -49,6 +51,7 @@ ASSEMBLY = [
     ),
     *_in(
         "flexsp/runtime/launch.py",
+        ('"flexsp_registers": machine_code.rules()', '"flexsp_registers": "written"', "older rules serve from the cache", _CODE),
         ("private.assembling_by(machine_code.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
          "kernels are not looked at", "tests/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
     ),

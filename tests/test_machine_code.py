@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from flexsp.runtime import machine_code
+from flexsp.runtime import launch, machine_code
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.machine_code import assembled, unread, unwritten
 
@@ -255,6 +257,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
         ("", 128, 7, [None, 247, 239, 231, 223, 240, 224, 208]),
         ("", 512, 1, [None, 120]),
         (".maxnreg 120\n", 512, 5, [120, 112, 104, 96, 88, 128]),
+        (".maxnreg 128\n", 512, 4, [128, 120, 112, 104, 96]),
     ],
 )
 def test_other_limits_are_tried(
@@ -262,6 +265,11 @@ def test_other_limits_are_tried(
 ) -> None:  # fmt: skip
     """One with which ptxas has too few registers is passed over; a block's threads have theirs with all."""
     assert wrong(times, limit, threads) == want
+
+
+def test_no_text_is_assembled_twice() -> None:
+    seen = [limit_of(x) for x in machine_code._with_other_limits(PTX.format(limit=".maxnreg 128\n", threads=512))]
+    assert seen == [120, 112, 104, 96]
 
 
 def test_no_limit_helps(wrong: Callable[..., list[int | None]]) -> None:
@@ -275,7 +283,7 @@ def test_constants_too_many_with_all_limits(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
     monkeypatch.setattr(machine_code, "disassembled", lambda cubin: found.get(int(cubin), BAD))
     count = itertools.count(1)
-    with pytest.warns(RuntimeWarning, match=r"walk: expected ptxas to make no constant that nothing reads, got 0000"):
+    with pytest.warns(RuntimeWarning, match=r"walk: expected ptxas to make no constant .* got 0000: MOV R4"):
         assert assembled(PTX.format(limit="", threads=128), lambda ptx: str(next(count)).encode()) == b"3"
     found[7] = GOOD
     count = itertools.count(1)
@@ -344,3 +352,19 @@ def test_kernels_in_the_cache_were_searched_by_these_rules(monkeypatch: pytest.M
     assert searched == machine_code.rules()
     monkeypatch.setattr(machine_code, "_disassemblers", lambda: [])
     assert machine_code.rules() != searched
+
+
+def test_the_rules_are_part_of_a_kernels_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, str]] = []
+
+    def compile_kernel(*args: Any) -> Any:
+        told.append(args[-1])
+        return SimpleNamespace(metadata=SimpleNamespace(shared=0))
+
+    monkeypatch.setattr(private, "parameters", lambda kernel: [])
+    monkeypatch.setattr(private, "compile_kernel", compile_kernel)
+    kernel = SimpleNamespace(arg_names=[], __name__="walk")
+    launch.build(kernel, (), {}, {}, private.gpu_target(90))
+    monkeypatch.setattr(machine_code, "rules", lambda: "other rules")
+    launch.build(kernel, (), {}, {}, private.gpu_target(90))
+    assert told[0] != told[1] and "other rules" in told[1].values()

@@ -407,8 +407,7 @@ def shard(sp: Any, problem: Problem, plan: Shards) -> list[Tensors]:
         return WAYS[plan.how](OPS[plan.op], x, initial, common)
 
     with poisoned(plan.segments, plan.B * plan.H):
-        several = problem.params and plan.how == "eager"
-        few = replace(problem, cotangents=problem.cotangents[: DRAWS if several else 1])
+        few = replace(problem, cotangents=problem.cotangents[: DRAWS if problem.params else 1])
         return solve_all(few, plan.dtype, "cpu", sp, plan.lengths, call)
 
 

@@ -21,7 +21,7 @@ from flexsp.compiler.body import Kernel
 from flexsp.compiler.capacity import Load, intrinsic_load, part_load
 from flexsp.compiler.launches import PROPAGATE, Call, Launch, LaunchSpec, Plan
 from flexsp.compiler.walks import WALKS
-from flexsp.devices import Device, of_device
+from flexsp.devices import REGISTERS, Device, of_device
 from flexsp.runtime.kept import keep_with
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Predicted", "predict", "tiles_of"]
 
-_REGISTERS = 64 * 1024
 _THREADS = 2048
 _ROOM = {True: 160, False: 240}
 """Registers a thread that tiles may have before others spill, in walks (addresses of a pipeline) and elsewhere."""
@@ -171,7 +170,7 @@ def _timed(
     shared, least = max(x.shared for x in loads), max(x.least for x in loads)
     spilled = int(6 * max(0.0, registers - _ROOM[walks]))
     held = (255 if spilled else min(255, int(registers) + 60)) * threads
-    resident = max(1, min(_REGISTERS // held, device.shared // max(shared, 1024), _THREADS // threads))
+    resident = max(1, min(REGISTERS // held, device.shared // max(shared, 1024), _THREADS // threads))
     rate = device.flops(call.dtype)
     waits = 0.0 if walks and call.plan.walk.stages > 1 else _MEMORY
     work = latency = 0.0

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flexsp.devices import check_shared, reads_shared
+from flexsp.devices import REGISTERS, check_shared, reads_shared
 from flexsp.runtime import lanes, machine_code
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.covered import warn_if_uncovered
@@ -48,7 +48,6 @@ _TYPES = {
     torch.uint8: "*u8", torch.float64: "*fp64",
 }  # fmt: skip
 _WORKERS = 16
-_REGISTERS = 64 * 1024  # of a multiprocessor
 _compiled: dict[Any, Future[Any]] = {}
 _launched: dict[Any, Any] = {}  # loaded kernels of `launch`
 _lock = threading.RLock()
@@ -172,7 +171,7 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
         elif kind.divisible:
             divisible.append(i)
     if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
-        options = {"maxnreg": min(255, _REGISTERS // (32 * options.get("num_warps", 4)))} | options
+        options = {"maxnreg": min(255, REGISTERS // (32 * options.get("num_warps", 4)))} | options
     edited, checked = private.editing_llvm(lanes.drop_lane_flags), private.assembling_by(machine_code.assembled)
     with _assembler(target.arch) as told, edited, checked:
         told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": machine_code.rules()}

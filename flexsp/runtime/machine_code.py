@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexsp.devices import REGISTERS
 from flexsp.runtime import triton_private as private
 
 __all__ = ["assembled", "disassembled", "rules", "stack_of", "unread", "unwritten"]
 
-_LEAST, _REGISTERS = 64, 64 * 1024  # registers of a thread, and of a multiprocessor
+_LEAST = 64  # registers
 _STACK = 512  # words of the stack have numbers behind those of registers, 0 to 255, and of uniform ones
 _NO_RESULT = ("ST", "RED.", "BAR", "BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "WARPSYNC", "BSYNC", "BSSY", "R2P",
               "LDGSTS", "FCHK", "CCTL", "UTMA", "UBLK", "NANOSLEEP", "SUST")  # fmt: skip
@@ -387,7 +388,8 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
     Raises:
         RuntimeError: registers are read that nothing wrote, with all limits that the assembler takes.
     """
-    doubtful, reports = None, list[str]()
+    reports: list[str] = []
+    doubtful: tuple[bytes, str] | None = None
     for text in (ptx, *_with_other_limits(ptx)):
         try:
             cubin = assemble(text)
@@ -398,9 +400,9 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
         wrong, superfluous = _looked_through(cubin)
         if not wrong and not superfluous:
             return cubin
-        reports += wrong or superfluous
+        reports += wrong
         if doubtful is None and not wrong:
-            doubtful = cubin
+            doubtful = cubin, superfluous[0]
     kernel = re.search(r"\.entry\s+(\w+)", ptx)
     told = f"{kernel[1] if kernel else 'kernel'}: expected ptxas to"
     if doubtful is None:
@@ -409,11 +411,11 @@ def assembled(ptx: str, assemble: Callable[[str], bytes]) -> bytes:
             " report this, and try another ptxas"
         )
     warnings.warn(
-        f"{told} make no constant that nothing reads, got {reports[0]}, or the like, with every limit of registers; its"
-        " results may be wrong: please report this, and compare them with those of another ptxas",
+        f"{told} make no constant that nothing reads, got {doubtful[1]}, or the like, with every limit of registers;"
+        " its results may be wrong: please report this, and compare them with those of another ptxas",
         RuntimeWarning, stacklevel=2,
     )  # fmt: skip
-    return doubtful
+    return doubtful[0]
 
 
 def rules() -> str:
@@ -437,9 +439,11 @@ def _with_other_limits(ptx: str) -> Iterator[str]:
     """First a few registers less, so that as many blocks run side by side; then many."""
     given = re.search(r"\.maxnreg\s+(\d+)", ptx)
     threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", ptx)
-    most = min(255, _REGISTERS // int(threads[1]) // 8 * 8) if threads else 255
+    most = min(255, REGISTERS // int(threads[1]) // 8 * 8) if threads else 255
     limit = int(given[1]) if given else most
     limits = [*(limit - 8 * i for i in range(1, 5)), 255, 240, 224, 208, 192]
-    for n in dict.fromkeys(min(x, most) for x in limits if x >= _LEAST and x != limit):
+    for n in dict.fromkeys(min(x, most) for x in limits):
+        if n < _LEAST or n == limit:
+            continue
         text = ptx if given is None else ptx.replace(given[0], "", 1)
         yield re.sub(r"(\.entry\s[^{]*?)\s*\{", rf"\1\n.maxnreg {n}\n{{", text, count=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsp.runtime import launch
+from flexsp.runtime import launch, machine_code
 from tests.gpu import sanitize
 
 
@@ -47,6 +47,25 @@ def test_a_process_without_a_case_uses_the_gpu(tmp_path: Path, monkeypatch: pyte
     assert used
 
 
+def test_machine_code_that_the_tools_would_disturb_is_turned_down() -> None:
+    """A wgmma must not write where their own code is at work, and outside `make sanitize` it may."""
+    before = machine_code.unwritten, machine_code.rules, machine_code.rules()
+    text = """
+        .section .text.grads,"ax",@progbits
+        /*0000*/ HGMMA.64x64x16.F32.BF16 R{0}, gdesc[UR4].tnspB, RZ, !UPT, gsb0 ;
+        /*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0020*/ EXIT ;
+    """
+    with sanitize.registers_left() as names:
+        assert machine_code.rules() != before[2]
+        for register, taken in ((24, True), (4, False), (23, False), (152, True), (20, False)):
+            found = [x for x in machine_code.unwritten(text.format(register)) if x.startswith("/*0000*/ HGMMA")]
+            assert bool(found) != taken, register
+    assert names == ["grads"] * 3
+    assert (machine_code.unwritten, machine_code.rules) == before[:2]
+    assert len(machine_code.unwritten(text.format(4))) == len(machine_code.unwritten(text.format(24)))
+
+
 def test_only_that_fits_no_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "--only", "gated_delta_net"])
     monkeypatch.setattr(shutil, "which", lambda name: name)
@@ -57,24 +76,26 @@ def test_only_that_fits_no_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_errors_of_all_processes_are_added() -> None:
     report = "========= Invalid __global__ read of size 4 bytes."
-    clean = sanitize._line(calls=4, kernels=["a", "b"], failed=[]) + "\n========= ERROR SUMMARY: 0 errors\n"
+    clean = sanitize._line(calls=4, kernels=["a", "b"], failed=[], turned_down=["a"])
+    clean += "\n========= ERROR SUMMARY: 0 errors\n"
     wrong = (
         "\n".join([sanitize._line(begin="gla 64"), "========= COMPUTE-SANITIZER", *[report, "=========     at f"] * 2])
         + "\n"
-        + sanitize._line(calls=3, kernels=["b", "c"], failed=[])
+        + sanitize._line(calls=3, kernels=["b", "c"], failed=[], turned_down=["a", "c"])
         + "\n========= ERROR SUMMARY: 2 errors\n"
     )
     found = sanitize.summary("memcheck", [(clean, None), (wrong, None)])
     assert (found["calls"], found["kernels"], found["errors"], found["failed"]) == (7, 3, 2, [])
     assert found["kinds"] == {"Invalid __global__ read of size 4 bytes. In gla 64.": 2}
+    assert found["turned_down"] == {"a": 2, "c": 1}
     assert report in found["findings"]
-    races = sanitize._line(calls=1, kernels=[], failed=[])
+    races = sanitize._line(calls=1, kernels=[], failed=[], turned_down=[])
     races += "\n========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
     assert sanitize.summary("racecheck", [(races, None)])["errors"] == 2
 
 
 def test_a_tool_that_prints_no_summary_counts_as_failed() -> None:
-    text = sanitize._line(calls=1, kernels=[], failed=[])
+    text = sanitize._line(calls=1, kernels=[], failed=[], turned_down=[])
     assert "synccheck printed no summary" in sanitize.summary("synccheck", [(text, None)])["failed"][0]
     assert sanitize.summary(None, [(text, None)])["failed"] == []
 
@@ -110,7 +131,7 @@ def test_a_process_that_crashes_at_once_is_started_again(tmp_path: Path, monkeyp
     """At its first case; the case is taken again, and a crash later on stays a failure."""
     fresh = sanitize._line(begin="gla 64", index=3)
     later = "\n".join([sanitize._line(begin="gla 32", index=2), sanitize._line(end="gla 32", seconds=0.1), fresh])
-    ended = sanitize._line(calls=1, kernels=["a"], failed=[]) + "\n========= ERROR SUMMARY: 0 errors"
+    ended = sanitize._line(calls=1, kernels=["a"], failed=[], turned_down=[]) + "\n========= ERROR SUMMARY: 0 errors"
     answers = [(fresh, "a process ended with -11"), (ended, None)]
     claims: list[list[str]] = []
 

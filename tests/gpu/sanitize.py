@@ -3,9 +3,10 @@
     python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck] [--jobs 8] [--out FILE] [--only TEXT]
 
 The configurations are compiled first, side by side and without a sanitizer. Then each tool runs over all of them, in
-several processes. The summary says for each tool how many calls and distinct kernels ran and what was found; with
-`--out` it is written as JSON, beside what the file has of other tools if it is of the same commit and machine. Exit
-code 1 where a tool reports an error, a call fails or a process crashes.
+several processes. The summary says for each tool how many calls and distinct kernels ran and what was found, and of
+which kernels machine code was turned down for the tools' sake (see `registers_left`); with `--out` it is written as
+JSON, beside what the file has of other tools if it is of the same commit and machine. Exit code 1 where a tool reports
+an error, a call fails or a process crashes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "synccheck")
 DOCUMENTS = (33, 0, 64, 1, 70)
 HEADS = 2
+OWN_REGISTERS = 24  # R0 to R23 are used by code that a tool puts in
+_PRODUCT = re.compile(r"\b\w+GMMA\S*\s+R(\d+)\b")
 _REPORT = re.compile(r"^========= (?!COMPUTE|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error)")
 
@@ -72,8 +75,45 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def registers_left() -> Iterator[list[str]]:
+    """Has kernels assembled with other limits of registers where a wgmma writes its result to registers of the tools';
+    gives the names of the kernels, one for each machine code turned down.
+
+    Synccheck puts code in front of every wait for a wgmma, which then is under way and overwrites what that code holds
+    in these registers. The warps go astray, and synccheck reports what they do. ptxas takes the registers from R24 on,
+    but for some kernels that spill.
+    """
+    from flexsp.runtime import machine_code
+
+    names: list[str] = []
+    unwritten, rules = machine_code.unwritten, machine_code.rules
+
+    def in_the_way(listing: str) -> list[str]:
+        found = [line.strip() for line in listing.splitlines() if any(map(_is_own, _PRODUCT.findall(line)))]
+        kernel = re.search(r"\.text\.(\w+)", listing)
+        names.extend([kernel[1] if kernel else "kernel"] if found else [])
+        return unwritten(listing) + found
+
+    machine_code.unwritten = in_the_way
+    machine_code.rules = lambda: f"{rules()} {OWN_REGISTERS} left"  # in Triton's cache they are others
+    try:
+        yield names
+    finally:
+        machine_code.unwritten, machine_code.rules = unwritten, rules
+
+
+def _is_own(register: str) -> bool:
+    return int(register) < OWN_REGISTERS
+
+
 def work(claims: Path, only: str) -> None:
     """Child: takes case after case that no other process has claimed; prints one line before each and one after all."""
+    with registers_left() as turned_down:
+        _work(claims, only, turned_down)
+
+
+def _work(claims: Path, only: str, turned_down: list[str]) -> None:
     import torch
 
     from flexsp.runtime import launch
@@ -95,7 +135,7 @@ def work(claims: Path, only: str) -> None:
         calls += 1
         print(_line(end=name, seconds=round(time.monotonic() - begin, 1)), flush=True)
     kernels = sorted({str(getattr(x, "result", lambda x=x: x)().hash) for x in launch._compiled.values()})
-    print(_line(calls=calls, kernels=kernels, failed=failed), flush=True)
+    print(_line(calls=calls, kernels=kernels, failed=failed, turned_down=turned_down), flush=True)
 
 
 def _line(**told: Any) -> str:
@@ -137,7 +177,7 @@ def child(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str,
 def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str, Any]:
     """What all processes of a tool told. A process that broke off counts as failed, with the case it was at."""
     kernels: set[str] = set()
-    calls, failed, errors, findings, seconds, kinds = 0, [], 0, [], {}, Counter[str]()
+    calls, failed, errors, findings, seconds, kinds, turned_down = 0, [], 0, [], {}, Counter[str](), Counter[str]()
     for text, bad in outputs:
         told = _told(text)
         ended = {each["end"]: each["seconds"] for each in told if "end" in each}
@@ -150,6 +190,7 @@ def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str
             calls += each["calls"]
             kernels |= set(each["kernels"])
             failed += each["failed"]
+            turned_down += Counter(each["turned_down"])
         found = _SUMMARY.findall(text)
         if tool is not None and not found:
             failed.append(f"{tool} printed no summary: {text[-600:]}")
@@ -160,7 +201,7 @@ def summary(tool: str | None, outputs: list[tuple[str, str | None]]) -> dict[str
     slowest = dict(sorted(seconds.items(), key=lambda item: -item[1])[:5])
     return {
         "calls": calls, "kernels": len(kernels), "errors": errors, "failed": failed, "kinds": dict(kinds),
-        "findings": findings[:60], "slowest": slowest,
+        "turned_down": dict(turned_down), "findings": findings[:60], "slowest": slowest,
     }  # fmt: skip
 
 
@@ -230,7 +271,7 @@ def main() -> int:
         result["tools"][tool or "without a tool"] = found
         bad |= bool(found["errors"] or found["failed"] or found["restarted"])
         told = f"{found['calls']} calls, {found['kernels']} kernels, {found['errors']} errors, {found['seconds']} s"
-        slow = f"slowest: {found['slowest']}"
+        slow = f"slowest: {found['slowest']}, machine code turned down: {found['turned_down']}"
         wrong = [*found["failed"], *found["kinds"].items(), *found["findings"], *found["restarted"]]
         print(f"{tool or 'compiling':10s} {told}", slow, *wrong, sep="\n  ", flush=True)
         if args.out is not None:

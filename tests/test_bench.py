@@ -444,7 +444,7 @@ def test_traffic_of_our_kernels_is_read_and_compared(capsys: pytest.CaptureFixtu
 def test_without_dispatcher_ends() -> None:
     from flexsp.bench.host import without_dispatcher
     from flexsp.compiler import LinearAttention
-    from flexsp.compiler.dispatch import Recipe
+    from flexsp.kernels.recipe import Recipe
     from flexsp.runtime.launch import KernelLaunch
 
     def parts() -> list[object]:

@@ -56,23 +56,25 @@ def compile_config(
     """
     import torch
 
-    from flexsp.kernels.diagonal import triton_engine as engine
+    from flexsp.kernels import recipe
+    from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import compile_launches, record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
 
-    engine.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
-    kind, scale = getattr(torch, dtype), K**-0.5
+    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    kind = getattr(torch, dtype)
     q, k, v, do = (meta(B, T, H, n, kind=kind) for n in (K, K, V, V))
     docs = 4 if packed else 0
-    state, bounds = meta(docs or B, H, K, V), meta(docs + 1, kind=torch.int64) if packed else None
+    state, bounds = meta(docs or B, H, K, V).requires_grad_(), meta(docs + 1, kind=torch.int64) if packed else None
     table = meta(T // 64 + docs if packed else 0, 5, kind=torch.int32)
-    engine._table = lambda *args: table  # type: ignore[assignment]
+    recipe.chunk_table = lambda *args: table  # type: ignore[assignment]
+    given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
-        out = engine.forward(q, k, v, meta(B, T, H) if gated else None, None, state, bounds, None, scale, True)
-        saved = engine.Saved(q, k, v, state, *out[1:], docs=docs, scale=scale)
-        engine.backward(saved, do, state, None, learned, True)
+        found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
+        o, final = recipe.run(found, [*given.values()], state, bounds, (0, T, T))
+        torch.autograd.backward([o, final], [do, state.detach()])
     return [_summary(found) for found in compile_launches(launches)]
 
 

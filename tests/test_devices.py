@@ -278,27 +278,31 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
 
 def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a gated forward and backward pass."""
-    from flexsp.kernels.diagonal import triton_engine as engine
+    from flexsp.kernels import recipe
+    from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import record_launches
 
-    engine.scan = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     B, T, H, docs = 1, 32768, 32, 4 if packed else 0
     q, k, v, do = (meta(B, T, H, n, kind=dtype) for n in (K, K, V, V))
-    state, bounds = meta(docs or B, H, K, V), meta(docs + 1, kind=torch.int64) if packed else None
-    engine._table = lambda *args: meta(9999 if packed else 0, 5, kind=torch.int32)  # type: ignore[assignment]
+    state = meta(docs or B, H, K, V).requires_grad_()
+    bounds = meta(docs + 1, kind=torch.int64) if packed else None
+    given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
+    recipe.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
-        out = engine.forward(q, k, v, meta(B, T, H), None, state, bounds, None, 1.0, True)
-        saved = engine.Saved(q, k, v, state, *out[1:], docs=docs, scale=1.0)
-        engine.backward(saved, do, state, None, True, True)
+        found = recipe_of(given, state, docs, 1.0, True, -1, "")
+        o, final = recipe.run(found, [*given.values()], state, bounds, (0, T, T))
+        torch.autograd.backward([o, final], [do, state.detach()])
     return launches, {}
 
 
 def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a forward and backward pass with initial states, and the bytes of shared memory predicted."""
     from flexsp.compiler import dispatch
+    from flexsp.kernels import recipe as recipes
     from flexsp.testing.offline import record_launches
 
-    dispatch.chunk_table = lambda *args: meta(1, kind=torch.int32)  # type: ignore[assignment]
+    recipes.chunk_table = lambda *args: meta(1, kind=torch.int32)  # type: ignore[assignment]
     code, docs, sizes = code_of(name, K, V, dtype), 4 if packed else 0, {"H": 32, "K": K, "V": V}
 
     def made(what: Any, lead: list[int]) -> torch.Tensor:
@@ -310,20 +314,20 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
     initial = made(code.program.meta.state, [docs or 1]).detach().float().requires_grad_()
     bounds = meta(docs + 1, kind=torch.int64) if packed else None
     with record_launches() as launches:
-        recipe = dispatch.Recipe(code, tokens | params, initial, bounds, None)
-        o, final = dispatch.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
+        recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, None)
+        o, final = recipes.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     rows = [
         x for back in (False, True)
-        for x in predict(code, recipe.plan, recipe.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        for x in predict(code, recipe.call.plan, recipe.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
     ]  # fmt: skip
     assert [kernel.__name__ for kernel, *_ in launches] == [x.kernel for x in rows]
-    walk = recipe.plan.walk
+    walk = recipe.call.plan.walk
     for kernel, _, given in launches:
         if kernel.__name__ in ("output", "back", "states"):
             assert (given["num_warps"], given["num_stages"]) == (walk.warps, walk.stages), "not the plan's"
     limit = of_device(torch.device("cpu")).shared
-    assert not recipe.plan.sure or all(x.shared <= limit for x in rows)
+    assert not recipe.call.plan.sure or all(x.shared <= limit for x in rows)
     return launches, {x.kernel: x.shared for x in rows}
 
 

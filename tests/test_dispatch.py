@@ -53,7 +53,7 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
         for name, what in (meta.tokens | meta.params).items():
             shape = lead[name] + [sizes[s.name] for s in what.shape if s != "T"]
             given[name] = torch.empty(shape, dtype=what.dtype, device="meta")
-        recipe = dispatch.Recipe(code, given, None, None, None)
+        recipe = dispatch.recipe_of(code, given, None, None, None)
         recipe.run_steps = lambda steps, frame, device: found.update(x.facts(frame) for x in launches_of(steps))
         o, _, saved = recipe.run_forward(list(given.values()), None, None)
         recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
@@ -75,9 +75,9 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
             x["k"] = x["k"].transpose(2, 3).contiguous().transpose(2, 3)
         initial = torch.zeros(4 * 64 * 64 + odd)[odd:].view(1, 4, 64, 64).requires_grad_() if given else None
         bounds = torch.tensor([0, 100, 4096]) if packed else None
-        recipe, facts = dispatch.Recipe(code, x, initial, bounds, None), set()
+        recipe, facts = dispatch.recipe_of(code, x, initial, bounds, None), set()
         recipe.run_steps = lambda steps, frame, _, facts=facts: facts.update(x.facts(frame) for x in launches_of(steps))
-        table = torch.zeros(recipe.plan.n_chunks, 5, dtype=torch.int32) if packed else None
+        table = torch.zeros(recipe.call.plan.n_chunks, 5, dtype=torch.int32) if packed else None
         o, _, saved = recipe.run_forward([*x.values()], initial, table)
         recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
         found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
@@ -99,14 +99,16 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     sure: bool, backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexsp.compiler import dispatch
+    from flexsp.kernels import recipe as recipes
     from flexsp.runtime.launch import KernelLaunch
 
     code = variants.load("simple_gla").make(2, 16, 16, torch.float32, code_dir=tmp_path)._generated
     x = {"q": torch.randn(1, 99, 2, 16), "k": torch.randn(1, 99, 2, 16), "v": torch.randn(1, 99, 2, 16)}
     x = {name: y.requires_grad_(backward) for name, y in (x | {"g": -torch.rand(1, 99, 2)}).items()}
-    recipe = dispatch.Recipe(code, x, None, None, None)
-    assert recipe.plan.sure
-    recipe.plan, recipe.device, asked = replace(recipe.plan, sure=sure), torch.device("cuda", 0), []
+    recipe = dispatch.recipe_of(code, x, None, None, None)
+    assert recipe.call.plan.sure
+    recipe.call = replace(recipe.call, plan=replace(recipe.call.plan, sure=sure))
+    recipe.device, asked = torch.device("cuda", 0), []
 
     def prepare(self: Any, frame: Any, device: int) -> Future[Any]:
         asked.append(self.kernel.__name__)
@@ -122,7 +124,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     monkeypatch.setattr(recipe, "run_forward", launched)
     for _ in range(2):
         with pytest.raises(Launched if sure else ValueError, match=None if sure else "too large"):
-            dispatch.run(recipe, [*x.values()], None, None, (0, 99, 99))
+            recipes.run(recipe, [*x.values()], None, None, (0, 99, 99))
     assert ("grads" in asked) == backward and bool(asked) == (backward or not sure)
     # Not sure: in each of the two calls, with and without gradients of final states.
     assert asked.count("back") == (0 if not backward else 1 if sure else 4)
@@ -139,18 +141,18 @@ def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None
 
 def repeated(sp: Any, folder: str) -> dict[str, Any]:
     """Calls alike and not alike: recipes made, and errors of outputs and gradients against PyTorch in float64."""
-    from flexsp.compiler import dispatch
+    from flexsp.kernels import recipe as recipes
 
     torch.manual_seed(0)
     model = variants.load("simple_gla").make(2, 8, 4, code_dir=folder)
     made = []
-    plain = dispatch.Recipe.__init__
+    plain = recipes.Recipe.__init__
 
     def count(self: Any, *args: Any) -> None:
         made.append(args)
         plain(self, *args)
 
-    dispatch.Recipe.__init__ = count  # type: ignore[method-assign]
+    recipes.Recipe.__init__ = count  # type: ignore[method-assign]
     errors, recipes = [], []
     calls = ((9, False, True), (9, False, True), (10, False, True), (9, True, True), (9, False, False))
     for T, lay, batched in calls:
@@ -435,12 +437,12 @@ def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
 
 
 def test_more_heads_than_a_grid_has() -> None:
-    from flexsp.compiler.dispatch import Recipe
+    from flexsp.compiler.dispatch import recipe_of
 
     code = variants.load("linear").make(2, 16, 16, torch.bfloat16).kernels
     given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
     with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000"):
-        Recipe(code, given, None, None, None)
+        recipe_of(code, given, None, None, None)
 
 
 @pytest.mark.parametrize(

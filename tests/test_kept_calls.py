@@ -9,7 +9,8 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.linear_attention import _signature as signature_of
-from flexsp.kernels.diagonal import triton_engine
+from flexsp.kernels import recipe as recipes
+from flexsp.kernels.diagonal import dispatch
 from flexsp.ops import chunk_simple_gla
 from tests import variants
 
@@ -46,7 +47,7 @@ CHANGES: dict[str, tuple[Any, tuple[int, int]]] = {
     "whether there are initial states": (lambda x: call({k: y for k, y in x.items() if k != "initial_state"}), (1, 1)),
     "strides": (lambda x: call(x | {"q": turned(x["q"])}), (1, 1)),
     "alignment": (lambda x: call(x | {"k": unaligned(x["k"])}), (1, 1)),
-    "the type of gates": (lambda x: call(x | {"g": x["g"].float()}), (1, 0)),
+    "the type of gates": (lambda x: call(x | {"g": x["g"].float()}), (1, 1)),
     "how many documents there are": (lambda x: call(drawn(3), (0, 9, 12, 20)), (1, 1)),
     "whether gates want gradients": (lambda x: call(x, frozen="g"), (0, 1)),
     "whether initial states want gradients": (lambda x: call(x, frozen="initial_state"), (0, 1)),
@@ -58,11 +59,11 @@ CHANGES: dict[str, tuple[Any, tuple[int, int]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
-    monkeypatch.setattr(triton_engine, "run_steps", lambda *args: None)  # no kernel runs
-    monkeypatch.setattr(triton_engine, "_calls", {})
+    monkeypatch.setattr(recipes, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(dispatch, "_recipes", {})
 
     def worked_out() -> list[int]:
-        return [sum(way in key for key in triton_engine._calls) for way in ("forward", "backward")]
+        return [len(dispatch._recipes), sum(len(recipe.backwards) for recipe in dispatch._recipes.values())]
 
     call(drawn())
     before = worked_out()

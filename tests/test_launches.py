@@ -14,9 +14,12 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.launches import PROPAGATE, Call, LaunchSpec
+from flexsp.compiler.launches import GeneratedCall
 from flexsp.compiler.plan import choose_plan
 from flexsp.devices import of_arch
+from flexsp.kernels.diagonal.launches import DiagonalCall
+from flexsp.kernels.diagonal.plan import make_plan
+from flexsp.kernels.launches import PROPAGATE, Alike, LaunchSpec, memory
 from flexsp.runtime.steps import launches_of
 from tests import variants
 
@@ -46,16 +49,16 @@ def code_of(name: str) -> Generated:
     return Generated(model.program)
 
 
-def calls(name: str) -> Iterator[Call]:
+def calls(name: str) -> Iterator[GeneratedCall]:
     code = code_of(name)
     sizes = dict.fromkeys(code.layout.sizes, 64)
     for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
         B = 1 if docs else 2
         plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
-        yield Call(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
+        yield GeneratedCall(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
 
 
-def given_to(call: Call) -> set[str]:
+def given_to(call: GeneratedCall) -> set[str]:
     """Buffers that hold something before the first launch."""
     layout = call.code.layout
     return {*layout.tokens, *layout.params, "@do", "@initial", "@dfinal"}
@@ -75,7 +78,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
         forward = call.forward()
         there = check_order(forward, given_to(call))
         assert "@o" in there and ("@final" in there) == call.ends
-        kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
+        kept = {x for x in there if x in memory(call, forward) and call.saved(x)}
         for dfinal, dinitial in itertools.product((False, True), repeat=2):
             backward = call.backward(dfinal, dinitial)
             after = check_order(backward, given_to(call) | kept)
@@ -83,6 +86,30 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
             assert ("@dinitial" in after) == dinitial
             if name == "bounded" and call.scanned:
                 assert any("@entering" in x.reads for x in backward if x.kind == "collect")
+
+
+def engine_calls() -> Iterator[DiagonalCall]:
+    gates, either = (None, "g", "g_gamma"), (False, True)
+    for K, T, docs, gate, given, early in itertools.product((64, 256), (0, 40, 9000), (0, 3), gates, either, either):
+        q = torch.empty(1 if docs else 2, T, H, K, dtype=BF16, device="meta")
+        yield DiagonalCall(make_plan(q, q, docs), BF16, gate, 0.1, given, not early, early, "")
+
+
+def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
+    for call in engine_calls():
+        inputs = {"q", "k", "v", *([call.gate] if call.gate else []), "@initial"}
+        forward = call.forward()
+        there = check_order(forward, inputs)
+        assert "@o" in there and ("@final" in there) == call.ends
+        kept = {x for x in there if x in memory(call, forward) and call.saved(x)}
+        assert sum(-(-call.buffer(x).nbytes // 256) * 256 for x in kept) == call.saved_bytes
+        kept |= {"@final"} if call.facts.keeps_final else set()
+        wants = [{"q"}, {"q", call.gate}] if call.gate else [{"q"}]
+        for dfinal, dinitial, wanted in itertools.product((False, call.ends), (False, True), wants):
+            after = check_order(call.backward(dfinal, dinitial, wanted), inputs | kept | {"@do", "@dfinal"})
+            gradients = {x for x in after if x.startswith("d.")}
+            assert gradients == {"d.q", "d.k", "d.v", *(f"d.{x}" for x in wanted - {"q"})}
+            assert ("@dinitial" in after) == dinitial
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,15 +133,15 @@ def test_a_plan_that_was_tuned_on_one_rank_serves_ranks(name: str) -> None:
         key: torch.empty(1, 40, H, *[64] * (len(x.shape) - 2), dtype=BF16, device="meta")
         for key, x in code.program.meta.tokens.items()
     }
-    alone = dispatch.Recipe(code, given, None, None, None)
-    assert alone.plan.schedule == "fused"
+    alone = dispatch.recipe_of(code, given, None, None, None)
+    assert alone.call.plan.schedule == "fused"
     sp: Any = SimpleNamespace(id=0, world_size=2, rank=0)
-    chained = dispatch.Recipe(code, given, None, None, sp, alone.plan)
+    chained = dispatch.recipe_of(code, given, None, None, sp, alone.call.plan)
     kinds = [x.kind for x in chained.call.forward()]
     assert "summarize" in kinds and PROPAGATE in kinds and "@states" in chained.saved.places
 
 
-@pytest.mark.parametrize("name", ["gla", "vector_gated_delta", "hgrn"])
+@pytest.mark.parametrize("name", ["gla", "vector_gated_delta", "hgrn", "retnet", "gla_own_bias"])
 def test_memory_is_what_the_launches_point_to(name: str) -> None:
     code = code_of(name)
     given = {
@@ -125,9 +152,26 @@ def test_memory_is_what_the_launches_point_to(name: str) -> None:
         key: torch.empty(H, *[64] * (len(x.shape) - 1), dtype=x.dtype, device="meta")
         for key, x in code.program.meta.params.items()
     }
-    recipe = dispatch.Recipe(code, given, None, None, None)
+    recipe = dispatch.recipe_of(code, given, None, None, None)
     held = {**recipe.saved.places, **recipe.scratch.places}
     pointed = {x for step in launches_of(recipe.forward) for x in step.pointers if x is not None}
     assert set(held) == pointed - {*given, "@o", "@final"}
     for key, (_, dtype, shape) in held.items():
         assert (dtype, shape) == (recipe.call.buffer(key).dtype, recipe.call.buffer(key).shape)
+
+
+@pytest.mark.parametrize(
+    ("strides", "others", "alike"),
+    [
+        ({"q": (0, 12, 4), "v": (0, 12, 2)}, (12,), True),
+        ({"q": (5, 12, 4), "v": (7, 12, 4)}, (), True),
+        ({"q": (0, 12, 4), "v": (0, 6, 2)}, (12,), False),
+        ({"q": (0, 12, 4), "v": (0, 12, 4)}, (6,), False),
+        ({"q": (0, 12, 4), "v": (0, 12, 4)}, (12, 6), False),
+    ],
+)
+def test_one_token_stride_for_all(
+    strides: dict[str, tuple[int, int, int]], others: tuple[int, ...], alike: bool
+) -> None:  # fmt: skip
+    """Kernels that share their offsets read the wrong tokens otherwise."""
+    assert Alike(("q", "v"), others).of(strides) == alike

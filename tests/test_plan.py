@@ -28,6 +28,7 @@ from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan, padded
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import H200
+from flexsp.kernels.recipe import Recipe
 from tests import variants
 from tests.marks import slow
 
@@ -265,6 +266,7 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     from triton.backends.nvidia.compiler import CUDABackend
 
     from flexsp.compiler import dispatch
+    from flexsp.kernels import recipe as recipes
     from flexsp.testing import offline
 
     class Known(Exception):
@@ -280,8 +282,8 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     tokens = {key: torch.empty(1, 4096, 32, *[size] * (len(x.shape) - 2), dtype=x.dtype, device="meta").requires_grad_()
               for key, x in inputs}  # fmt: skip
     with offline.record_launches() as launches:
-        recipe = dispatch.Recipe(code, tokens, None, None, None)
-        o, _ = dispatch.run(recipe, list(tokens.values()), None, None, (0, 4096, 4096))
+        recipe = dispatch.recipe_of(code, tokens, None, None, None)
+        o, _ = recipes.run(recipe, list(tokens.values()), None, None, (0, 4096, 4096))
         o.backward(torch.empty_like(o))
     found = []
     for kernel, args, kwargs in launches:
@@ -423,7 +425,7 @@ def test_errors_of_explain() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_search_finds_the_quickest(packed: bool) -> None:
     """Of plans whose times are made up: four stages and eight warps for grads are best, deeper pipelines do not fit."""
-    from flexsp.compiler.dispatch import Recipe
+    from flexsp.compiler.dispatch import recipe_of
     from flexsp.compiler.tune import tune
 
     code = code_of("simple_gla", 64, 64)
@@ -434,14 +436,14 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
     bounds = torch.empty(4, dtype=torch.int64, device="meta") if packed else None
     asked = []
 
-    def time(recipe: Recipe, tensors: Any, initial: Any, table: Any, backward: bool) -> float:
-        plan = recipe.plan
+    def time(recipe: Recipe[Any], tensors: Any, initial: Any, table: Any, backward: bool) -> float:
+        plan = recipe.call.plan
         asked.append((plan, table))
         if plan.chunk == 128 and plan.walk.stages > 2:
             raise ValueError("too much")
         return 100.0 + abs(plan.chunk - 32) + 5 * abs(plan.walk.stages - 4) - plan.part.warps
 
-    found = tune(lambda plan: Recipe(code, given, None, bounds, None, plan), [], None, lambda C: C, True, time)
+    found = tune(lambda plan: recipe_of(code, given, None, bounds, None, plan), [], None, lambda C: C, True, time)
     assert (found.plan.chunk, found.plan.walk.stages, found.plan.part.warps) == (32, 4, 8)
     assert found.us == 92.0 and found.predicted_us == 100.0 + 32 + 5 - 4
     assert found.tried == len(asked) == len({plan for plan, _ in asked})
@@ -451,7 +453,7 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
 
 def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """That one has no room is found out when it is timed, and is then no reason to stop."""
-    from flexsp.compiler.dispatch import Recipe
+    from flexsp.compiler.dispatch import recipe_of
     from flexsp.compiler.tune import tune
 
     code = code_of("simple_gla", 64, 64)
@@ -459,23 +461,23 @@ def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.Mo
         key: torch.empty(1, 3000, 32, *[64] * (len(x.shape) - 2), dtype=x.dtype, device="meta")
         for key, x in code.program.meta.tokens.items()
     }
-    usual = Recipe(code, given, None, None, None)
+    usual = recipe_of(code, given, None, None, None)
     compiled = []
 
-    def precompile(recipe: Recipe, *args: Any) -> list[Any]:
-        compiled.append(recipe.plan)
+    def precompile(recipe: Recipe[Any], *args: Any) -> list[Any]:
+        compiled.append(recipe.call.plan)
         return []
 
-    def time(recipe: Recipe, *args: Any) -> float:
-        if not recipe.plan.sure and recipe.plan != unsure:
+    def time(recipe: Recipe[Any], *args: Any) -> float:
+        if not recipe.call.plan.sure and recipe.call.plan != unsure:
             raise ValueError("no room")
-        return 50.0 if recipe.plan == unsure else 100.0
+        return 50.0 if recipe.call.plan == unsure else 100.0
 
-    unsure = replace(usual.plan, sure=False)
+    unsure = replace(usual.call.plan, sure=False)
     monkeypatch.setattr(Recipe, "precompile", precompile)
 
-    def make(plan: Plan | None) -> Recipe:
-        return Recipe(code, given, None, None, None, plan or unsure)
+    def make(plan: Plan | None) -> Recipe[Any]:
+        return recipe_of(code, given, None, None, None, plan or unsure)
 
     found = tune(make, [], None, lambda C: None, True, time)
     assert found.plan == unsure and found.tried > 5

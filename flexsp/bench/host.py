@@ -30,8 +30,9 @@ FORWARD_US, RATIO = 60.0, 0.5
 @contextmanager
 def without_dispatcher() -> Iterator[None]:
     """Every call is checked, planned and laid out anew, and launched by Triton's own launcher."""
-    from flexsp.compiler import dispatch
     from flexsp.compiler.linear_attention import LinearAttention
+    from flexsp.kernels.recipe import Recipe
+    from flexsp.runtime.launch import KernelLaunch
 
     def run(self: Any, frame: Any, at: Any, stream: int) -> None:
         self.kernel[self.grid](*self.arguments(frame), **self.constants, PDL=True, launch_pdl=True, **self.options)
@@ -39,8 +40,8 @@ def without_dispatcher() -> Iterator[None]:
     def nothing(*args: Any) -> None: ...
 
     parts: tuple[tuple[type, str, Any], ...] = (
-        (dispatch.KernelLaunch, "run", run), (dispatch.KernelLaunch, "prepare", nothing),
-        (dispatch.Recipe, "precompile", nothing), (LinearAttention, "remembered", nothing),
+        (KernelLaunch, "run", run), (KernelLaunch, "prepare", nothing),
+        (Recipe, "precompile", nothing), (LinearAttention, "remembered", nothing),
     )  # fmt: skip
     plain = [getattr(owner, name) for owner, name, _ in parts]
     for owner, name, other in parts:

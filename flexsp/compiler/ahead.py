@@ -10,7 +10,7 @@ import torch
 import triton
 
 from flexsp.compiler import intrinsic_kernels
-from flexsp.compiler.dispatch import Recipe
+from flexsp.compiler.dispatch import recipe_of
 from flexsp.compiler.engine import Generated
 from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.devices import of_arch, of_device, planned_for
@@ -46,7 +46,7 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
                 }
                 bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
                 with planned_for(device):
-                    recipe = Recipe(code, given, None, bounds, None)
+                    recipe = recipe_of(code, given, None, bounds, None)
                 for launch, frame in recipe.launches(list(given.values()), None, True):
                     if (facts := launch.facts(frame)) not in jobs:
                         jobs[facts] = workers().submit(launch.build, launch.described(frame), target)

@@ -90,9 +90,9 @@ def _run_forward(  # type: ignore[no-untyped-def]
         saved = table = o.new_empty(0)
         final = None if final is None else final.clone(memory_format=torch.contiguous_format)  # may be `initial` itself
     else:
-        from flexsp.compiler import dispatch
+        from flexsp.kernels.recipe import table_of
 
-        table = dispatch.table_of(call.recipe, cu_seqlens, shard)
+        table = table_of(call.recipe, cu_seqlens, shard)
         o, final, saved = call.recipe.run_forward(tensors, initial, table)
     empty = torch.empty(0, dtype=torch.int32, device=o.device)
     final = torch.empty(0, dtype=call.wide, device=o.device) if final is None else final
@@ -156,7 +156,7 @@ def _fake_forward(variant, tensors, initial, cu_seqlens, order=None, sp=-1):  # 
 
     call, out = elsewhere(first.device, planned)
     recipe, ends = call.recipe, group is None or cu_seqlens is not None or group.is_last
-    slots = recipe.plan.n_chunks if recipe is not None and cu_seqlens is not None else 0
+    slots = recipe.call.facts.n_chunks if recipe is not None and cu_seqlens is not None else 0
     return (
         first.new_empty(out),
         first.new_empty(call.states if ends else 0, dtype=call.wide),

@@ -1,16 +1,16 @@
 """Stage 4a: a plan, and the launches of a call that follow from it, in order.
 
-This is the one list of them. The runner (`flexsp.compiler.dispatch`) puts strides and addresses in place of names. The
+This is the one list of them. The runner (`flexsp.kernels.recipe`) puts strides and addresses in place of names. The
 cost model (`flexsp.compiler.model`) adds up what each reads and writes; plans, `explain` and the traffic check use it.
 
-Buffers have names: ``x`` an input, ``d.x`` its gradient, ``kept.x`` a value kept of every chunk, ``@x`` all others.
+Besides the names of buffers in `flexsp.kernels.launches`, ``kept.x`` is a value kept of every chunk.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,34 +20,18 @@ from flexsp.compiler.body import Kernel
 from flexsp.compiler.differentiate import Intrinsic, Kept
 from flexsp.compiler.values import is_state
 from flexsp.compiler.walks import WALKS
+from flexsp.kernels.launches import PROPAGATE, Buffer, Facts, Launch, LaunchSpec, copied, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
     from flexsp.compiler.stages import Stage
 
-__all__ = ["PROPAGATE", "Buffer", "Call", "Launch", "LaunchSpec", "Plan"]
+__all__ = ["GeneratedCall", "Plan"]
 
-PROPAGATE = "_propagate_kernel"
 _F32 = torch.float32
 _SAVED = ("@states", "@A", "@decay", "@cut")
 _OWN = (*_SAVED, "@dstates", "@entering", "@leaving")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Columns of the state a program has, and how it is launched; `registers` that a thread may have, None for all."""
-
-    cols: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Of Triton."""
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 @dataclass(frozen=True)
@@ -72,55 +56,13 @@ class Plan:
     sure: bool = True
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor as it lies in memory."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class LaunchSpec:
-    """One launch of a kernel.
-
-    Attributes:
-        kind: the kernel: one of the generated ones, of an intrinsic, or the scan over segments and ranks.
-        how: its tile and how it is launched.
-        grid: programs; empty for the scan, which chooses them itself.
-        pointers: buffers in the order of the kernel's arguments, None where it takes none.
-        numbers: the arguments behind them; an input's name, or "do", stands for its strides from sequence to sequence,
-            token to token and head to head.
-        reads, writes: those of them that it reads and writes. What is read of whole chunks only, such as the table of
-            packed documents, is left out.
-        constants: the kernel's constexpr arguments; of the scan whether it goes from right to left, REVERSE.
-        options: of Triton.
-        intrinsic: what is computed, where `kind` is the kernel of an intrinsic.
-    """
-
-    kind: str
-    how: Launch
-    grid: tuple[int, ...]
-    pointers: tuple[str | None, ...]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    numbers: tuple[int | str, ...] = ()
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, int] = field(default_factory=dict)
-    intrinsic: Intrinsic | None = None
-
-
 def _named(*names: str | None) -> tuple[str, ...]:
     return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
-class Call:
-    """What decides the launches of a call: kernels, plan, shapes, and which states come in and go out.
+class GeneratedCall:
+    """A call of generated kernels, as `flexsp.kernels.launches.Call` describes it.
 
     Attributes:
         sizes: of the state and the inputs, by name; beside them B sequences of T tokens of H heads.
@@ -139,6 +81,32 @@ class Call:
     dtype: torch.dtype
     initial: bool = False
     ends: bool = True
+
+    @cached_property
+    def facts(self) -> Facts:
+        plan, program = self.plan, self.code.program
+        kind = "dense" if self.code.dense else "none" if self._carries is None else "vector"
+        rows, cols = (*self.state, 1)[:2]
+        return Facts(
+            program.merge.name, program.call_text(self.dtype, self.docs > 0), self.B, self.T, self.H, self.docs,
+            plan.chunk, plan.n_chunks, plan.n_seg, (kind, rows, cols), self.ends,
+            sparse=bool(self.code.layout.parts), sure=plan.sure,
+        )  # fmt: skip
+
+    @property
+    def _carries(self) -> str | None:
+        return "@A" if self.code.dense else None if self.code.program.transition == "none" else "@decay"
+
+    def kernel(self, spec: LaunchSpec) -> Any:
+        return getattr(intrinsic_kernels if spec.intrinsic else self.code.module, spec.kind)
+
+    def look(self, frame: Any) -> None:
+        """ValueError where a segment's decay has no logarithm. Synchronises."""
+        if self.scanned and self._carries == "@decay" and bool(frame["@decay"].isnan().any()):
+            raise ValueError(
+                f"{self.code.program.decay.name}: expected to multiply the state by no negative number and by no NaN, "
+                "since kernels carry the logarithm from segment to segment; some input of the call makes it one"
+            )
 
     @property
     def scanned(self) -> bool:
@@ -189,20 +157,16 @@ class Call:
             return self.dtype
         return tokens[token].dtype
 
-    def memory(self, launches: Iterable[LaunchSpec]) -> dict[str, Buffer]:
-        """Buffers that are neither given to a call nor returned by it."""
-        names = dict.fromkeys(name for x in launches for name in x.pointers if name is not None)
-        params = {f"d.{name}" for name in self.code.layout.params}
-        return {x: self.buffer(x) for x in names if x.startswith("kept.") or x in _OWN or x in params}
+    def own(self, name: str) -> bool:
+        of_param = name.startswith("d.") and name.removeprefix("d.") in self.code.layout.params
+        return name.startswith("kept.") or name in _OWN or of_param
 
     def saved(self, name: str) -> bool:
-        """Whether the backward pass reads a buffer of `memory` of the forward pass."""
         return name in _SAVED or name.removeprefix("kept.") in self.code.saved
 
     # Launches
 
     def forward(self) -> list[LaunchSpec]:
-        """Those of the forward pass."""
         launches = self._stages(False, [])
         if self.scanned:
             launches += [self._summarize(), self._propagate("@states", False)]
@@ -212,10 +176,19 @@ class Call:
             "output", [states, given, final, self._table], _named(states, given), _named(final),
             ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
-        return [*launches, output]
+        launches.append(output)
+        return launches if self.plan.n_chunks else self._of_no_tokens(launches)
 
-    def backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
-        """Those of the backward pass, with gradients of final states or not, and for those of initial ones or not."""
+    def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+        """The forward pass of a shard without tokens, whose transition is the unit."""
+        names = ["@states", *(x for x in self._summarize().pointers if x in ("@decay", "@cut"))]
+        steps = [*([unit("@A")] if self.code.dense else []), zeroed(*names)]
+        if self.initial and not self.docs:
+            steps.append(copied("@states", "@initial", 0))
+        return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
+
+    def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
+        """All gradients of inputs are computed, whichever are `wanted`."""
         code, plan, in_walk = self.code, self.plan, self.docs > 0 or not self.scanned
         initial = "@initial" if self.initial and in_walk else None
         after = "@dfinal" if dfinal else None
@@ -244,7 +217,12 @@ class Call:
         of_chunk = ["@entering", "@leaving"]
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
-        return [*launches, *([self._chunkwise("gather", plan.small, of_chunk)] if code.small else [])]
+        launches += [self._chunkwise("gather", plan.small, of_chunk)] if code.small else []
+        if plan.n_chunks:
+            return launches
+        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.docs else []
+        left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
+        return [zeroed("@dstates"), *given, *launches, *left]
 
     @property
     def _table(self) -> str | None:
@@ -268,10 +246,9 @@ class Call:
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
         """The scan over segments and ranks."""
-        carries = "@A" if self.code.dense else None if self.code.program.transition == "none" else "@decay"
-        pointers = (states, carries, "@cut" if self.docs and not self.code.dense else None)
+        pointers = (states, self._carries, "@cut" if self.docs and not self.code.dense else None)
         how = Launch(0, 4, 1)
-        reads = _named(states, carries)
+        reads = _named(states, self._carries)
         return LaunchSpec(PROPAGATE, how, (), pointers, reads, (states,), constants={"REVERSE": reverse})
 
     def _written(self, name: str) -> str:

@@ -26,8 +26,8 @@ from flexsp.exceptions import check_dense, fail
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
-    from flexsp.compiler.dispatch import Recipe
     from flexsp.compiler.engine import Generated
+    from flexsp.kernels.recipe import Recipe
 
 __all__ = ["LinearAttention"]
 
@@ -236,27 +236,26 @@ class LinearAttention:
             return self.in_pytorch(call, one | params, state, None, None)[0].shape[-1]
 
     def _tune(
-        self, recipe: Recipe, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        self, recipe: Recipe[Any], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
-    ) -> Recipe:  # fmt: skip
+    ) -> Recipe[Any]:  # fmt: skip
         """The recipe with the quickest plan. Ranks search each for itself: what they exchange does not depend on it."""
+        from flexsp.compiler.dispatch import recipe_of
         from flexsp.compiler.tune import tune
         from flexsp.kernels.table import chunk_table
 
-        make, code, names = type(recipe), recipe.code, recipe.names
-        given = {name: inputs[name].detach() for name in names}
+        given = {name: inputs[name].detach() for name in recipe.names}
+        made = ft.partial(recipe_of, recipe.call.code, given, prev_s, cu_seqlens)
 
         def table(chunk: int) -> torch.Tensor | None:
             last = group is None or group.is_last
             return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
 
-        found = tune(
-            lambda plan: make(code, given, prev_s, cu_seqlens, None, plan), [*given.values()], prev_s, table, backward
-        )
+        found = tune(lambda plan: made(None, plan), [*given.values()], prev_s, table, backward)
         what = "forward and backward" if backward else "forward"
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
-        return make(code, given, prev_s, cu_seqlens, group, found.plan)
+        return made(group, found.plan)
 
     def __getstate__(self) -> dict[str, Any]:
         """Other processes make their kernels anew."""
@@ -324,11 +323,12 @@ class LinearAttention:
         code = self._kernels(first, wide, names, group, (*inputs.values(), prev_s))
         recipe = None
         if code is not None:
-            from flexsp.compiler import dispatch
+            from flexsp.compiler.dispatch import recipe_of
+            from flexsp.kernels.recipe import run
 
-            self._run = dispatch.run
+            self._run = run
             given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
-            recipe = dispatch.Recipe(code, given, prev_s, cu_seqlens, group)
+            recipe = recipe_of(code, given, prev_s, cu_seqlens, group)
         return _Call(T, states, wide, recipe)
 
     def _compile_ahead(self) -> None:
@@ -547,7 +547,7 @@ class _Call:
     T: int
     states: tuple[int, ...]
     wide: torch.dtype
-    recipe: Recipe | None
+    recipe: Recipe[Any] | None
     tuned: bool = False
 
 

@@ -19,9 +19,10 @@ import torch
 
 from flexsp.compiler.body import Kernel
 from flexsp.compiler.capacity import Load, intrinsic_load, part_load
-from flexsp.compiler.launches import PROPAGATE, Call, Launch, LaunchSpec, Plan
+from flexsp.compiler.launches import GeneratedCall, Plan
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import REGISTERS, Device, of_device
+from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ def predict(
         docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
         device: the GPU; None for the one that is there, else the one that is planned for.
     """
-    call = Call(code, plan, sizes, 1, heads, T, docs, dtype)
+    call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
     # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
-    counted = [x for x in launches if x.kind != PROPAGATE or not code.dense]
+    counted = [x for x in launches if x.host is None and (x.kind != PROPAGATE or not code.dense)]
     return [_predicted(call, x, device or of_device()) for x in counted]
 
 
@@ -86,7 +87,7 @@ def tiles_of(
     code: Generated, plan: Plan, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch, device: Device
 ) -> list[tuple[int, int]]:
     """(registers a thread for the tiles that are alive at once, products) of each part of a kernel."""
-    loads = _loads(Call(code, plan, sizes, 1, 1, 1, 0, dtype), kind, how, device)
+    loads = _loads(GeneratedCall(code, plan, sizes, 1, 1, 1, 0, dtype), kind, how, device)
     return [(x.tiles // (32 * how.warps), x.products) for x in loads]
 
 
@@ -103,7 +104,7 @@ def _kernel_loads(
     return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, dense, arch) for nodes in kernel.nodes)
 
 
-def _loads(call: Call, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
+def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
     """What a program of each part of a generated kernel works on, in one step."""
     code, plan = call.code, call.plan
     blocks = dict(plan.blocks) | {"C": plan.chunk, code.layout.cols: how.cols}
@@ -114,7 +115,7 @@ def _loads(call: Call, kind: str, how: Launch, device: Device) -> tuple[Load, ..
     )
 
 
-def _predicted(call: Call, launch: LaunchSpec, device: Device) -> Predicted:
+def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predicted:
     plan, grid, steps, inverse = call.plan, launch.grid, 1, False
     if launch.kind == PROPAGATE:
         steps = plan.n_seg + 1
@@ -131,7 +132,7 @@ def _predicted(call: Call, launch: LaunchSpec, device: Device) -> Predicted:
     return _timed(call, launch, grid, steps, _read(call, launch), written, loads, device)
 
 
-def _read(call: Call, launch: LaunchSpec) -> int:
+def _read(call: GeneratedCall, launch: LaunchSpec) -> int:
     """Bytes that a launch reads."""
     generated = call.code.kernels.get(launch.kind)
     by_row = frozenset() if generated is None else generated.by_row
@@ -140,7 +141,7 @@ def _read(call: Call, launch: LaunchSpec) -> int:
     return sum(_bytes_read(call, launch, name, name.removeprefix("kept.") in by_row) for name in launch.reads)
 
 
-def _bytes_read(call: Call, launch: LaunchSpec, name: str, by_row: bool) -> int:
+def _bytes_read(call: GeneratedCall, launch: LaunchSpec, name: str, by_row: bool) -> int:
     """Rows past a chunk's length are written, but only those of running gates are read. Walks read no last state."""
     plan, buffer = call.plan, call.buffer(name)
     if name in ("@states", "@dstates") and launch.kind != PROPAGATE:
@@ -153,7 +154,7 @@ def _bytes_read(call: Call, launch: LaunchSpec, name: str, by_row: bool) -> int:
     return buffer.nbytes
 
 
-def _inverted(call: Call) -> int:
+def _inverted(call: GeneratedCall) -> int:
     """Bytes that an inverse writes as it works in place: blocks of 16 on the diagonal, and all below them."""
     C = call.plan.chunk
     blocks = C * 16 + sum(C // (2 * s) * s * s for s in (16 << i for i in range(C.bit_length() - 5)))
@@ -161,8 +162,8 @@ def _inverted(call: Call) -> int:
 
 
 def _timed(
-    call: Call, launch: LaunchSpec, grid: tuple[int, ...], steps: int, read: int, written: int, loads: Sequence[Load],
-    device: Device,
+    call: GeneratedCall, launch: LaunchSpec, grid: tuple[int, ...], steps: int, read: int, written: int,
+    loads: Sequence[Load], device: Device,
 ) -> Predicted:  # fmt: skip
     """The prediction for a grid whose programs take `steps` steps of one of `loads` each, in equal numbers."""
     threads, walks = 32 * launch.how.warps, launch.kind in WALKS

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.capacity import smaller_chunk
-from flexsp.compiler.launches import Launch, Plan
+from flexsp.compiler.launches import Plan
 from flexsp.compiler.model import Predicted, predict, tiles_of
 from flexsp.compiler.values import NotEmittable
 from flexsp.compiler.walks import WALKS
 from flexsp.devices import Device, check_shared, of_device
+from flexsp.kernels.launches import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.scan.dense import MOST
 

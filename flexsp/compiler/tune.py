@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.dispatch import Recipe
-from flexsp.compiler.launches import Plan
+from flexsp.compiler.launches import GeneratedCall, Plan
 from flexsp.compiler.plan import candidates
 from flexsp.devices import of_device
+from flexsp.kernels.recipe import Recipe
 from flexsp.runtime.triton_private import OutOfResources, PTXASError
 
 __all__ = ["Tuned", "tune"]
@@ -53,7 +53,9 @@ def _others(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, **{name: replace(launch, warps=warps, registers=registers)})
 
 
-def time_us(recipe: Recipe, tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool) -> float:
+def time_us(
+    recipe: Recipe[GeneratedCall], tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool
+) -> float:
     """Median microseconds on the device of a forward, or of a forward and backward pass."""
     do = torch.ones(recipe.out, dtype=recipe.dtype, device=recipe.device)
     times = []
@@ -72,8 +74,8 @@ def time_us(recipe: Recipe, tensors: Sequence[torch.Tensor], initial: Any, table
 
 @torch.no_grad()
 def tune(
-    make: Callable[[Plan | None], Recipe], tensors: Sequence[torch.Tensor], initial: torch.Tensor | None,
-    table_for: Callable[[int], torch.Tensor | None], backward: bool,
+    make: Callable[[Plan | None], Recipe[GeneratedCall]], tensors: Sequence[torch.Tensor],
+    initial: torch.Tensor | None, table_for: Callable[[int], torch.Tensor | None], backward: bool,
     time: Callable[..., float] = time_us,
 ) -> Tuned:  # fmt: skip
     """Times plans for one call on this rank alone.
@@ -84,7 +86,7 @@ def tune(
         backward: a backward pass counts too.
     """
     usual = make(None)
-    recipes: dict[Plan, Recipe] = {usual.plan: usual}
+    recipes: dict[Plan, Recipe[GeneratedCall]] = {usual.call.plan: usual}
     seen: dict[Plan, float] = {}
 
     def of(plan: Plan) -> float:
@@ -100,13 +102,13 @@ def tune(
         wait([job for plan in plans if plan.sure for job in recipes[plan].precompile(tensors, initial, backward)])
         return min(plans, key=of)
 
-    code, T, docs = usual.code, usual.T, usual.docs
-    found = candidates(code, usual.sizes, usual.B * usual.H, T, docs, usual.dtype, device=of_device(usual.device))
+    call, device = usual.call, of_device(usual.device)
+    found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.docs, call.dtype, device=device)
     least = min((us for _, us in found), default=0.0)
-    best = quickest([usual.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)])
+    best = quickest([call.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True
     while improved:
         better = quickest([*_others(best)])
         improved = of(better) < of(best)
         best = better if improved else best
-    return Tuned(best, seen[best], of(usual.plan), len(seen))
+    return Tuned(best, seen[best], of(call.plan), len(seen))

@@ -273,8 +273,8 @@ class KernelLaunch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], pointers: Sequence[str | None], numbers: Sequence[int],
-        constants: dict[str, Any], options: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], pointers: Sequence[str | None],
+        numbers: Sequence[int | float], constants: dict[str, Any], options: dict[str, Any],
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.pointers, self.numbers = kernel, grid, tuple(pointers), tuple(numbers)
         self.constants, self.options = constants, options

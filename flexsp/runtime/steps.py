@@ -15,7 +15,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.runtime.launch import KernelLaunch, begin
 from flexsp.runtime.triton_private import current_stream
 
-__all__ = ["Frame", "Workspace", "Step", "copy", "launches_of", "run_steps"]
+__all__ = ["Frame", "Workspace", "Step", "launches_of", "run_steps"]
 
 Tensors = dict[str, torch.Tensor]
 _INTERPRETED = not isinstance(begin, triton.JITFunction)
@@ -63,11 +63,6 @@ class Frame:
 
 
 Step = KernelLaunch | Callable[[Frame], None]
-
-
-def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """As a function, for steps."""
-    to.copy_(source)
 
 
 def launches_of(steps: Sequence[Step]) -> list[KernelLaunch]:

@@ -11,7 +11,9 @@ from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
-__all__ = ["Plan", "decay_dtype", "make_plan"]
+__all__ = ["NAME", "Plan", "decay_dtype", "make_plan"]
+
+NAME = "the kernels of flexsp.ops (chunk_simple_gla and the others)"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,386 @@
+"""A call worked out once for its signature (buffers, launches), then run with little host time.
+
+A signature is what a call's tensors look like: shapes, strides, dtypes, alignment. For each there is a `Recipe`: where
+every buffer lies in one allocation, and the launches with their numbers. A repeated call fills in addresses. All
+engines come here with a `flexsp.kernels.launches.Call`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place, untransformed
+from flexsp.comm.group import SequenceParallel, get_sp
+from flexsp.devices import MOST_HEADS
+from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, memory
+from flexsp.kernels.table import chunk_table
+from flexsp.runtime.launch import KernelLaunch, outcome
+from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
+from flexsp.scan.step import propagate_step
+
+__all__ = ["Given", "Recipe", "run", "table_of"]
+
+Tensors = dict[str, torch.Tensor]
+Optional = torch.Tensor | None
+Strides = tuple[int, int, int]
+_F32 = torch.float32
+_C = TypeVar("_C", bound=Call)
+
+
+class Given:
+    """What a call is given, as kernels see it.
+
+    Attributes:
+        copied: inputs that kernels read from a contiguous copy.
+        strides: of the inputs that have a row a token, in elements from sequence to sequence, token to token and head
+            to head.
+        shapes: of the inputs, without the sequences.
+        layout: how the tensors lie in memory, None for those that have none.
+    """
+
+    def __init__(self, tokens: Sequence[str], dims: int, given: Tensors, initial: Optional) -> None:
+        """`tokens`: inputs with a row a token, in order; `dims`: axes of the first one for one sequence."""
+        lead = given[tokens[0]]
+        self.tokens, self.names = tuple(tokens), tuple(given)
+        self.dtypes = [x.dtype for x in given.values()]
+        self.layout = None if isinstance(lead, FakeTensor) else _layout_of(given.values(), initial)
+        self.device, self.dtype = lead.device, lead.dtype
+        self.batched = lead.dim() > dims
+        self.lead = lead.shape[: 2 + self.batched]
+        self.B = lead.shape[0] if self.batched else 1
+        self.T, self.H = lead.shape[self.batched : self.batched + 2]
+        if self.B * self.H > MOST_HEADS:
+            raise ValueError(f"inputs: expected B * H <= {MOST_HEADS} (a grid's second axis), got {self.B * self.H}")
+        self.copied = [name for name, x in given.items() if not self._lies_well(name, x)]
+        given = given | {name: given[name].contiguous() for name in self.copied}
+        self.strides = {name: self.strides_of(given[name]) for name in tokens}
+        self.shapes = {name: tuple(x.shape[self.batched if name in tokens else 0 :]) for name, x in given.items()}
+
+    def _lies_well(self, name: str, x: torch.Tensor) -> bool:
+        if name not in self.tokens:
+            return x.is_contiguous()
+        return x.dim() == 2 + self.batched or x.stride(-1) == 1 or x.shape[-1] == 1
+
+    def strides_of(self, x: torch.Tensor) -> Strides:
+        """Of an input or of the outputs' gradient."""
+        b, t, h = x.stride()[:3] if self.batched else (0, *x.stride()[:2])
+        return (b if self.B > 1 else 0, t, h)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Steps of one backward pass; `scratch` holds its buffers, `makes` are the gradients that it writes."""
+
+    steps: list[Step]
+    scratch: Workspace
+    makes: frozenset[str]
+
+
+class Recipe(Generic[_C]):
+    """How calls of one signature run: the launches of `call`, with the strides of their tensors and with memory.
+
+    `remake` gives the recipe for inputs and initial states of the same shapes that lie otherwise, and a group of ranks.
+    It keeps none of these alive.
+    """
+
+    def __init__(
+        self, call: _C, given: Given, sp: SequenceParallel | None,
+        remake: Callable[[Tensors, Optional, SequenceParallel | None], Recipe[_C]],
+    ) -> None:  # fmt: skip
+        self.call, self.given, self.remake = call, given, remake
+        self.device, self.dtype, self.names = given.device, given.dtype, given.names
+        self.others: dict[Any, Recipe[_C]] = {}
+        self.sp_id = -1 if sp is None else sp.id
+        self.chained = sp is not None and sp.world_size > 1
+        self.out = (*given.lead, call.buffer("@o").shape[-1])
+        self.edge = call.buffer("@final").shape
+        self.partly = (call.facts.docs > 0 and self.chained) or call.facts.sparse  # edges may not be written whole
+        self.run_steps: Callable[[Sequence[Step], Frame, torch.device], None] = run_steps
+        self.saved, self.scratch = Workspace(), Workspace()
+        launches = call.forward()
+        self._reserve(launches, lambda name: self.saved if call.saved(name) else self.scratch)
+        self.forward = self._steps(launches, (0, 0, 0))
+        self.backwards: dict[Any, Backward] = {}
+        self.precompiled = 0  # passes: the forward one, and the backward one
+
+    # Steps
+
+    def _reserve(self, launches: Sequence[LaunchSpec], workspace_for: Callable[[str], Workspace]) -> None:
+        """Memory for what the launches need besides what they are given."""
+        for name, x in memory(self.call, launches).items():
+            if name not in self.saved.places:
+                workspace_for(name).add(name, x.dtype, *x.shape)
+
+    def _steps(self, launches: Iterable[LaunchSpec], do: Strides) -> list[Step]:
+        """`do`: strides of the outputs' gradient."""
+        strides = self.given.strides | {"do": do}
+        facts = self.call.facts
+        programs = facts.n_chunks * facts.B * facts.H
+        return [self._step(x, strides) for x in launches if programs or x.host is not None or x.kind == PROPAGATE]
+
+    def _step(self, spec: LaunchSpec, strides: dict[str, Strides]) -> Step:
+        if spec.host is not None:
+            return _in_pytorch(spec)
+        if spec.kind == PROPAGATE:
+            return self._propagate(spec)
+        numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
+        constants = {name: x.of(strides) if isinstance(x, Alike) else x for name, x in spec.constants.items()}
+        return KernelLaunch(
+            self.call.kernel(spec), spec.grid, spec.pointers, numbers, constants, dict(spec.options)
+        )  # fmt: skip
+
+    def _propagate(self, spec: LaunchSpec) -> Step:
+        states, carried, cut = spec.pointers
+        facts, sp_id = self.call.facts, self.sp_id if self.chained else -1
+        kind, rows, cols = facts.scan
+        shape = facts.B, facts.n_seg, facts.H, rows, cols
+        return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, facts.text)
+
+    def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Recipe[_C]:
+        """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
+        layout = _layout_of(tensors, initial)
+        if layout == self.given.layout:
+            return self
+        if layout not in self.others:
+            if len(self.others) >= 16:
+                self.others.clear()
+            given, sp = dict(zip(self.names, tensors, strict=True)), get_sp(self.sp_id) if self.sp_id >= 0 else None
+            self.others[layout] = self.remake(given, initial, sp)
+        return self.others[layout]
+
+    def backward(
+        self, do: torch.Tensor, dfinal: Optional, dinitial: bool, wanted: frozenset[str] | None = None
+    ) -> Backward:
+        """Steps for gradients of outputs and final states that lie so, with or without those of initial states, and for
+        gradients of these inputs, None for all."""
+        asked = self.call.facts.optional if wanted is None else self.call.facts.optional & wanted
+        key = (*(None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (do, dfinal)), dinitial, asked)
+        found = self.backwards.get(key)
+        if found is None:
+            if len(self.backwards) >= 16:
+                self.backwards.clear()
+            launches, workspace = self.call.backward(dfinal is not None, dinitial, asked), Workspace()
+            self._reserve(launches, lambda name: workspace)
+            makes = frozenset(name for x in launches for name in x.writes)
+            found = self.backwards[key] = Backward(self._steps(launches, self.given.strides_of(do)), workspace, makes)
+        return found
+
+    # Calls
+
+    def launches(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, backward: bool
+    ) -> Iterator[tuple[KernelLaunch, Frame]]:
+        """The launches of a call and, without their memory, what they are compiled for.
+
+        Of the backward pass for contiguous gradients of the outputs and none of final states; where the plan is not
+        sure to fit, also for those.
+        """
+
+        def like(*shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        given = dict(zip(self.names, tensors, strict=True))
+        given |= {name: like(1, dtype=given[name].dtype) for name in self.given.copied}
+        given |= {"@o": like(*self.out, dtype=self.dtype), "@table": like(1, dtype=torch.int32)}
+        given |= dict.fromkeys(("@final", "@dinitial"), like(1))
+        given["@initial"] = initial if initial is not None and initial.is_contiguous() else like(1)
+        saved = self.saved, like(self.saved.nbytes, dtype=torch.uint8)
+        scratch = self.scratch, like(self.scratch.nbytes, dtype=torch.uint8)
+        for each in launches_of(self.forward):
+            yield each, Frame(given, (saved, scratch))
+        if backward:
+            given["@do"] = given["@o"]
+            given |= {f"d.{name}": like(1, dtype=self._gradient_type(name, given[name])) for name in self.given.tokens}
+            given["@dfinal"] = like(1)
+            wanted = frozenset(name for name, x in zip(self.names, tensors, strict=True) if x.requires_grad)
+            for dfinal in (None,) if self.call.facts.sure else (None, given["@dfinal"]):
+                back = self.backward(given["@do"], dfinal, initial is not None and initial.requires_grad, wanted)
+                frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
+                for each in launches_of(back.steps):
+                    yield each, frame
+
+    def precompile(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, backward: bool = True
+    ) -> list[Future[Any]]:  # fmt: skip
+        """Starts to compile, once and on a GPU, what a call and its backward pass launch. Where the plan is not sure to
+        fit, this waits for it: that a kernel of the backward pass does not is said before the first is launched."""
+        if self.precompiled > backward or self.device.type != "cuda":
+            return []
+        found = [each.prepare(frame, self.device.index) for each, frame in self.launches(tensors, initial, backward)]
+        if not self.call.facts.sure:
+            for each in found:
+                outcome(each)
+        self.precompiled = 1 + backward
+        return found
+
+    def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def inputs(self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional) -> Tensors:
+        found = dict(zip(self.names, tensors, strict=True))
+        for name in self.given.copied:
+            found[name] = found[name].contiguous()
+        if initial is not None:
+            found["@initial"] = initial.contiguous()
+        if table is not None:
+            found["@table"] = table
+        return found
+
+    def run_forward(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional
+    ) -> tuple[torch.Tensor, Optional, torch.Tensor]:
+        """(o, final states, what the backward pass reads)."""
+        given = self.inputs(tensors, initial, table)
+        o = given["@o"] = self.empty(*self.out, dtype=self.dtype)
+        final = None
+        if self.call.facts.ends:
+            final = given["@final"] = self._edge()
+        saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
+        workspaces = [(self.saved, saved)]
+        if self.scratch.nbytes:
+            workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
+        frame = Frame(given, workspaces)
+        self.run_steps(self.forward, frame, self.device)
+        if os.environ.get("FLEXSP_CHECK") == "1":
+            self.call.look(frame)
+        return o, final, saved
+
+    def _edge(self) -> torch.Tensor:
+        """States of documents or sequences."""
+        x = self.empty(*self.edge)
+        return x.zero_() if self.partly else x
+
+    def run_backward(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
+        do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+        final: Optional = None,
+    ) -> tuple[list[Optional], Optional]:  # fmt: skip
+        """Gradients of the inputs, and of the initial states.
+
+        Args:
+            wanted: inputs whose gradients are needed, None for all; those of others may be None.
+            final: the final states, where `call.facts.keeps_final`.
+        """
+        do = do if do.stride(-1) == 1 or do.shape[-1] == 1 else do.contiguous()
+        saved, table = self._as_kept(saved, initial, table, final)
+        given = self.inputs(tensors, initial, table) | {"@do": do}
+        if dfinal is not None:
+            given["@dfinal"] = dfinal.to(_F32).contiguous()
+        if final is not None:
+            given["@final"] = final.contiguous()
+        dinitial = None
+        if want_dinitial:
+            dinitial = given["@dinitial"] = self._edge()
+        back = self.backward(do, given.get("@dfinal"), want_dinitial, wanted)
+        for name, x in zip(self.names, tensors, strict=True):
+            if name in self.given.tokens and f"d.{name}" in back.makes:
+                shape = (self.given.B, self.given.H, self.given.T) if name in self.call.facts.by_head else x.shape
+                given[f"d.{name}"] = self.empty(*shape, dtype=self._gradient_type(name, x))
+        scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
+        frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
+        self.run_steps(back.steps, frame, self.device)
+        grads = [
+            self._gradient(frame, name, x) if f"d.{name}" in back.makes else None
+            for name, x in zip(self.names, tensors, strict=True)
+        ]
+        return grads, dinitial
+
+    def _as_kept(
+        self, saved: torch.Tensor, initial: Optional, table: Optional, final: Optional
+    ) -> tuple[torch.Tensor, Optional]:
+        """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""
+        if saved.dtype != torch.uint8 or saved.numel() != self.saved.nbytes:
+            changed("memory", f"{self.saved.nbytes} x {torch.uint8}", f"{saved.numel()} x {saved.dtype}")
+        types = (torch.int32, _F32, _F32)
+        if any(x is not None and x.dtype != kept for x, kept in zip((table, initial, final), types, strict=True)):
+            got = [None if x is None else x.dtype for x in (table, initial, final)]
+            changed("dtypes of chunk table and states", types, got)
+        if not saved.is_contiguous() or saved.data_ptr() % 16:
+            saved = saved.clone(memory_format=torch.contiguous_format)
+        return saved, None if table is None else table.contiguous()
+
+    def _gradient_type(self, name: str, x: torch.Tensor) -> torch.dtype:
+        return _F32 if name in self.call.facts.by_head else x.dtype
+
+    def _gradient(self, frame: Frame, name: str, x: torch.Tensor) -> torch.Tensor:
+        found = frame[f"d.{name}"]
+        if name in self.call.facts.by_head:
+            return found.transpose(1, 2).to(x.dtype)
+        return found if name in self.given.tokens else found.sum((0, 2)).to(x.dtype)
+
+
+def _in_pytorch(spec: LaunchSpec) -> Step:
+    host, names = spec.host, spec.pointers
+    assert host is not None
+    return lambda frame: host(*(frame[str(name)] for name in names))
+
+
+def _layout_of(tensors: Iterable[Optional], initial: Optional) -> tuple[Any, ...]:
+    """How tensors lie in memory."""
+    return tuple([None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors, initial)])
+
+
+class _Function(torch.autograd.Function):
+    """`anchor` makes autograd record the node on every rank under `sp`."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe[Any], table, anchor, initial, *tensors):  # type: ignore[no-untyped-def]
+        o, final, saved = recipe.run_forward(tensors, initial, table)
+        ctx.save_for_backward(*tensors, initial, saved, table, final if recipe.call.facts.keeps_final else None)
+        ctx.recipe = recipe
+        ctx.number = get_sp(recipe.sp_id).number() if recipe.sp_id >= 0 else 0
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
+        first_only(ctx.recipe.call.facts.name, IN_PYTORCH)
+        untransformed(ctx.recipe.call.facts.name, IN_PYTORCH, do, dfinal)
+        do, dfinal = (x if x is None else x.resolve_neg() for x in (do, dfinal))
+        *tensors, initial, saved, table, final = ctx.saved_tensors
+        same_place(ctx.recipe.device, *tensors, initial, saved, table, final)
+        if [x.dtype for x in tensors] != ctx.recipe.given.dtypes:
+            changed("dtypes", ctx.recipe.given.dtypes, [x.dtype for x in tensors])
+        recipe: Recipe[Any] = ctx.recipe.of(tensors, initial)
+        if do is None:
+            do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
+        want = initial is not None and ctx.needs_input_grad[3]
+        wanted = frozenset([name for name, x in zip(recipe.names, ctx.needs_input_grad[4:], strict=True) if x])
+        sp = get_sp(recipe.sp_id) if ctx.number else None
+        with nullcontext() if sp is None else sp.answering(ctx.number):
+            grads, dinitial = recipe.run_backward(tensors, initial, saved, table, do, dfinal, want, wanted, final)
+        return None, None, None, dinitial, *grads
+
+
+def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: tuple[int, int, int]) -> Optional:
+    """The chunks of packed documents. `shard`: its first token, its end, of how many."""
+    if cu_seqlens is None:
+        return None
+    last = recipe.sp_id < 0 or get_sp(recipe.sp_id).is_last
+    return chunk_table(cu_seqlens, *shard[:2], recipe.call.facts.chunk, last)
+
+
+def run(
+    recipe: Recipe[Any], tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional,
+    shard: tuple[int, int, int],
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """Outputs and final states of kernels, differentiable. `shard`: its first token, its end, of how many."""
+    sp = get_sp(recipe.sp_id) if recipe.sp_id >= 0 else None
+    table = table_of(recipe, cu_seqlens, shard)
+    backward = torch.is_grad_enabled() and (
+        recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
+    )
+    if backward or not recipe.call.facts.sure:
+        recipe.precompile(tensors, initial, backward)
+    if backward:
+        anchor = sp.anchor if sp is not None and recipe.chained else None
+        return _Function.apply(recipe, table, anchor, initial, *tensors)
+    return recipe.run_forward(tensors, initial, table)[:2]

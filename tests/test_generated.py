@@ -262,27 +262,41 @@ def of_functions(run: Run, problem: Problem, cotangents: Cotangents) -> list[Ten
     return found
 
 
-def outside(run: Run, problem: Problem, found: Tensors) -> list[str]:
-    """What breaks the rule of flexsp.testing.compare, with bounds. Few pairs of tokens count where gates close."""
-    cotangents = [(problem.do, problem.dfinal)]
+def cotangents_of(run: Run, problem: Problem) -> Cotangents:
+    """The problem's own first. Few pairs of tokens count where gates close."""
+    found = [(problem.do, problem.dfinal)]
     for _ in range(1, DRAWS if run.gates is None else 4 * DRAWS):
-        cotangents.append(tuple(torch.randn(x.shape).bfloat16().double() for x in cotangents[0]))
-    try:
-        check_functions([found], wanted(run, problem, cotangents), of_functions(run, problem, cotangents))
-    except AssertionError as error:
-        return [f"{run}:", str(error)]
-    return []
+        found.append(tuple(torch.randn(x.shape).bfloat16().double() for x in found[0]))
+    return found
 
 
 def check_runs(folder: str, *runs: Run) -> None:
-    """The runs, all over as many ranks, against the token loop."""
+    """The runs, all over as many ranks, against the token loop by the rule of flexsp.testing.compare.
+
+    Of gradients of few numbers one answer in a hundred of a right kernel is outside its bound, since errors differ
+    from cotangent to cotangent. Then the kernels answer `DRAWS` of them, and the errors are averaged.
+    """
     problems = [problem_of(run) for run in runs]
+    first = _answered(folder, runs, problems)
+    wrong: list[str] = []
+    for run, problem, found in zip(runs, problems, first, strict=True):
+        cotangents = cotangents_of(run, problem)
+        want, low = wanted(run, problem, cotangents), of_functions(run, problem, cotangents)
+        try:
+            check_functions([found], want, low)
+        except AssertionError:
+            others = [replace(problem, do=do, dfinal=dfinal) for do, dfinal in cotangents[1:DRAWS]]
+            try:
+                check_functions([found, *_answered(folder, [run] * len(others), others)], want, low)
+            except AssertionError as error:
+                wrong += [f"{run}:", str(error)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _answered(folder: str, runs: Sequence[Run], problems: list[Problem]) -> list[Tensors]:
     world = len(runs[0].lengths or (0,))
     parts = run_ranks(answers, world, list(runs), problems, folder, env=ENV, timeout=200)
-    wrong: list[str] = []
-    for i, (run, problem) in enumerate(zip(runs, problems, strict=True)):
-        wrong += outside(run, problem, joined(problem, [part[i] for part in parts]))
-    assert not wrong, "\n".join(wrong)
+    return [joined(problem, [part[i] for part in parts]) for i, problem in enumerate(problems)]
 
 
 def documents(total: int, n: int) -> tuple[int, ...]:

@@ -17,16 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from flexsp.compiler import LinearAttention
-from flexsp.devices import H200, planned_for
-from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.interpreted import poisoned
 from tests.marks import quick, slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -147,39 +145,6 @@ def differentiated(call: Callable[[Tensors], Any], leaves: Tensors, cotangents: 
 
 
 # In the worker --------------------------------------------------------------------------------------------------------
-
-
-def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
-    """What the interpreter's scans give, a row at a time: number by number they take most of a test's time."""
-    data = [np.moveaxis(x.handle.data, scan.axis, 0).copy() for x in parts]
-    for i in range(1, len(data[0])):
-        rows = [scan.to_tensor(x[at], part.dtype) for at in (i - 1, i) for x, part in zip(data, parts, strict=True)]
-        for x, new in zip(data, scan.combine_fn.fn(*rows), strict=True):
-            x[i] = new.handle.data
-    return [scan.to_tensor(np.moveaxis(x, 0, scan.axis), part.dtype) for x, part in zip(data, parts, strict=True)]
-
-
-@contextmanager
-def poisoned(segments: int, heads: int) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, tokens are cut into about `segments` segments, nothing
-    falls back to PyTorch."""
-    from triton.runtime.interpreter import ScanOps
-
-    from flexsp.compiler import plan
-
-    ScanOps.generic_scan = scan_rows
-    before = plan._Cut.plans
-    plan._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*runs in PyTorch")
-            with planned_for(replace(H200, programs=segments * heads)), within_tensors():
-                yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        plan._Cut.plans = before  # type: ignore[method-assign]
 
 
 @functools.lru_cache(maxsize=64)

@@ -243,6 +243,34 @@ def test_posix_heap() -> None:
     assert run_ranks(_posix, 2, transport="posix", heap_mib=1) == [("posix", 1 << 20)] * 2
 
 
+def _slow_to_connect(sp: SequenceParallel) -> tuple[float, float]:
+    """When this rank has its groups, and when it may go on."""
+    from flexsp.launch import bootstrap
+
+    made, connected = bootstrap._make_groups, []
+
+    def late(*args: Any) -> Any:
+        groups = made(*args)
+        time.sleep(0.5 * sp.rank)
+        connected.append(time.monotonic())
+        return groups
+
+    bootstrap._make_groups = late
+    try:
+        other = bootstrap.init_sequence_parallel(device="cpu")
+    finally:
+        bootstrap._make_groups = made
+    done = time.monotonic()
+    other.close()
+    return connected[0], done
+
+
+def test_no_rank_goes_on_before_all_are_connected() -> None:
+    """Else one that dies early breaks off what another is still making, and the other cannot say who it was."""
+    times = run_ranks(_slow_to_connect, 3, whole_world=True)
+    assert min(done for _, done in times) >= max(connected for connected, _ in times)
+
+
 def _run_python(script: Path, *launcher: str, **env: str) -> str:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     root = str(Path(__file__).parent.parent)

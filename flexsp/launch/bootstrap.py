@@ -77,6 +77,8 @@ def init_sequence_parallel(
         settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls)
         everyone = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
+        if cpu_group is not None:  # a rank that went on and died would break connections that another still makes
+            dist.barrier(group=cpu_group)
     except (ValueError, PeerMismatch):
         raise
     except RuntimeError as error:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,13 +31,25 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
-from flexsp.runtime.steps import launches_of
+from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def only_noted() -> Iterator[set[Any]]:
+    """No kernel is launched; what each would be compiled for is put into the set."""
+    found: set[Any] = set()
+
+    def note(steps: Sequence[Step], frame: Any, device: torch.device) -> None:
+        found.update(x.facts(frame) for x in launches_of(steps))
+
+    with mock.patch("flexsp.kernels.recipe.run_steps", note):
+        yield found
 
 
 # Recipes --------------------------------------------------------------------------------------------------------------
@@ -45,7 +60,7 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
     from flexsp.compiler import dispatch
 
     code = variants.load(name).make(4, 64, 64, torch.bfloat16, code_dir=folder)._generated
-    meta, found, counts = code.program.meta, set(), []
+    meta, counts, found = code.program.meta, [], set()
     sizes = {"H": 4, "K": 64, "V": 64}
     for T in lengths:
         lead = {name: [2, T] for name in meta.tokens} | {name: [] for name in meta.params}
@@ -54,9 +69,10 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
             shape = lead[name] + [sizes[s.name] for s in what.shape if s != "T"]
             given[name] = torch.empty(shape, dtype=what.dtype, device="meta")
         recipe = dispatch.recipe_of(code, given, None, None, None)
-        recipe.run_steps = lambda steps, frame, device: found.update(x.facts(frame) for x in launches_of(steps))
-        o, _, saved = recipe.run_forward(list(given.values()), None, None)
-        recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
+        with only_noted() as noted:
+            o, _, saved = recipe.run_forward(list(given.values()), None, None)
+            recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
+        found |= noted
         counts.append(len(found))
     return counts
 
@@ -75,11 +91,11 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
             x["k"] = x["k"].transpose(2, 3).contiguous().transpose(2, 3)
         initial = torch.zeros(4 * 64 * 64 + odd)[odd:].view(1, 4, 64, 64).requires_grad_() if given else None
         bounds = torch.tensor([0, 100, 4096]) if packed else None
-        recipe, facts = dispatch.recipe_of(code, x, initial, bounds, None), set()
-        recipe.run_steps = lambda steps, frame, _, facts=facts: facts.update(x.facts(frame) for x in launches_of(steps))
+        recipe = dispatch.recipe_of(code, x, initial, bounds, None)
         table = torch.zeros(recipe.call.plan.n_chunks, 5, dtype=torch.int32) if packed else None
-        o, _, saved = recipe.run_forward([*x.values()], initial, table)
-        recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
+        with only_noted() as facts:
+            o, _, saved = recipe.run_forward([*x.values()], initial, table)
+            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
         found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
     return found
 

@@ -20,7 +20,7 @@ from flexsp.compiler.body import Kernel
 from flexsp.compiler.differentiate import Intrinsic, Kept
 from flexsp.compiler.values import is_state
 from flexsp.compiler.walks import WALKS
-from flexsp.kernels.launches import PROPAGATE, Buffer, Facts, Launch, LaunchSpec, copied, unit, zeroed
+from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
@@ -54,10 +54,6 @@ class Plan:
     small: Launch
     schedule: str
     sure: bool = True
-
-
-def _named(*names: str | None) -> tuple[str, ...]:
-    return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class GeneratedCall:
         given = "@initial" if self.initial and (self.docs > 0 or not self.scanned) else None
         states, final = "@states" if self.scanned else None, "@final" if self.ends else None
         output = self._walk(
-            "output", [states, given, final, self._table], _named(states, given), _named(final),
+            "output", [states, given, final, self._table], named(states, given), named(final),
             ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
         launches.append(output)
@@ -195,25 +191,25 @@ class GeneratedCall:
         last = after if in_walk else None
         states, dstates = ("@states", "@dstates") if self.scanned else (None, None)
         entering = self._walk(
-            "states", [states, initial, "@entering", self._table], _named(states, initial), ("@entering",),
+            "states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
             ENTERS=self.scanned, BOUNDARY=initial is not None,
         )  # fmt: skip
-        scan: list[LaunchSpec] = []
+        middle: list[LaunchSpec] = []
         if self.scanned:
             others = ["@dstates", after, *self._entering("collect"), self._table]
-            reads = _named(after, *self._entering("collect"))
-            scan = [
+            reads = named(after, *self._entering("collect"))
+            middle = [
                 self._walk("collect", others, reads, ("@dstates",), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
         dinitial_of = "@dinitial" if dinitial else None
         back = self._walk(
             "back", [dstates, last, dinitial_of, "@leaving", *self._entering("back"), self._table],
-            _named(dstates, last, *self._entering("back")), _named(dinitial_of, "@leaving"),
+            named(dstates, last, *self._entering("back")), named(dinitial_of, "@leaving"),
             ENTERS=self.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         )  # fmt: skip
         early = code.kernels["collect"].entering
-        launches = [entering, *scan, back] if early else [*scan, entering, back]
+        launches = [entering, *middle, back] if early else [*middle, entering, back]
         of_chunk = ["@entering", "@leaving"]
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
@@ -241,15 +237,12 @@ class GeneratedCall:
             decay = [] if self.code.program.transition == "none" else ["@decay"]
             carried = [*decay, "@cut" if self.docs else None]
         others = ["@states", initial, *carried, self._table]
-        writes = ("@states", *(x for x in _named(*carried) if x != "@cut"))
-        return self._walk("summarize", others, _named(initial), writes, BOUNDARY=self.initial)
+        writes = ("@states", *(x for x in named(*carried) if x != "@cut"))
+        return self._walk("summarize", others, named(initial), writes, BOUNDARY=self.initial)
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
-        """The scan over segments and ranks."""
-        pointers = (states, self._carries, "@cut" if self.docs and not self.code.dense else None)
-        how = Launch(0, 4, 1)
-        reads = _named(states, self._carries)
-        return LaunchSpec(PROPAGATE, how, (), pointers, reads, (states,), constants={"REVERSE": reverse})
+        cut = "@cut" if self.docs and not self.code.dense else None
+        return scan(states, self._carries, cut, reverse=reverse)
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
-    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "copied", "memory", "step", "unit",
-    "zeroed",
+    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "copied", "memory", "named", "scan",
+    "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -170,6 +170,17 @@ def memory(call: Call, launches: Iterable[LaunchSpec]) -> dict[str, Buffer]:
     """Buffers that launches need and that are neither given to a call nor returned by it."""
     names = dict.fromkeys(name for x in launches for name in x.pointers if name is not None)
     return {name: call.buffer(name) for name in names if call.own(name)}
+
+
+def named(*names: str | None) -> tuple[str, ...]:
+    """The buffers that are there."""
+    return tuple(name for name in names if name is not None)
+
+
+def scan(states: str, carried: str | None, cut: str | None, *, reverse: bool) -> LaunchSpec:
+    """The scan of `states` over segments and ranks, from right to left if `reverse`; `carried` holds transitions."""
+    reads, constants = named(states, carried), {"REVERSE": reverse}
+    return LaunchSpec(PROPAGATE, Launch(0, 4, 1), (), (states, carried, cut), reads, (states,), constants=constants)
 
 
 # Steps of PyTorch

@@ -103,7 +103,6 @@ class Recipe(Generic[_C]):
         self.out = (*given.lead, call.buffer("@o").shape[-1])
         self.edge = call.buffer("@final").shape
         self.partly = (call.facts.docs > 0 and self.chained) or call.facts.sparse  # edges may not be written whole
-        self.run_steps: Callable[[Sequence[Step], Frame, torch.device], None] = run_steps
         self.saved, self.scratch = Workspace(), Workspace()
         launches = call.forward()
         self._reserve(launches, lambda name: self.saved if call.saved(name) else self.scratch)
@@ -133,9 +132,8 @@ class Recipe(Generic[_C]):
             return self._propagate(spec)
         numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
         constants = {name: x.of(strides) if isinstance(x, Alike) else x for name, x in spec.constants.items()}
-        return KernelLaunch(
-            self.call.kernel(spec), spec.grid, spec.pointers, numbers, constants, dict(spec.options)
-        )  # fmt: skip
+        kernel = self.call.kernel(spec)
+        return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, dict(spec.options))
 
     def _propagate(self, spec: LaunchSpec) -> Step:
         states, carried, cut = spec.pointers
@@ -248,7 +246,7 @@ class Recipe(Generic[_C]):
         if self.scratch.nbytes:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
-        self.run_steps(self.forward, frame, self.device)
+        run_steps(self.forward, frame, self.device)
         if os.environ.get("FLEXSP_CHECK") == "1":
             self.call.look(frame)
         return o, final, saved
@@ -286,7 +284,7 @@ class Recipe(Generic[_C]):
                 given[f"d.{name}"] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        self.run_steps(back.steps, frame, self.device)
+        run_steps(back.steps, frame, self.device)
         grads = [
             self._gradient(frame, name, x) if f"d.{name}" in back.makes else None
             for name, x in zip(self.names, tensors, strict=True)

@@ -13,7 +13,7 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Plan, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.launches import PROPAGATE, Alike, Buffer, Facts, Launch, LaunchSpec, copied, step, zeroed
+from flexsp.kernels.launches import Alike, Buffer, Facts, Launch, LaunchSpec, copied, named, scan, step, zeroed
 from flexsp.kernels.primitives import dots
 from flexsp.runtime.steps import Workspace
 
@@ -34,10 +34,6 @@ _KERNELS = {
 
 def _count(n: int, block: int) -> int:
     return -(-n // block)
-
-
-def _named(*names: str | None) -> tuple[str, ...]:
-    return tuple(name for name in names if name is not None)
 
 
 def _products(final: torch.Tensor, dfinal: torch.Tensor, out: torch.Tensor) -> None:
@@ -222,12 +218,8 @@ class DiagonalCall:
         )  # fmt: skip
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
-        decay = None if self.gate is None else "@decay"
-        pointers = (states, decay, "@cut" if self.plan.packed else None)
-        how = Launch(0, 4, 1)
-        return LaunchSpec(
-            PROPAGATE, how, (), pointers, _named(states, decay), (states,), constants={"REVERSE": reverse}
-        )  # fmt: skip
+        decay, cut = None if self.gate is None else "@decay", "@cut" if self.plan.packed else None
+        return scan(states, decay, cut, reverse=reverse)
 
     def _gate_sums(self) -> LaunchSpec:
         """Cumulative log2 decay of the chunks."""
@@ -246,7 +238,7 @@ class DiagonalCall:
         return self._walk(
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
             [x, f"@{y}" if y == "do" else y, *(self._gates or (None,)), states, decay, cut, boundary, self._table],
-            _named(x, f"@{y}" if y == "do" else y, boundary), _named(states, decay, cut),
+            named(x, f"@{y}" if y == "do" else y, boundary), named(states, decay, cut),
             [x, y, *self._gate_strides], REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero,
         )  # fmt: skip
 
@@ -256,7 +248,7 @@ class DiagonalCall:
         return self._walk(
             "output_kernel", tile, _count(p.V, tile.bv),
             ["q", "k", "v", *(self._gates or (None,)), "@o", "@states", initial, final, self._table],
-            ["q", "k", "v", "@states", *_named(initial)], _named("@o", final),
+            ["q", "k", "v", "@states", *named(initial)], named("@o", final),
             ["q", "k", "v", *self._gate_strides, *self._strides("@o")],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "@o"),
         )  # fmt: skip
@@ -268,7 +260,7 @@ class DiagonalCall:
         return self._walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
             ["q", "k", "v", "@do", *(self._gates or (None,)), "d.q", reads, "@states", initial, self._table],
-            ["q", "k", "v", "@do", "@states", *_named(initial)], _named("d.q", reads),
+            ["q", "k", "v", "@do", "@states", *named(initial)], named("d.q", reads),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides("d.q")],
             INITIAL=initial is not None, READS=dgate, PARTS=tile.parts, ALIKE=self._alike(("q", "k", "v", "do"), "d.q"),
         )  # fmt: skip
@@ -283,8 +275,8 @@ class DiagonalCall:
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
             ["q", "k", "v", "@do", *(self._gates or (None,)), to, "d.v", *sums, "@states", "@dstates", dfinal, dinitial,
              self._table],
-            ["q", "k", "v", "@do", "@dstates", *(["@states"] if dgate else []), *_named(dfinal)],
-            _named(to, "d.v" if with_dv else None, *sums, dinitial),
+            ["q", "k", "v", "@do", "@dstates", *(["@states"] if dgate else []), *named(dfinal)],
+            named(to, "d.v" if with_dv else None, *sums, dinitial),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides(to, "d.v")],
             FINAL=dfinal is not None, INITIAL=dinitial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             ALIKE=self._alike(("q", "k", "v", "do"), to, "d.v"),

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["diagonal"]
 
-
-
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, Tensor? initial"
 _FORWARD = f"({_INPUTS}, Tensor? cu_seqlens, float scale, bool want_final%s) -> (Tensor, Tensor, Tensor, Tensor)"
 _BACKWARD = (

@@ -56,7 +56,7 @@ def compile_config(
     """
     import torch
 
-    from flexsp.kernels import recipe
+    from flexsp.kernels import operators, recipe
     from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import compile_launches, record_launches
 
@@ -69,11 +69,11 @@ def compile_config(
     docs = 4 if packed else 0
     state, bounds = meta(docs or B, H, K, V).requires_grad_(), meta(docs + 1, kind=torch.int64) if packed else None
     table = meta(T // 64 + docs if packed else 0, 5, kind=torch.int32)
-    recipe.chunk_table = lambda *args: table  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: table  # type: ignore[assignment]
     given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
         found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
-        o, final = recipe.run(found, [*given.values()], state, bounds, (0, T, T))
+        o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return [_summary(found) for found in compile_launches(launches)]
 

@@ -111,12 +111,12 @@ def of_conv(sp: SequenceParallel | None) -> tuple[torch.Tensor, list[torch.Tenso
 
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
 REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
-    "flexsp.kernels.diagonal.op._DiagonalFunction": lambda sp: of_op(sp, torch.float32),
-    "flexsp.kernels.recipe._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
-    "flexsp.kernels.recipe._Function on one rank": lambda sp: of_variant("deltanet", False, torch.float32),
-    "flexsp.kernels.diagonal.op._DiagonalFunction on one rank": lambda sp: of_op(False, torch.float32),
-    "flexsp.compiler.graph._InGraph": lambda sp: of_graph("deltanet", sp, torch.float32),
-    "flexsp.compiler.graph._InGraph in PyTorch": lambda sp: of_graph("saturating", None, torch.float64),
+    "flexsp.kernels.operators._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
+    "flexsp.kernels.operators._Function on one rank": lambda sp: of_variant("deltanet", False, torch.float32),
+    "flexsp.kernels.operators._Function of the engine": lambda sp: of_op(sp, torch.float32),
+    "flexsp.kernels.operators._Function of the engine on one rank": lambda sp: of_op(False, torch.float32),
+    "flexsp.kernels.operators._Function in operators": lambda sp: of_graph("deltanet", sp, torch.float32),
+    "flexsp.kernels.operators._Function in PyTorch": lambda sp: of_graph("saturating", None, torch.float64),
     "flexsp.comm.halo._HaloFunction": of_conv,
     "flexsp.comm.collectives._GatherFunction": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
     "flexsp.scan.exchange._ExchangeFunction": lambda sp: of_op(sp, torch.float64),

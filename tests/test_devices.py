@@ -278,7 +278,7 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
 
 def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a gated forward and backward pass."""
-    from flexsp.kernels import recipe
+    from flexsp.kernels import operators, recipe
     from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import record_launches
 
@@ -288,10 +288,10 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
     state = meta(docs or B, H, K, V).requires_grad_()
     bounds = meta(docs + 1, kind=torch.int64) if packed else None
     given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
-    recipe.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
         found = recipe_of(given, state, docs, 1.0, True, -1, "")
-        o, final = recipe.run(found, [*given.values()], state, bounds, (0, T, T))
+        o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches, {}
 
@@ -299,10 +299,10 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
 def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a forward and backward pass with initial states, and the bytes of shared memory predicted."""
     from flexsp.compiler import dispatch
-    from flexsp.kernels import recipe as recipes
+    from flexsp.kernels import operators
     from flexsp.testing.offline import record_launches
 
-    recipes.chunk_table = lambda *args: meta(1, kind=torch.int32)  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: meta(1, kind=torch.int32)  # type: ignore[assignment]
     code, docs, sizes = code_of(name, K, V, dtype), 4 if packed else 0, {"H": 32, "K": K, "V": V}
 
     def made(what: Any, lead: list[int]) -> torch.Tensor:
@@ -315,7 +315,7 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
     bounds = meta(docs + 1, kind=torch.int64) if packed else None
     with record_launches() as launches:
         recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, None)
-        o, final = recipes.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
+        o, final = operators.run(recipe, None, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     rows = [
         x for back in (False, True)

@@ -31,6 +31,7 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
+from flexsp.kernels.diagonal import dispatch as diagonal
 from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -105,6 +106,28 @@ def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
     assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
 
 
+def precompiled_engine(sp: Any) -> list[bool]:
+    found = []
+    for gate, packed, given, turned in (("g", 0, 0, 0), (None, 0, 1, 0), ("g_gamma", 1, 1, 0), ("g", 1, 0, 1)):
+        x = {name: torch.randn(1, 4096, 4, 64).bfloat16() for name in "qkv"}
+        if turned:
+            x["k"] = x["k"].transpose(1, 2).contiguous().transpose(1, 2)
+        x |= {} if gate is None else {gate: -torch.rand((1, 4096, 4) if gate == "g" else 4)}
+        x = {name: y.requires_grad_() for name, y in x.items()}
+        initial = torch.zeros(2 if packed else 1, 4, 64, 64).requires_grad_() if given else None
+        recipe = diagonal.recipe_of(x, initial, 2 * packed, 0.1, True, -1, "")
+        table = torch.zeros(recipe.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
+        with only_noted() as facts:
+            o, final, saved = recipe.run_forward([*x.values()], initial, table)
+            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given, None, final)
+        found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
+    return found
+
+
+def test_backward_kernels_of_the_engine_are_precompiled() -> None:
+    assert run_ranks(precompiled_engine, 1, env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+
+
 class Launched(Exception):
     pass
 
@@ -115,7 +138,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     sure: bool, backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexsp.compiler import dispatch
-    from flexsp.kernels import recipe as recipes
+    from flexsp.kernels import operators
     from flexsp.runtime.launch import KernelLaunch
 
     code = variants.load("simple_gla").make(2, 16, 16, torch.float32, code_dir=tmp_path)._generated
@@ -140,7 +163,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     monkeypatch.setattr(recipe, "run_forward", launched)
     for _ in range(2):
         with pytest.raises(Launched if sure else ValueError, match=None if sure else "too large"):
-            recipes.run(recipe, [*x.values()], None, None, (0, 99, 99))
+            operators.run(recipe, None, [*x.values()], None, None, (0, 99, 99))
     assert ("grads" in asked) == backward and bool(asked) == (backward or not sure)
     # Not sure: in each of the two calls, with and without gradients of final states.
     assert asked.count("back") == (0 if not backward else 1 if sure else 4)

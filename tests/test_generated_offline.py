@@ -88,11 +88,11 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
     from flexsp.compiler import dispatch, engine
-    from flexsp.kernels import recipe as recipes
+    from flexsp.kernels import operators
     from flexsp.testing import offline
     from tests import variants
 
-    recipes.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     sizes = {"H": 32, "K": int(K), "V": int(V)}
     program = variants.load(name).make(*sizes.values(), torch.bfloat16).program
     code = engine.Generated(program)
@@ -113,7 +113,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
         initial = None
     with offline.record_launches() as launches:
         recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, sp)
-        o, final = recipes.run(recipe, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
+        o, final = operators.run(recipe, None, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     results = []
     for found in offline.compile_launches(launches):

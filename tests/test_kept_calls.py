@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.linear_attention import _signature as signature_of
+from flexsp.compiler.arguments import signature_of
 from flexsp.kernels import recipe as recipes
 from flexsp.kernels.diagonal import dispatch
 from flexsp.ops import chunk_simple_gla
@@ -111,3 +111,11 @@ def test_a_plan_tuned_without_gradients_is_not_used_with_them(autotune: bool) ->
             model(**{name: y.clone().requires_grad_() for name, y in x.items()})
         model(**{name: y.clone().requires_grad_() for name, y in x.items()})
     assert len(model._calls) == 1 + autotune
+
+
+def test_calls_whose_text_leaves_the_scale_out_have_recipes_of_their_own() -> None:
+    """As in graphs where it is a symbol."""
+    x = drawn()
+    given = {name: x[name] for name in ("q", "k", "v", "g")}
+    made = [dispatch.recipe_of(given, None, 0, scale, False, -1, "") for scale in (0.1, 0.2, 0.1)]
+    assert made[0] is made[2] and made[0] is not made[1]

@@ -266,7 +266,7 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     from triton.backends.nvidia.compiler import CUDABackend
 
     from flexsp.compiler import dispatch
-    from flexsp.kernels import recipe as recipes
+    from flexsp.kernels import operators
     from flexsp.testing import offline
 
     class Known(Exception):
@@ -283,7 +283,7 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
               for key, x in inputs}  # fmt: skip
     with offline.record_launches() as launches:
         recipe = dispatch.recipe_of(code, tokens, None, None, None)
-        o, _ = recipes.run(recipe, list(tokens.values()), None, None, (0, 4096, 4096))
+        o, _ = operators.run(recipe, None, list(tokens.values()), None, None, (0, 4096, 4096))
         o.backward(torch.empty_like(o))
     found = []
     for kernel, args, kwargs in launches:

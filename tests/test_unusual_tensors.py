@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,17 +28,25 @@ Tensors = list[torch.Tensor]
 Gla = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def drawn() -> Tensors:
+def drawn(op: str) -> Tensors:
     q, k, v = (0.3 * torch.randn(1, 20, 2, 16) for _ in range(3))
-    return [q, k, v, -torch.rand(1, 20, 2), torch.randn(1, 2, 16, 16)]
+    return [q, k, v, -torch.rand(1, 20, 2), torch.randn(2 if "packed" in op else 1, 2, 16, 16)]
 
 
-def of_ops(q: Any, k: Any, v: Any, g: Any, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return chunk_simple_gla(q, k, v, g, initial_state=state, output_final_state=True)
+def of_ops(q: Any, k: Any, v: Any, g: Any, state: Any, bounds: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return chunk_simple_gla(q, k, v, g, initial_state=state, output_final_state=True, cu_seqlens=bounds)
 
 
-def of_kernels(q: Any, k: Any, v: Any, g: Any, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return variants.load("simple_gla").make(2, 16, 16)(q=q, k=k, v=v, g=g, prev_s=state)
+def of_kernels(q: Any, k: Any, v: Any, g: Any, state: Any, bounds: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return variants.load("simple_gla").make(2, 16, 16)(q=q, k=k, v=v, g=g, prev_s=state, cu_seqlens=bounds)
+
+
+BOUNDS = torch.tensor([0, 7, 20])
+OPS: dict[str, Gla] = {
+    "ops": lambda q, k, v, g, state: of_ops(q, k, v, g, state),
+    "kernels": lambda q, k, v, g, state: of_kernels(q, k, v, g, state),
+    "packed ops": lambda *x: of_ops(*x, BOUNDS), "packed kernels": lambda *x: of_kernels(*x, BOUNDS),
+}  # fmt: skip
 
 
 def results(f: Gla, x: Tensors) -> Tensors:
@@ -67,15 +78,27 @@ class Wrapped(torch.Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
+class Recorder(TorchDispatchMode):
+    """The package's operators that are called, with what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flexsp":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
 # In the worker --------------------------------------------------------------------------------------------------------
 
 
 def negative_views(sp: Any, op: str) -> list[float]:
     """Differences between calls of views that negate and of tensors that hold the same numbers."""
-    f: Gla = {"ops": of_ops, "kernels": of_kernels}[op]
-    found = []
+    f, found = OPS[op], []
     for i in range(5):
-        x = drawn()
+        x = drawn(op)
         y = [z.clone() for z in x]
         x[i] = torch._neg_view(-x[i])
         assert x[i].is_neg()
@@ -87,15 +110,18 @@ def negative_views(sp: Any, op: str) -> list[float]:
     return found
 
 
-def wrapped(sp: Any) -> list[float]:
-    found = []
+def wrapped(sp: Any, op: str) -> list[float]:
+    """Differences between calls of tensors without memory and of tensors that hold the same numbers."""
+    f, found = OPS[op], []
     for i in (0, 2, 3):
-        x = drawn()
+        x = drawn(op)
         y = [z.clone() for z in x]
         x[i] = Wrapped(x[i])
         with torch.no_grad():
-            found.append(differ([*of_ops(*x)], [*of_ops(*y)]))
-        o, final = of_ops(*[z.requires_grad_() for z in y])
+            found.append(differ([*f(*x)], [*f(*y)]))
+        x, y = ([z.requires_grad_() for z in each] for each in (x, y))
+        found.append(differ(results(f, x), results(f, y)))
+        o, final = f(*y)
         do, dfinal = torch.randn_like(o), torch.randn_like(final)
         want = torch.autograd.grad([o, final], y, [do, dfinal], retain_graph=True)
         got = torch.autograd.grad([o, final], y, [Wrapped(do), dfinal])
@@ -105,7 +131,7 @@ def wrapped(sp: Any) -> list[float]:
 
 def hooked(sp: Any, op: str) -> dict[str, Any]:
     """What hooks on saved tensors do: a difference, or the error."""
-    f: Gla = {"ops": of_ops, "kernels": of_kernels}[op]
+    f = OPS[op]
 
     def elsewhere(x: torch.Tensor) -> torch.Tensor:
         """The same bytes behind an address that is no multiple of 16."""
@@ -116,13 +142,13 @@ def hooked(sp: Any, op: str) -> dict[str, Any]:
         "moved": (lambda x: x, elsewhere),
         "half": (lambda x: x.half(), lambda x: x.float()),
         "shorter": (lambda x: x, lambda x: x[:-1] if x.dtype == torch.uint8 else x),
-        "states": (lambda x: x, lambda x: x.double() if x.shape == (1, 2, 16, 16) else x),
+        "states": (lambda x: x, lambda x: x.double() if x.shape[1:] == (2, 16, 16) else x),
         "inputs": (lambda x: x, lambda x: x.half() if x.shape == (1, 20, 2, 16) else x),
     }
-    x = [z.requires_grad_() for z in drawn()]
+    x = [z.requires_grad_() for z in drawn(op)]
     want, found = results(f, x), {}
     for name, (pack, unpack) in hooks.items():
-        for mode in ("", "under a mode, ") if op == "ops" else ("",):
+        for mode in ("", "under a mode, "):
             try:
                 with saved_tensors_hooks(pack, unpack):
                     if mode:
@@ -139,8 +165,8 @@ def hooked(sp: Any, op: str) -> dict[str, Any]:
 
 def checkpointed(sp: Any, op: str) -> list[float]:
     """Counting the operations of one of the passes."""
-    f: Gla = {"ops": of_ops, "kernels": of_kernels}[op]
-    x = [z.requires_grad_() for z in drawn()]
+    f = OPS[op]
+    x = [z.requires_grad_() for z in drawn(op)]
     want = results(f, x)[2:]
     found = []
     for forward in (True, False):
@@ -152,26 +178,68 @@ def checkpointed(sp: Any, op: str) -> list[float]:
     return found
 
 
-def recorded(sp: Any) -> bool:
-    """Whether a trace of TorchScript has the operator."""
+def recorded(sp: Any, op: str) -> list[float]:
+    """Differences between what traces, of TorchScript and of make_fx, compute of other tensors, and calls."""
+    packed, found = "packed" in op, []
+    bounds = [BOUNDS] if packed else []
+    f = OPS[op] if not packed else of_kernels if "kernels" in op else of_ops
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return "diagonal_forward" in str(torch.jit.trace(of_ops, tuple(drawn()), check_trace=False).graph)
+        traces = [torch.jit.trace(f, (*drawn(op), *bounds), check_trace=False)]
+        traces += [make_fx(f, tracing_mode=mode)(*drawn(op), *bounds) for mode in ("real", "fake")]
+        for trace in traces:
+            assert "flexsp" in str(trace.graph)
+            x = drawn(op)
+            found.append(differ([*trace(*x, *bounds)], [*f(*x, *bounds)]))
+    return found
+
+
+def faked(sp: Any, op: str) -> int:
+    """Checks that the operators give what their fakes say, whatever gradients are wanted; how many calls they were."""
+    found = 0
+    for wanted in ((0, 1, 2, 3, 4), (1,), (3, 4), (4,)):
+        x = drawn(op)
+        for i in wanted:
+            x[i].requires_grad_()
+        with Recorder() as told:
+            o, final = OPS[op](*x)
+            (o.square().sum() + final.sin().sum()).backward()
+        for func, args in told.calls:
+            args = tree_map(lambda y: y.detach() if isinstance(y, torch.Tensor) else y, args)
+            torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
+        found += len(told.calls)
+    return found
+
+
+def compiled_backward(sp: Any, op: str) -> list[float]:
+    """Differences between gradients of a backward pass that torch.compile traces, and of one that it does not."""
+    x = [z.requires_grad_() for z in drawn(op)]
+    want, found = results(OPS[op], x)[2:], []
+    for whole in (False, True):
+        torch._dynamo.reset()
+        o, final = OPS[op](*x)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=whole)):
+            (o.square().sum() + final.sin().sum()).backward()
+        found.append(differ([z.grad for z in x], want))  # type: ignore[misc]
+        for z in x:
+            z.grad = None
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["ops", "kernels"])
+@pytest.mark.parametrize("op", OPS)
 def test_views_that_negate(op: str) -> None:
     assert run_ranks(negative_views, 1, op, env=ENV) == [[0.0] * 6]
 
 
-def test_tensors_without_memory() -> None:
-    assert run_ranks(wrapped, 1, env=ENV) == [[0.0] * 6]
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_without_memory(op: str) -> None:
+    assert run_ranks(wrapped, 1, op, env=ENV) == [[0.0] * 9]
 
 
-@pytest.mark.parametrize("op", ["ops", "kernels"])
+@pytest.mark.parametrize("op", OPS)
 def test_hooks_that_give_back_others(op: str) -> None:
     (found,) = run_ranks(hooked, 1, op, env=ENV)
     for name, what in found.items():
@@ -181,10 +249,21 @@ def test_hooks_that_give_back_others(op: str) -> None:
             assert "saved tensors: expected those that the forward pass kept" in str(what), (name, what)
 
 
-@pytest.mark.parametrize("op", ["ops", "kernels"])
+@pytest.mark.parametrize("op", OPS)
 def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
     assert run_ranks(checkpointed, 1, op, env=ENV) == [[0.0] * 2]
 
 
-def test_a_trace_has_the_operator() -> None:
-    assert run_ranks(recorded, 1, env=ENV) == [True]
+@pytest.mark.parametrize("op", OPS)
+def test_traces_hold_the_operators(op: str) -> None:
+    assert run_ranks(recorded, 1, op, env=ENV) == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operators_give_what_their_fakes_say(op: str) -> None:
+    assert run_ranks(faked, 1, op, env=ENV) == [8]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_compiled_backward_pass_of_an_eager_call(op: str) -> None:
+    assert max(run_ranks(compiled_backward, 1, op, env=ENV)[0]) < 1e-6

@@ -1,16 +1,19 @@
-"""Checks of a call's initial states and document boundaries."""
+"""Checks of a call's initial states and document boundaries, and what tells calls apart."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.meta import STATE
 from flexsp.exceptions import check_dense, fail
 
-__all__ = ["boundaries", "check_boundaries", "check_initial"]
+__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "signature_of"]
 
 
 def check_initial(
@@ -49,3 +52,29 @@ def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool) -> list[int]:
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
     return bounds
+
+
+def signature_of(
+    inputs: dict[str, Any], prev_s: Any, cu_seqlens: Any, sp: SequenceParallel | None
+) -> tuple[Any, ...]:
+    """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
+    facts: list[Any] = [*inputs]
+    for x in (*inputs.values(), prev_s, cu_seqlens):
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
+            facts.append((x.shape, x.stride(), x.dtype, x.device, aligned(x)))
+        else:
+            facts.append(type(x))
+    facts += [None if sp is None else sp.id, transformed()]
+    if not getattr(next(iter(inputs.values()), None), "is_cuda", False):
+        facts.append(os.environ.get("FLEXSP_BACKEND"))
+    return tuple(facts)
+
+
+def aligned(x: torch.Tensor) -> bool | None:
+    """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    if isinstance(x, FakeTensor):
+        return True
+    try:
+        return x.data_ptr() % 16 == 0
+    except RuntimeError:
+        return None

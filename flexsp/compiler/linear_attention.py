@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flexsp.comm.derivatives import transformed, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp, sp_over
 from flexsp.compiler import functions, graph
-from flexsp.compiler.arguments import boundaries, check_boundaries, check_initial
+from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, signature_of
 from flexsp.compiler.check import Program, check
 from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
 from flexsp.exceptions import check_dense, fail
+from flexsp.kernels.operators import plain, run
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
@@ -157,12 +157,11 @@ class LinearAttention:
         sp: SequenceParallel | bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         sp = self._sp if sp is None and self._sp is not None else sp
-        if any([isinstance(x, torch.Tensor) and x.is_neg() for x in (*inputs.values(), prev_s)]):
-            # kernels read memory as it is
-            inputs = {name: x.resolve_neg() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-            prev_s = prev_s.resolve_neg() if isinstance(prev_s, torch.Tensor) else prev_s
         try:
-            return self._over(resolve_sp(sp), inputs, prev_s, cu_seqlens)
+            group = resolve_sp(sp)
+            if not plain(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, group):
+                return graph.call_now(self, inputs, prev_s, cu_seqlens, group)
+            return self._over(group, inputs, prev_s, cu_seqlens)
         except Exception as error:
             abandon(error, sp)
             raise
@@ -173,15 +172,24 @@ class LinearAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         backward = self._autotune and torch.is_grad_enabled()
         backward = backward and any([getattr(x, "requires_grad", False) for x in inputs.values()])
-        signature = (*_signature(inputs, prev_s, cu_seqlens, group), backward)  # plans tuned without may not fit with
+        signature = (*signature_of(inputs, prev_s, cu_seqlens, group), backward)  # plans tuned without may not fit with
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         recipe = call.recipe
         if recipe is not None:
             if self._autotune and recipe.device.type == "cuda" and not call.tuned:
                 recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard, backward)
                 self._calls[signature] = replace(call, recipe=recipe, tuned=True)
-            return self._run(recipe, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
+            key = None if self._autotune and recipe.device.type == "cuda" else self.graph_name
+            return run(recipe, key, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
+
+    def _has_kernels(self, inputs: dict[str, torch.Tensor], group: SequenceParallel | None) -> bool:
+        """Whether kernels run calls with such inputs."""
+        tokens, params, _ = self._sorted(inputs)
+        first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
+        if transformed() or not _asks_for_kernels(first.is_cuda, _widest(*tokens.values(), *params.values())):
+            return False
+        return self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, several) is None
 
     def prepared(
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -189,23 +197,40 @@ class LinearAttention:
     ) -> _Found:  # fmt: skip
         """What a call in a graph of torch.compile is. Its plan is never tuned: a graph knows its sizes."""
         inputs = dict(zip(self.names, tensors, strict=True))
-        return self.found(("graph", *_signature(inputs, prev_s, cu_seqlens, group)), inputs, prev_s, cu_seqlens, group)
+        signature = ("graph", *signature_of(inputs, prev_s, cu_seqlens, group))
+        return self.found(signature, inputs, prev_s, cu_seqlens, group)
 
     def found(
         self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, group: SequenceParallel | None,
     ) -> _Found:  # fmt: skip
         """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
-        call = self.remembered(signature)
-        if call is None:
-            call = self.checked(inputs, prev_s, cu_seqlens, group)
-            keep(self._calls, signature, call, _CALLS)
+        call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard, bounds = (0, call.T, call.T), None
         if cu_seqlens is not None:
             shard = shard if group is None else group.shard_range(call.T)
             bounds = boundaries(cu_seqlens, shard[2], look=call.recipe is None)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
+
+    def again(
+        self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, docs: int, group: SequenceParallel | None
+    ) -> _Call:
+        """What a call of `prepared` is, for its backward pass. Boundaries of documents are not looked at."""
+        inputs = dict(zip(self.names, tensors, strict=True))
+        bounds = torch.empty(docs + 1, dtype=torch.int64, device=tensors[0].device) if docs else None
+        signature = ("again", *signature_of(inputs, prev_s, bounds, group))
+        return self._kept_or_checked(signature, inputs, prev_s, bounds, group)
+
+    def _kept_or_checked(
+        self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None,
+    ) -> _Call:  # fmt: skip
+        call = self.remembered(signature)
+        if call is None:
+            call = self.checked(inputs, prev_s, cu_seqlens, group)
+            keep(self._calls, signature, call, _CALLS)
+        return call
 
     def same_call(
         self, inputs: dict[str, torch.Tensor], call: _Call, cu_seqlens: torch.Tensor | None, bounds: list[int] | None,
@@ -324,9 +349,7 @@ class LinearAttention:
         recipe = None
         if code is not None:
             from flexsp.compiler.dispatch import recipe_of
-            from flexsp.kernels.recipe import run
 
-            self._run = run
             given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
             recipe = recipe_of(code, given, prev_s, cu_seqlens, group)
         return _Call(T, states, wide, recipe)
@@ -369,7 +392,7 @@ class LinearAttention:
         """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
         if not _asks_for_kernels(first.is_cuda, wide):
             return None
-        if transformed() or any(x is not None and _aligned(x) is None for x in given):
+        if transformed() or any(x is not None and aligned(x) is None for x in given):
             reason: str | None = "kernels have no derivatives in forward mode and no transforms of torch.func"
         else:
             reason = self._refusal(names, first.dtype, first.is_cuda, group is not None and group.world_size > 1)
@@ -501,7 +524,7 @@ class LinearAttention:
                     got = f"{n} in [{', '.join(map(str, keys))}] = {list(x.shape)}"
                     raise ValueError(f"{name}: expected size {key} = {want}, got {got}")
                 if not isinstance(key, int):
-                    found[key] = n
+                    found[key] = int(n)  # a tensor in traces of TorchScript
         return found
 
     def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:
@@ -552,32 +575,6 @@ class _Call:
 
 
 _Found = tuple[_Call, tuple[int, int, int], list[int] | None]
-
-
-def _signature(
-    inputs: dict[str, Any], prev_s: Any, cu_seqlens: Any, sp: SequenceParallel | None
-) -> tuple[Any, ...]:
-    """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
-    facts: list[Any] = [*inputs]
-    for x in (*inputs.values(), prev_s, cu_seqlens):
-        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
-            facts.append((x.shape, x.stride(), x.dtype, x.device, _aligned(x)))
-        else:
-            facts.append(type(x))
-    facts += [None if sp is None else sp.id, transformed()]
-    if not getattr(next(iter(inputs.values()), None), "is_cuda", False):
-        facts.append(os.environ.get("FLEXSP_BACKEND"))
-    return tuple(facts)
-
-
-def _aligned(x: torch.Tensor) -> bool | None:
-    """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
-    if isinstance(x, FakeTensor):
-        return True
-    try:
-        return x.data_ptr() % 16 == 0
-    except RuntimeError:
-        return None
 
 
 def _ranks(sp_group: Any) -> SequenceParallel | None:

@@ -10,23 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, same_place, untransformed
+from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, memory
-from flexsp.kernels.table import chunk_table
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
 
-__all__ = ["Given", "Recipe", "run", "table_of"]
+__all__ = ["Given", "Recipe"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -324,61 +322,3 @@ def _in_pytorch(spec: LaunchSpec) -> Step:
 def _layout_of(tensors: Iterable[Optional], initial: Optional) -> tuple[Any, ...]:
     """How tensors lie in memory."""
     return tuple([None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors, initial)])
-
-
-class _Function(torch.autograd.Function):
-    """`anchor` makes autograd record the node on every rank under `sp`."""
-
-    @staticmethod
-    def forward(ctx: Any, recipe: Recipe[Any], table, anchor, initial, *tensors):  # type: ignore[no-untyped-def]
-        o, final, saved = recipe.run_forward(tensors, initial, table)
-        ctx.save_for_backward(*tensors, initial, saved, table, final if recipe.call.facts.keeps_final else None)
-        ctx.recipe = recipe
-        ctx.number = get_sp(recipe.sp_id).number() if recipe.sp_id >= 0 else 0
-        ctx.set_materialize_grads(False)
-        return o, final
-
-    @staticmethod
-    def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
-        first_only(ctx.recipe.call.facts.name, IN_PYTORCH)
-        untransformed(ctx.recipe.call.facts.name, IN_PYTORCH, do, dfinal)
-        do, dfinal = (x if x is None else x.resolve_neg() for x in (do, dfinal))
-        *tensors, initial, saved, table, final = ctx.saved_tensors
-        same_place(ctx.recipe.device, *tensors, initial, saved, table, final)
-        if [x.dtype for x in tensors] != ctx.recipe.given.dtypes:
-            changed("dtypes", ctx.recipe.given.dtypes, [x.dtype for x in tensors])
-        recipe: Recipe[Any] = ctx.recipe.of(tensors, initial)
-        if do is None:
-            do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
-        want = initial is not None and ctx.needs_input_grad[3]
-        wanted = frozenset([name for name, x in zip(recipe.names, ctx.needs_input_grad[4:], strict=True) if x])
-        sp = get_sp(recipe.sp_id) if ctx.number else None
-        with nullcontext() if sp is None else sp.answering(ctx.number):
-            grads, dinitial = recipe.run_backward(tensors, initial, saved, table, do, dfinal, want, wanted, final)
-        return None, None, None, dinitial, *grads
-
-
-def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: tuple[int, int, int]) -> Optional:
-    """The chunks of packed documents. `shard`: its first token, its end, of how many."""
-    if cu_seqlens is None:
-        return None
-    last = recipe.sp_id < 0 or get_sp(recipe.sp_id).is_last
-    return chunk_table(cu_seqlens, *shard[:2], recipe.call.facts.chunk, last)
-
-
-def run(
-    recipe: Recipe[Any], tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional,
-    shard: tuple[int, int, int],
-) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of kernels, differentiable. `shard`: its first token, its end, of how many."""
-    sp = get_sp(recipe.sp_id) if recipe.sp_id >= 0 else None
-    table = table_of(recipe, cu_seqlens, shard)
-    backward = torch.is_grad_enabled() and (
-        recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
-    )
-    if backward or not recipe.call.facts.sure:
-        recipe.precompile(tensors, initial, backward)
-    if backward:
-        anchor = sp.anchor if sp is not None and recipe.chained else None
-        return _Function.apply(recipe, table, anchor, initial, *tensors)
-    return recipe.run_forward(tensors, initial, table)[:2]

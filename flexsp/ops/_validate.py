@@ -11,6 +11,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import resolve_sp
@@ -50,6 +51,8 @@ def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def readable(x: torch.Tensor) -> bool:
     """Whether looking at the values of ``x`` is possible and allowed here."""
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed():
+        return False
+    if get_proxy_mode() is not None:  # make_fx: values are not known to what it traces
         return False
     return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("FLEXSP_CHECK") == "1")
 

@@ -1,0 +1,307 @@
+"""Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators.
+
+Eager calls of tensors as they lie in memory run their recipe and do without the operators, which cost time of the host.
+All others go through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The
+operators know what they run by a `key`, "kind|name", and find its recipe when they run. Over ranks they also mutate the
+group's `order` tensor: nothing may delete, reorder or deduplicate them, since the neighbours wait for what they send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, first_only_inside, same_place, untransformed
+from flexsp.comm.group import SequenceParallel, abandon, get_sp
+from flexsp.kernels.table import chunk_table
+
+if TYPE_CHECKING:
+    from flexsp.kernels.recipe import Recipe
+
+__all__ = [
+    "Asked", "Kept", "Operation", "Shard", "call", "define_kind", "gradients", "outputs", "plain", "run", "serve",
+]  # fmt: skip
+
+Optional = torch.Tensor | None
+Kept = tuple[torch.Tensor, Optional, Optional]  # what `Operation.forward` says is kept, the table, the final states
+Shard = tuple[int, int, int]  # its first token, its end, of how many
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Asked(NamedTuple):
+    """A call. `docs`: packed documents, 0 if not packed; their boundaries are not kept for the backward pass.
+    `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank."""
+
+    tensors: list[torch.Tensor]
+    initial: Optional
+    cu_seqlens: Optional
+    docs: int
+    scale: float
+    want_final: bool
+    group: SequenceParallel | None
+
+
+class Operation(Protocol):
+    """What the operators run for a key."""
+
+    def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+        """Outputs, final states, what is kept for the backward pass, and the table of packed documents."""
+
+    def backward(
+        self, asked: Asked, kept: Kept, do: Optional, dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool
+    ) -> tuple[list[Optional], Optional]:
+        """Gradients of the tensors, and of the initial states."""
+
+    def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
+        """Empty tensors like what `forward` gives; sizes may be symbolic."""
+
+
+class _Kind(NamedTuple):
+    make: Callable[[str], Operation]
+    refusal: tuple[str, str]
+
+
+_kinds: dict[str, _Kind] = {}
+
+
+def define_kind(kind: str, make: Callable[[str], Operation], what: str, instead: str) -> None:
+    """Keys "kind|name" stand for the operation `make(name)`. Second derivatives of calls in graphs are refused: `what`
+    has none, `instead` has."""
+    _kinds[kind] = _Kind(make, (what, instead))
+
+
+def _operation(key: str) -> Operation:
+    kind, name = key.split("|", 1)
+    return _kinds[kind].make(name)
+
+
+def _refusal(key: str) -> tuple[str, str]:
+    return _kinds[key.split("|", 1)[0]].refusal
+
+
+def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: Shard) -> Optional:
+    """The chunks of packed documents."""
+    if cu_seqlens is None:
+        return None
+    last = recipe.sp_id < 0 or get_sp(recipe.sp_id).is_last
+    return chunk_table(cu_seqlens, *shard[:2], recipe.call.facts.chunk, last)
+
+
+def outputs(recipe: Recipe[Any], asked: Asked, shard: Shard) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+    """`Operation.forward` with a recipe."""
+    table = table_of(recipe, asked.cu_seqlens, shard)
+    return *recipe.run_forward(asked.tensors, asked.initial, table), table
+
+
+def gradients(
+    recipe: Recipe[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Kept, do: Optional,
+    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
+) -> tuple[list[Optional], Optional]:  # fmt: skip
+    """`Operation.backward` with a recipe."""
+    saved, table, final = kept
+    if do is None:
+        do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
+    names = frozenset([name for name, wants in zip(recipe.names, wanted, strict=True) if wants])
+    return recipe.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names, final)
+
+
+# Operators ------------------------------------------------------------------------------------------------------------
+
+
+def _asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp) -> Asked:  # type: ignore[no-untyped-def]
+    return Asked(tensors, initial, cu_seqlens, docs, scale, want_final, get_sp(sp) if sp >= 0 else None)
+
+
+def _forward(key, tensors, initial, cu_seqlens, docs, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
+    asked = _asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp)
+    try:
+        o, final, saved, table = _operation(key).forward(asked)
+    except Exception as error:
+        abandon(error, False if asked.group is None else asked.group)
+        raise
+    final = o.new_empty(0, dtype=_wide(tensors)) if final is None else final
+    return o, final, saved, o.new_empty(0, dtype=torch.int32) if table is None else table
+
+
+def _fake_forward(key, tensors, initial, cu_seqlens, docs, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
+    return _operation(key).like_forward(_asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp))
+
+
+def _backward(  # type: ignore[no-untyped-def]
+    key, tensors, initial, saved, table, final, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    order=None, sp=-1,
+):  # fmt: skip
+    """Gradients of the tensors and of the initial states, empty unless wanted."""
+    first_only_inside(*_refusal(key), do, dfinal)
+    asked, kept = _asked(tensors, initial, None, docs, scale, want_final, sp), (saved, table, final)
+    grads, dinitial = _operation(key).backward(asked, kept, do, dfinal, wanted, want_dinitial)
+    found = [
+        x.new_empty(0) if dx is None or not wants else dx.contiguous()
+        for x, dx, wants in zip(tensors, grads, wanted, strict=True)
+    ]
+    return *found, tensors[0].new_empty(0, dtype=_wide(tensors)) if dinitial is None else dinitial
+
+
+def _fake_backward(  # type: ignore[no-untyped-def]
+    key, tensors, initial, saved, table, final, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    order=None, sp=-1,
+):  # fmt: skip
+    found = [x.new_empty(x.shape if wants else 0) for x, wants in zip(tensors, wanted, strict=True)]
+    return *found, tensors[0].new_empty(initial.shape if want_dinitial else 0, dtype=_wide(tensors))
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of states."""
+    return functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+
+
+_lib = torch.library.Library("flexsp", "FRAGMENT")
+_defining = threading.Lock()
+
+
+def _define(name: str, inputs: str, outputs: int, real: Any, fake: Any) -> tuple[Any, Any]:
+    """An operator on one rank, and over ranks."""
+    made = []
+    for suffix, more in (("", ""), ("_sp", ", Tensor(a!) order, int sp")):
+        _lib.define(f"{name}{suffix}({inputs}{more}) -> ({', '.join(['Tensor'] * outputs)})")
+        _lib.impl(f"{name}{suffix}", real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flexsp::{name}{suffix}", fake, lib=_lib)
+        made.append(getattr(torch.ops.flexsp, f"{name}{suffix}"))
+    return made[0], made[1]
+
+
+_INPUTS = "str key, Tensor[] tensors, Tensor? initial"
+_KEPT = "Tensor saved, Tensor? table, Tensor? final, Tensor? do, Tensor? dfinal"
+_ASKED = "int docs, float scale, bool want_final"
+_forwards = _define("forward", f"{_INPUTS}, Tensor? cu_seqlens, {_ASKED}", 4, _forward, _fake_forward)
+_backwards: dict[int, tuple[Any, Any]] = {}  # by the number of tensors: what mutates a tensor cannot return a list
+
+
+def serve(tensors: int) -> None:
+    """Defines the operator for backward passes of calls with so many tensors."""
+    with _defining:
+        if tensors not in _backwards:
+            inputs = f"{_INPUTS}, {_KEPT}, {_ASKED}, bool[] wanted, bool want_dinitial"
+            _backwards[tensors] = _define(f"backward_{tensors}", inputs, tensors + 1, _backward, _fake_backward)
+
+
+def _call(pair: tuple[Any, Any], sp: int, *inputs: Any) -> Any:
+    return pair[0](*inputs) if sp < 0 else pair[1](*inputs, get_sp(sp).order, sp)
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def plain(*tensors: Any) -> bool:
+    """Whether these are tensors as they lie in memory, or None, and nothing looks at the operators of a call now."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing():
+        return False
+    return all([x is None or (type(x) in _TENSORS and not x.is_neg() and not x._is_zerotensor()) for x in tensors])
+
+
+def _dtypes(tensors: Sequence[torch.Tensor], initial: Optional) -> list[torch.dtype | None]:
+    return [*[x.dtype for x in tensors], None if initial is None else initial.dtype]
+
+
+class _Function(torch.autograd.Function):
+    """A call; `direct` is its recipe and table, None where the operators find them.
+
+    `anchor` makes autograd record the node on every rank under `sp`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, direct, asked, keeps_final, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
+        key, sp, docs, scale, want_final = asked
+        if direct is None:
+            o, final, saved, table = _call(
+                _forwards, sp, key, list(tensors), initial, cu_seqlens, docs, scale, want_final
+            )  # fmt: skip
+            table = table if docs else None
+            final = final if want_final else None
+        else:
+            recipe, table = direct
+            o, final, saved = recipe.run_forward(tensors, initial, table)
+        ctx.save_for_backward(*tensors, initial, saved, table, final if keeps_final else None)
+        ctx.recipe = None if direct is None else direct[0]
+        ctx.operation = None if direct is None or key is None else _operation(key)  # which must not end before
+        ctx.asked = asked
+        ctx.number = get_sp(sp).number() if sp >= 0 else 0
+        ctx.device, ctx.dtypes = tensors[0].device, _dtypes(tensors, initial)
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
+        key, sp, docs, scale, want_final = ctx.asked
+        refusal = _refusal(key) if ctx.recipe is None else (ctx.recipe.call.facts.name, IN_PYTORCH)
+        first_only(*refusal)  # before a checkpoint computes anything again
+        untransformed(*refusal, do, dfinal)
+        *tensors, initial, saved, table, final = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            same_place(ctx.device, *tensors, initial, saved, table, final)
+            if _dtypes(tensors, initial) != ctx.dtypes:
+                changed("dtypes", ctx.dtypes, _dtypes(tensors, initial))
+            do, dfinal = [x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal)]
+        wanted = [*ctx.needs_input_grad[-len(tensors) :]]
+        want_dinitial, kept = initial is not None and ctx.needs_input_grad[4], (saved, table, final)
+        with contextlib.nullcontext() if sp < 0 else get_sp(sp).answering(ctx.number):
+            if ctx.recipe is not None and (key is None or plain(do, dfinal, *tensors)):
+                recipe = ctx.recipe.of(tensors, initial)
+                do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
+                grads, dinitial = gradients(recipe, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
+            else:
+                given = key, tensors, initial, *kept, do, dfinal, docs, scale, want_final, wanted, want_dinitial
+                *grads, dinitial = _call(_backwards[len(tensors)], sp, *given)
+        grads = [dx if wants else None for dx, wants in zip(grads, wanted, strict=True)]
+        return None, None, None, None, dinitial if want_dinitial else None, None, *grads
+
+
+def call(
+    key: str, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional, *, want_final: bool,
+    sp: SequenceParallel | None, scale: float = 1.0, keeps_final: bool = False,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """Outputs and final states of a call through the operators, differentiable; traced by torch.compile.
+
+    Args:
+        want_final: final states are wanted, and leave on this rank.
+        keeps_final: the backward pass reads them.
+    """
+    group = sp if sp is not None and sp.world_size > 1 else None
+    sp_id = -1 if group is None else group.id
+    docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if not torch.is_grad_enabled():
+        o, final, *_ = _call(
+            _forwards, sp_id, key, list(tensors), initial, cu_seqlens, docs, scale, want_final
+        )  # fmt: skip
+        return o, final if want_final else None
+    anchor = None if group is None else group.anchor
+    asked = key, sp_id, docs, scale, want_final
+    return _Function.apply(None, asked, keeps_final, anchor, initial, cu_seqlens, *tensors)
+
+
+def run(
+    recipe: Recipe[Any], key: str | None, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional,
+    shard: Shard, scale: float = 1.0,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """Outputs and final states of a call of `plain` tensors with this recipe, differentiable.
+
+    `key`: what stands for the call in operators; None where they would not find this recipe.
+    """
+    sp = get_sp(recipe.sp_id) if recipe.chained else None
+    table, facts = table_of(recipe, cu_seqlens, shard), recipe.call.facts
+    backward = torch.is_grad_enabled() and (
+        recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
+    )
+    if backward or not facts.sure:
+        recipe.precompile(tensors, initial, backward)
+    if not backward:
+        return recipe.run_forward(tensors, initial, table)[:2]
+    sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
+    asked = key, sp_id, facts.docs, scale, facts.ends
+    return _Function.apply((recipe, table), asked, facts.keeps_final, anchor, initial, None, *tensors)

@@ -5,6 +5,8 @@ The same of the operators that are made of the engine's kernels and of a variant
 
 from __future__ import annotations
 
+import contextlib
+import functools as ft
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexsp.ops import chunk_simple_gla
@@ -178,6 +181,26 @@ def checkpointed(sp: Any, op: str) -> list[float]:
     return found
 
 
+def selected(sp: Any, op: str) -> list[float]:
+    """Of checkpoints that keep what operators give, or compute it again."""
+    x, found = [z.requires_grad_() for z in drawn(op)], []
+    want = results(OPS[op], x)[2:]
+    for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
+        choose = ft.partial(create_selective_checkpoint_contexts, lambda *args, policy=policy, **named: policy)
+        o, final = checkpoint(OPS[op], *x, use_reentrant=False, context_fn=choose)
+        found.append(differ([*torch.autograd.grad(o.square().sum() + final.sin().sum(), x)], want))
+    return found
+
+
+def shapes_only(sp: Any, op: str) -> list[Any]:
+    """Shapes of a call and its gradients where no tensor has memory, and where all have."""
+    found = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext()):
+        with mode:
+            found.append([tuple(y.shape) for y in results(OPS[op], [z.requires_grad_() for z in drawn(op)])])
+    return found
+
+
 def recorded(sp: Any, op: str) -> list[float]:
     """Differences between what traces, of TorchScript and of make_fx, compute of other tensors, and calls."""
     packed, found = "packed" in op, []
@@ -252,6 +275,17 @@ def test_hooks_that_give_back_others(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
     assert run_ranks(checkpointed, 1, op, env=ENV) == [[0.0] * 2]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_checkpoint_of_selected_operators(op: str) -> None:
+    assert run_ranks(selected, 1, op, env=ENV) == [[0.0] * 2]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_without_memory(op: str) -> None:
+    ((fake, real),) = run_ranks(shapes_only, 1, op, env=ENV)
+    assert fake == real
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -147,7 +147,7 @@ KERNELS = [
          _UNUSUAL + "test_tensors_without_memory[kernels]"),
         ("if _dtypes(tensors, initial) != ctx.dtypes", "if False", "hooks may give back other inputs",
          _UNUSUAL + "test_hooks_that_give_back_others[ops]"),
-        ("None if direct is None or key is None else _operation(key)", "None", "a variant ends before its backward pass",
+        ("            ctx.operation = _operation(key)", "            pass", "a variant ends before its backward pass",
          _UNUSUAL + "test_tensors_without_memory[kernels]"),
         ("table = table if docs else None", "pass", "checkpoints keep another number of tensors in operators",
          _UNUSUAL + "test_a_checkpoint_of_which_one_pass_is_watched"),

@@ -214,6 +214,20 @@ def test_one_graph_of_variants_over_ranks(seed: int) -> None:
         assert max(errors) < EXACT
 
 
+def graphs_without_gradients(sp: Any) -> int:
+    """How many graphs serve calls with one document to five."""
+    counters.clear()
+    f = compiled(lambda q, bounds: ops.chunk_simple_gla(q, q, q, -q.abs()[..., 0], cu_seqlens=bounds)[0])
+    with torch.no_grad():
+        for N in range(1, 6):
+            f(torch.randn(1, 24, 2, 16), torch.tensor([0, *range(1, N), 24]))
+    return counters["stats"]["unique_graphs"]
+
+
+def test_the_number_of_documents_makes_no_graph_without_gradients() -> None:
+    assert run_ranks(graphs_without_gradients, 1, env=KERNELS) == [2]  # of one document, and of more
+
+
 def test_one_graph_of_kernels_over_ranks(seed: int) -> None:
     for errors in run_ranks(variants_over_ranks, 2, seed, torch.float32, ["deltanet"], env=KERNELS, timeout=200):
         assert max(errors) == 0

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools as ft
+import gc
+import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +204,32 @@ def shapes_only(sp: Any, op: str) -> list[Any]:
     return found
 
 
+def bad_arguments(sp: Any) -> list[str]:
+    """What a variant says of them where kernels would run it."""
+    *tokens, state = drawn("packed")
+    found, bad = [], [(state, bounds) for bounds in ([0, 7, 20], BOUNDS.numpy(), BOUNDS[0])]
+    bad += [(given, BOUNDS) for given in (state.numpy(), [1])]
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        for given in bad:
+            with mode:
+                try:
+                    of_kernels(*tokens, *given)
+                except ValueError as error:
+                    found.append(str(error).split(":")[0])
+    return found
+
+
+def ended(sp: Any) -> bool:
+    """Whether a variant that was watched once ends."""
+    variant, x = variants.load("simple_gla").make(2, 16, 16), drawn("kernels")
+    seen = weakref.ref(variant)
+    with FlopCounterMode(display=False):
+        variant(**dict(zip("qkvg", x, strict=False)))
+    del variant
+    gc.collect()
+    return seen() is None
+
+
 def recorded(sp: Any, op: str) -> list[float]:
     """Differences between what traces, of TorchScript and of make_fx, compute of other tensors, and calls."""
     packed, found = "packed" in op, []
@@ -211,7 +240,7 @@ def recorded(sp: Any, op: str) -> list[float]:
         traces = [torch.jit.trace(f, (*drawn(op), *bounds), check_trace=False)]
         traces += [make_fx(f, tracing_mode=mode)(*drawn(op), *bounds) for mode in ("real", "fake")]
         for trace in traces:
-            assert "flexsp" in str(trace.graph)
+            assert re.search(r"flexsp(::|\.)forward", str(trace.graph))
             x = drawn(op)
             found.append(differ([*trace(*x, *bounds)], [*f(*x, *bounds)]))
     return found
@@ -275,6 +304,14 @@ def test_hooks_that_give_back_others(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
     assert run_ranks(checkpointed, 1, op, env=ENV) == [[0.0] * 2]
+
+
+def test_bad_arguments_of_calls_that_kernels_run() -> None:
+    assert run_ranks(bad_arguments, 1, env=ENV) == [["cu_seqlens", "cu_seqlens", "cu_seqlens", "prev_s", "prev_s"] * 2]
+
+
+def test_a_variant_that_was_watched_ends() -> None:
+    assert run_ranks(ended, 1, env=ENV) == [True]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import IN_PYTORCH
 from flexsp.comm.group import SequenceParallel
@@ -119,7 +120,9 @@ class _Variant:
         )
 
 
-operators.define_kind(_KIND, _Variant, "a variant in a graph of torch.compile", f"without torch.compile, {IN_PYTORCH}")
+operators.define_kind(
+    _KIND, _Variant, "a variant's kernels, or a variant in a graph", f"outside of graphs, {IN_PYTORCH}"
+)  # fmt: skip
 
 
 def _again(
@@ -156,6 +159,7 @@ def call_now(
     variant: LinearAttention, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """The same outside of torch.compile. What looks on may keep the key, so the variant lasts."""
-    _lasting.add(variant)
+    """The same outside of torch.compile. A trace keeps the key, so the variant lasts."""
+    if torch.jit.is_tracing() or get_proxy_mode() is not None:
+        _lasting.add(variant)
     return call(variant.graph_name, [inputs[name] for name in variant.names], initial, cu_seqlens, sp)

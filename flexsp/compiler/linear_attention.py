@@ -159,7 +159,7 @@ class LinearAttention:
         sp = self._sp if sp is None and self._sp is not None else sp
         try:
             group = resolve_sp(sp)
-            if not plain(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, group):
+            if not plain(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
                 return graph.call_now(self, inputs, prev_s, cu_seqlens, group)
             return self._over(group, inputs, prev_s, cu_seqlens)
         except Exception as error:
@@ -183,8 +183,14 @@ class LinearAttention:
             return run(recipe, key, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
-    def _has_kernels(self, inputs: dict[str, torch.Tensor], group: SequenceParallel | None) -> bool:
-        """Whether kernels run calls with such inputs."""
+    def _has_kernels(
+        self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: SequenceParallel | None
+    ) -> bool:
+        """Whether kernels run calls with such inputs. Of what no call takes: no."""
+        if not all([x is None or isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)]):
+            return False
+        if cu_seqlens is not None and cu_seqlens.dim() != 1:
+            return False
         tokens, params, _ = self._sorted(inputs)
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
         if transformed() or not _asks_for_kernels(first.is_cuda, _widest(*tokens.values(), *params.values())):

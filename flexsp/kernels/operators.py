@@ -118,8 +118,12 @@ def _asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp) -> Asked: 
     return Asked(tensors, initial, cu_seqlens, docs, scale, want_final, get_sp(sp) if sp >= 0 else None)
 
 
-def _forward(key, tensors, initial, cu_seqlens, docs, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
-    asked = _asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp)
+def _docs(cu_seqlens: Optional) -> int:
+    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _forward(key, tensors, initial, cu_seqlens, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
+    asked = _asked(tensors, initial, cu_seqlens, _docs(cu_seqlens), scale, want_final, sp)
     try:
         o, final, saved, table = _operation(key).forward(asked)
     except Exception as error:
@@ -129,8 +133,9 @@ def _forward(key, tensors, initial, cu_seqlens, docs, scale, want_final, order=N
     return o, final, saved, o.new_empty(0, dtype=torch.int32) if table is None else table
 
 
-def _fake_forward(key, tensors, initial, cu_seqlens, docs, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
-    return _operation(key).like_forward(_asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp))
+def _fake_forward(key, tensors, initial, cu_seqlens, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
+    asked = _asked(tensors, initial, cu_seqlens, _docs(cu_seqlens), scale, want_final, sp)
+    return _operation(key).like_forward(asked)
 
 
 def _backward(  # type: ignore[no-untyped-def]
@@ -178,7 +183,7 @@ def _define(name: str, inputs: str, outputs: int, real: Any, fake: Any) -> tuple
 
 _INPUTS = "str key, Tensor[] tensors, Tensor? initial"
 _KEPT = "Tensor saved, Tensor? table, Tensor? final, Tensor? do, Tensor? dfinal"
-_ASKED = "int docs, float scale, bool want_final"
+_ASKED = "float scale, bool want_final"
 _forwards = _define("forward", f"{_INPUTS}, Tensor? cu_seqlens, {_ASKED}", 4, _forward, _fake_forward)
 _backwards: dict[int, tuple[Any, Any]] = {}  # by the number of tensors: what mutates a tensor cannot return a list
 
@@ -187,7 +192,7 @@ def serve(tensors: int) -> None:
     """Defines the operator for backward passes of calls with so many tensors."""
     with _defining:
         if tensors not in _backwards:
-            inputs = f"{_INPUTS}, {_KEPT}, {_ASKED}, bool[] wanted, bool want_dinitial"
+            inputs = f"{_INPUTS}, {_KEPT}, int docs, {_ASKED}, bool[] wanted, bool want_dinitial"
             _backwards[tensors] = _define(f"backward_{tensors}", inputs, tensors + 1, _backward, _fake_backward)
 
 
@@ -219,9 +224,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, direct, asked, keeps_final, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
         key, sp, docs, scale, want_final = asked
         if direct is None:
-            o, final, saved, table = _call(
-                _forwards, sp, key, list(tensors), initial, cu_seqlens, docs, scale, want_final
-            )  # fmt: skip
+            given = key, list(tensors), initial, cu_seqlens, scale, want_final
+            o, final, saved, table = _call(_forwards, sp, *given)
             table = table if docs else None
             final = final if want_final else None
         else:
@@ -229,7 +233,8 @@ class _Function(torch.autograd.Function):
             o, final, saved = recipe.run_forward(tensors, initial, table)
         ctx.save_for_backward(*tensors, initial, saved, table, final if keeps_final else None)
         ctx.recipe = None if direct is None else direct[0]
-        ctx.operation = None if direct is None or key is None else _operation(key)  # which must not end before
+        if key is not None and not torch.compiler.is_compiling():
+            ctx.operation = _operation(key)  # which must not end before the backward pass
         ctx.asked = asked
         ctx.number = get_sp(sp).number() if sp >= 0 else 0
         ctx.device, ctx.dtypes = tensors[0].device, _dtypes(tensors, initial)
@@ -274,14 +279,12 @@ def call(
     """
     group = sp if sp is not None and sp.world_size > 1 else None
     sp_id = -1 if group is None else group.id
-    docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if not torch.is_grad_enabled():
-        o, final, *_ = _call(
-            _forwards, sp_id, key, list(tensors), initial, cu_seqlens, docs, scale, want_final
-        )  # fmt: skip
+        given = key, list(tensors), initial, cu_seqlens, scale, want_final
+        o, final, *_ = _call(_forwards, sp_id, *given)
         return o, final if want_final else None
     anchor = None if group is None else group.anchor
-    asked = key, sp_id, docs, scale, want_final
+    asked = key, sp_id, _docs(cu_seqlens), scale, want_final
     return _Function.apply(None, asked, keeps_final, anchor, initial, cu_seqlens, *tensors)
 
 

@@ -176,10 +176,11 @@ class LinearAttention:
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         recipe = call.recipe
         if recipe is not None:
-            if self._autotune and recipe.device.type == "cuda" and not call.tuned:
+            tuned = self._autotune and recipe.device.type == "cuda"
+            if tuned and not call.tuned:
                 recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard, backward)
                 self._calls[signature] = replace(call, recipe=recipe, tuned=True)
-            key = None if self._autotune and recipe.device.type == "cuda" else self.graph_name
+            key = None if tuned else self.graph_name
             return run(recipe, key, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
@@ -187,13 +188,11 @@ class LinearAttention:
         self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: SequenceParallel | None
     ) -> bool:
         """Whether kernels run calls with such inputs. Of what no call takes: no."""
-        if not all([x is None or isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)]):
-            return False
-        if cu_seqlens is not None and cu_seqlens.dim() != 1:
-            return False
         tokens, params, _ = self._sorted(inputs)
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
-        if transformed() or not _asks_for_kernels(first.is_cuda, _widest(*tokens.values(), *params.values())):
+        odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
+        odd = odd or transformed() or (cu_seqlens is not None and cu_seqlens.dim() != 1)
+        if odd or not _asks_for_kernels(first.is_cuda, _widest(*tokens.values(), *params.values())):
             return False
         return self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, several) is None
 
@@ -202,9 +201,8 @@ class LinearAttention:
         group: SequenceParallel | None,
     ) -> _Found:  # fmt: skip
         """What a call in a graph of torch.compile is. Its plan is never tuned: a graph knows its sizes."""
-        inputs = dict(zip(self.names, tensors, strict=True))
-        signature = ("graph", *signature_of(inputs, prev_s, cu_seqlens, group))
-        return self.found(signature, inputs, prev_s, cu_seqlens, group)
+        x = dict(zip(self.names, tensors, strict=True))
+        return self.found(("graph", *signature_of(x, prev_s, cu_seqlens, group)), x, prev_s, cu_seqlens, group)
 
     def found(
         self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
@@ -223,10 +221,9 @@ class LinearAttention:
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, docs: int, group: SequenceParallel | None
     ) -> _Call:
         """What a call of `prepared` is, for its backward pass. Boundaries of documents are not looked at."""
-        inputs = dict(zip(self.names, tensors, strict=True))
+        x = dict(zip(self.names, tensors, strict=True))
         bounds = torch.empty(docs + 1, dtype=torch.int64, device=tensors[0].device) if docs else None
-        signature = ("again", *signature_of(inputs, prev_s, bounds, group))
-        return self._kept_or_checked(signature, inputs, prev_s, bounds, group)
+        return self._kept_or_checked(("again", *signature_of(x, prev_s, bounds, group)), x, prev_s, bounds, group)
 
     def _kept_or_checked(
         self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,

@@ -219,6 +219,15 @@ def bad_arguments(sp: Any) -> list[str]:
     return found
 
 
+def tuned(sp: Any) -> int:
+    """Operators that a watched call of a variant that tunes its plans comes to."""
+    variant, x = variants.load("simple_gla").make(2, 16, 16), [z.requires_grad_() for z in drawn("kernels")]
+    variant._autotune = True
+    with Recorder() as told:
+        variant(**dict(zip("qkvg", x, strict=False)))[0].sum().backward()
+    return len(told.calls)
+
+
 def ended(sp: Any) -> bool:
     """Whether a variant that was watched once ends."""
     variant, x = variants.load("simple_gla").make(2, 16, 16), drawn("kernels")
@@ -308,6 +317,11 @@ def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
 
 def test_bad_arguments_of_calls_that_kernels_run() -> None:
     assert run_ranks(bad_arguments, 1, env=ENV) == [["cu_seqlens", "cu_seqlens", "cu_seqlens", "prev_s", "prev_s"] * 2]
+
+
+def test_a_watched_call_has_the_plan_of_others() -> None:
+    """A checkpoint may watch one of two passes, and the memory of one plan is not that of another."""
+    assert run_ranks(tuned, 1, env=ENV)[0] < 2, "the forward pass comes to an operator"
 
 
 def test_a_variant_that_was_watched_ends() -> None:

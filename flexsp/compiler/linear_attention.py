@@ -22,7 +22,7 @@ from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
 from flexsp.exceptions import check_dense, fail
-from flexsp.kernels.operators import plain, run
+from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class LinearAttention:
         sp = self._sp if sp is None and self._sp is not None else sp
         try:
             group = resolve_sp(sp)
-            if not plain(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
+            usual = in_memory if self._autotune else plain  # operators do not tune: one plan, whether or not watched
+            if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
                 return graph.call_now(self, inputs, prev_s, cu_seqlens, group)
             return self._over(group, inputs, prev_s, cu_seqlens)
         except Exception as error:
@@ -184,9 +185,7 @@ class LinearAttention:
             return run(recipe, key, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
-    def _has_kernels(
-        self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: SequenceParallel | None
-    ) -> bool:
+    def _has_kernels(self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: Any) -> bool:
         """Whether kernels run calls with such inputs. Of what no call takes: no."""
         tokens, params, _ = self._sorted(inputs)
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1

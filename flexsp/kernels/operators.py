@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from flexsp.kernels.recipe import Recipe
 
 __all__ = [
-    "Asked", "Kept", "Operation", "Shard", "call", "define_kind", "gradients", "outputs", "plain", "run", "serve",
+    "Asked", "Kept", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "outputs", "plain", "run",
+    "serve",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
@@ -207,6 +208,11 @@ def plain(*tensors: Any) -> bool:
     """Whether these are tensors as they lie in memory, or None, and nothing looks at the operators of a call now."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing():
         return False
+    return in_memory(*tensors)
+
+
+def in_memory(*tensors: Any) -> bool:
+    """Whether these are tensors as they lie in memory, or None."""
     return all([x is None or (type(x) in _TENSORS and not x.is_neg() and not x._is_zerotensor()) for x in tensors])
 
 

@@ -38,6 +38,13 @@ _SCAN = [
          "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
     ),
     *_in(
+        "flexsp/scan/propagate.py",
+        ("adjoint.apply(states[:, -1 if reverse else 0], F) if seeded", "F if seeded", "the first rank's state is lost",
+         "tests/test_propagate.py::test_process_group_schedules_use_the_same_kernel[chain]"),
+        ("transition.transpose() if reverse else transition", "transition", "A goes out the wrong way round",
+         "tests/test_propagate.py::test_process_group_schedules_use_the_same_kernel[chain]"),
+    ),
+    *_in(
         "flexsp/scan/dense.py",
         ("place = inner[None, :] * K + rows[:, None]", "place = rows[:, None] * K + inner[None, :]",
          "backward with A, not its transpose", "tests/test_propagate.py::test_one_rank_with_a_dense_transition"),
@@ -48,11 +55,11 @@ _SCAN = [
          "tests/test_schedules.py::test_nothing_passes_a_cut"),
     ),
     *_in(
-        "flexsp/scan/exchange.py",
-        ("Transition.of(state, log_a, cut).apply(state)", "Transition.of(state, log_a).apply(state)",
+        "flexsp/scan/transitions.py",
+        ("times(self.apply(state), dF)", "times(self.log_a.exp().view(*self.log_a.shape, *[1] * (state.dim() - self.log_a.dim())) * state, dF)",
          "decays behind a cut have a gradient",
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),
-        ("dims = (-2, -1) if log_a.dim()", "dims = (-1,) if log_a.dim()", "a gate's gradient is not summed over K",
+        ("dims = (-2, -1) if", "dims = (-1,) if", "a gate's gradient is not summed over K",
          "tests/test_exchange.py::test_gradients[2-chain]"),
     ),
     *_in(
@@ -61,8 +68,8 @@ _SCAN = [
          "tests/test_schedules.py::test_incoming_state[2-all_gather]"),
     ),
     *_in(
-        "flexsp/scan/affine.py",
-        ("else dF * arrived", "else dF * dF", "the gradient of a decay", _RANKS + "[gla-[9, 0, 21]]"),
+        "flexsp/scan/transitions.py",
+        ("else dF * state", "else dF * dF", "the gradient of a decay", _RANKS + "[gla-[9, 0, 21]]"),
     ),
     *_in(
         "flexsp/runtime/steps.py",

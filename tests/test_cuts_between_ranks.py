@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexsp.scan.exchange import exchange
+from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import scan_oracle
 from tests import variants
@@ -56,7 +57,7 @@ def _gradient_of_a_decay(sp: Any, seed: int) -> torch.Tensor:
     F = torch.randn(3, 2, 1, 2, 3, generator=made, dtype=torch.float64)[sp.rank]
     log_a = torch.full((2, 1), -0.5, dtype=torch.float64, requires_grad=True)
     cut = torch.tensor([sp.rank == 1, False])
-    exchange(F, log_a, cut, sp).square().sum().backward()
+    exchange(F, Transition.of(F, log_a, cut), sp).square().sum().backward()
     assert log_a.grad is not None
     return log_a.grad
 

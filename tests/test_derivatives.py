@@ -25,7 +25,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
 from flexsp.nn import conv
-from flexsp.scan.affine import tie
+from flexsp.scan.exchange import tie
 from flexsp.testing import compare
 from flexsp.testing.cases import CASES, Shape
 from flexsp.testing.ranks import run_ranks
@@ -120,9 +120,9 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.comm.halo._HaloFunction": of_conv,
     "flexsp.comm.collectives._GatherFunction": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
     "flexsp.scan.exchange._ExchangeFunction": lambda sp: of_op(sp, torch.float64),
-    "flexsp.scan.affine._AffineExchange": lambda sp: of_variant("deltanet", sp, torch.float64),
-    "flexsp.scan.affine._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
-    "flexsp.scan.affine._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
+    "flexsp.scan.exchange._ExchangeFunction of matrices": lambda sp: of_variant("deltanet", sp, torch.float64),
+    "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
+    "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
     )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),
@@ -137,7 +137,7 @@ def of_joined(*x: torch.Tensor) -> torch.Tensor:
 # Name: a function of tensors that may be differentiated twice, and the shapes of these.
 TWICE: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "flexsp.comm.derivatives._Joined": (of_joined, [(3,), (3,)]),
-    "flexsp.scan.affine._Tie": (lambda a, b: tie(a * a * b, b), [(3,), (3,)]),
+    "flexsp.scan.exchange._Tie": (lambda a, b: tie(a * a * b, b), [(3,), (3,)]),
     "flexsp.nn.conv._CausalTapsFunction": (
         lambda x, w: conv._CausalTapsFunction.apply(x, w, torch.tensor([0, 1, 0, 1, 2])),
         [(1, 7, 2), (2, 3)],

@@ -21,6 +21,7 @@ from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
 from flexsp.nn import SequenceParallelLA
 from flexsp.ops import chunk_linear_attn, chunk_retention, chunk_simple_gla, mamba2_ssd
 from flexsp.scan.schedules import SCHEDULES, incoming_state
+from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 
 KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -158,8 +159,8 @@ def _all_raise(sp: Any) -> torch.Tensor:
     sp.set_lengths([4] * sp.world_size)
     with pytest.raises(ValueError, match="k: expected"):
         chunk_simple_gla(q, k[..., :3], v, g, sp=sp)
-    with pytest.raises(ValueError, match="F: expected"):
-        incoming_state(q[0], None, None, sp)
+    with pytest.raises(ValueError, match="width: expected"):
+        halo_exchange(q, -1, sp)
     return chunk_simple_gla(q, k, v, g, sp=sp)[0]
 
 
@@ -258,7 +259,8 @@ def _stamped(sp: Any, elements: list[tuple], reverse: bool, odd: int | None) -> 
     carries, process_group.carries_stamp = process_group.carries_stamp, lambda data: True
     try:
         F, log_a, cut = elements[sp.rank]
-        state = incoming_state(F, log_a if odd in (None, sp.rank) else None, cut, sp, reverse)
+        through = Transition.of(F, log_a if odd in (None, sp.rank) else None, cut)
+        state = incoming_state(F, through, sp, reverse)
         if odd is None:
             halo = elements[sp.rank - 1][0][:, -1:] if sp.rank else torch.zeros_like(F[:, :1])
             torch.testing.assert_close(halo_exchange(F, 1, sp), halo)
@@ -287,7 +289,7 @@ def _evaluated_first(sp: Any) -> torch.Tensor:
         for mode in (True, False):
             with torch.inference_mode(mode):
                 full, halo = sp.gather(x, 1), halo_exchange(x, 2, sp)
-                incoming_state(torch.ones(1, 1, 2, 2), None, None, sp)
+                incoming_state(torch.ones(1, 1, 2, 2), Transition("none"), sp)
             sp.check()
         (full.sum() + halo.sum()).backward()
         return x.grad

@@ -15,6 +15,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 from flexsp.scan.exchange import exchange
 from flexsp.scan.schedules import SCHEDULES
+from flexsp.scan.transitions import Transition
 from flexsp.testing import RankFailure, run_ranks
 from tests.marks import slow
 
@@ -46,7 +47,7 @@ def reference(elements: list[tuple], weight: torch.Tensor) -> list[tuple]:
 
 def run_once(sp: SequenceParallel, elements: list[tuple], weight: torch.Tensor) -> tuple:
     (F, log_a, cut), weight = leaves([elements[sp.rank]])[0], weight[sp.rank]
-    state = exchange(F, log_a, cut, sp)
+    state = exchange(F, Transition.of(F, log_a, cut), sp)
     objective(state, F, weight).backward()
     return state, F.grad, None if log_a is None else log_a.grad
 
@@ -75,12 +76,12 @@ def _frozen(sp: SequenceParallel, F: torch.Tensor, mode: str) -> Any:
     torch._dynamo.reset()
 
     def fn(F: torch.Tensor) -> torch.Tensor:
-        return exchange(F, None, None, sp).square().sum() + F.exp().sum()
+        return exchange(F, Transition.of(F, None), sp).square().sum() + F.exp().sum()
 
     model = torch.compile(fn, fullgraph=True, backend="aot_eager") if mode == "compile" else fn
     (checkpoint(fn, mine, use_reentrant=False) if mode == "checkpoint" else model(mine)).backward()
     with torch.no_grad():
-        assert not exchange(mine, None, None, sp).requires_grad
+        assert not exchange(mine, Transition.of(mine, None), sp).requires_grad
     return mine.grad
 
 
@@ -103,7 +104,7 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         F = torch.einsum("tk,tv->kv", x, x.cos())[None, None]
         log_a = -x.square().sum()[None, None]
-        state = exchange(F, log_a, None, self.sp)
+        state = exchange(F, Transition.of(F, log_a), self.sp)
         return x.sin() + x @ state[0, 0] if self.read else x.sin()
 
 
@@ -186,7 +187,7 @@ def _absent(sp: SequenceParallel) -> Any:
     start = time.monotonic()
     F = torch.ones(1, 1, 2, 2)
     try:
-        exchange(F, None, None, sp)
+        exchange(F, Transition.of(F, None), sp)
     except PeerTimeout as error:
         with pytest.raises(PeerTimeout):  # and it stays known
             sp.check()
@@ -211,7 +212,7 @@ def _dies(sp: SequenceParallel) -> Any:
     if sp.rank == 0:
         os._exit(1)
     try:
-        exchange(torch.ones(1, 1, 2, 2), None, None, sp)
+        exchange(torch.ones(1, 1, 2, 2), Transition("none"), sp)
     except PeerTimeout as error:
         raise RuntimeError(f"told of the death of rank {error.peer}") from error
 
@@ -229,7 +230,7 @@ def _disagree(sp: SequenceParallel, how: str) -> Any:
     if how == "order" and sp.rank:
         exchange_or = sp.gather
     else:
-        exchange_or = lambda x: exchange(x, None, None, sp)  # noqa: E731
+        exchange_or = lambda x: exchange(x, Transition("none"), sp)  # noqa: E731
     try:
         exchange_or(F)
     except (PeerMismatch, PeerTimeout) as error:
@@ -256,10 +257,6 @@ def test_check_mode_tells_every_rank(how: str) -> None:
     assert results[0].ours == results[1].theirs
 
 
-def test_bad_input() -> None:
+def test_one_rank() -> None:
     sp = SequenceParallel()
-    with pytest.raises(ValueError, match=r"F: expected \[B, H, K, V\]"):
-        exchange(torch.zeros(2, 3, 4), None, None, sp)
-    with pytest.raises(ValueError, match="log_a: expected shape"):
-        exchange(torch.zeros(1, 2, 3, 4), torch.zeros(1, 3), None, sp)
-    assert torch.equal(exchange(torch.ones(1, 2, 3, 4), None, None, sp), torch.zeros(1, 2, 3, 4))
+    assert torch.equal(exchange(torch.ones(1, 2, 3, 4), Transition("none"), sp), torch.zeros(1, 2, 3, 4))

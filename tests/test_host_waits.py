@@ -14,8 +14,8 @@ from flexsp.comm.halo import halo_exchange
 from flexsp.comm.process_group import Call
 from flexsp.nn import SequenceParallelLA, ShortConvolution
 from flexsp.nn.conv import tokens_since_start
-from flexsp.scan.affine import dense_over_process_group
 from flexsp.scan.schedules import SCHEDULES, incoming_state
+from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 from flexsp.testing.waits import HostWaits
 
@@ -58,7 +58,7 @@ def test_what_does_not_wait_is_not_found(name: str) -> None:
 def _exchanges(sp: Any) -> dict[str, Callable[[], Any]]:
     """Everything that goes over torch.distributed, with gradients where there are any."""
     x = torch.randn(1, 6, 8, requires_grad=True)
-    F, log_a, A = torch.randn(1, 3, 4, 4), -torch.rand(1, 3), torch.randn(1, 1, 3, 4, 4)
+    F, log_a, A = torch.randn(1, 3, 4, 4), -torch.rand(1, 3), torch.randn(1, 3, 4, 4)
     cu, convolution = torch.tensor([0, 8, 6 * sp.world_size]), SequenceParallelLA(ShortConvolution(8), sp)
     found: dict[str, Callable[[], Any]] = {
         "halo": lambda: halo_exchange(x, 3, sp).sum().backward(),
@@ -68,10 +68,11 @@ def _exchanges(sp: Any) -> dict[str, Callable[[], Any]]:
         "convolution": lambda: convolution(x).sum().backward(),
         "convolution in documents":
             lambda: convolution(x, since=tokens_since_start(6, cu, sp, sp.device)).sum().backward(),
-        "dense": lambda: dense_over_process_group(torch.randn(1, 2, 3, 4, 4), A, False, sp),
     }
     for reverse in (False, True):
-        found[f"state, reverse {reverse}"] = lambda way=reverse: incoming_state(F, log_a, None, sp, way)
+        for through in (Transition.of(F, log_a), Transition.linear(F, A, True)):
+            name = f"state, {through.kind}, reverse {reverse}"
+            found[name] = lambda way=reverse, through=through: incoming_state(F, through, sp, way)
     return found
 
 
@@ -107,7 +108,7 @@ def _waits(sp: Any, looking: bool) -> dict[str, list[str]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_exchanges_do_not_wait(schedule: str) -> None:
     for seen in run_ranks(_waits, 3, False, schedule=schedule):
-        assert len(seen) == 9 and not any(seen.values()), seen
+        assert len(seen) == 10 and not any(seen.values()), seen
 
 
 def test_waits_inside_every_exchange_are_found() -> None:

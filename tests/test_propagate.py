@@ -81,7 +81,7 @@ def test_slow_receiver_is_not_overrun(reverse: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["chain", "serial", "pipelined", "all_gather"])
 def test_process_group_schedules_use_the_same_kernel(schedule: str, seed: int) -> None:
-    calls = random_calls(seed, 3, 4)
+    calls = random_calls(seed, 3, 12)
     errors = run_ranks(chain_errors, 3, calls, seed, schedule=schedule, env=ENV)
     assert max(map(max, errors)) < 1e-5, errors
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.scan.schedules import SCHEDULES, incoming_state, scan_ranks
+from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 
@@ -37,7 +37,8 @@ def fold(elements: list[tuple], reverse: bool = False) -> list[torch.Tensor]:
 
 
 def _incoming(sp: SequenceParallel, elements: list[tuple], reverse: bool) -> torch.Tensor:
-    return incoming_state(*elements[sp.rank], sp, reverse)
+    F, log_a, cut = elements[sp.rank]
+    return incoming_state(F, Transition.of(F, log_a, cut), sp, reverse)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -59,7 +60,7 @@ def test_pieces_do_not_have_to_divide_the_rows() -> None:
 
 def _incoming_strided(sp: SequenceParallel, elements: list[tuple]) -> torch.Tensor:
     F, log_a, cut = elements[sp.rank]
-    return incoming_state(F.transpose(0, 1).contiguous().transpose(0, 1), log_a, cut, sp)
+    return incoming_state(F.transpose(0, 1).contiguous().transpose(0, 1), Transition.of(F, log_a, cut), sp)
 
 
 def test_strided_input() -> None:
@@ -68,7 +69,7 @@ def test_strided_input() -> None:
 
 
 def _linear(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor, dense: bool, reverse: bool) -> torch.Tensor:
-    return scan_ranks(F[sp.rank], Transition.linear(F[sp.rank], A[sp.rank], dense), sp, reverse)
+    return incoming_state(F[sp.rank], Transition.linear(F[sp.rank], A[sp.rank], dense), sp, reverse)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -125,5 +126,5 @@ def test_bad_shapes() -> None:
         Transition.linear(F, torch.zeros(2, 3, 5, 5), dense=True)
     with pytest.raises(ValueError, match=r"A: expected shape \(2, 3, 4, 5\), got \(2, 3, 4\)"):
         Transition.linear(F, torch.zeros(2, 3, 4), dense=False)
-    with pytest.raises(ValueError, match="F: expected"):
-        incoming_state(F[0], None, None, SequenceParallel())
+    with pytest.raises(ValueError, match=r"state: expected \[\.\.\., H, K, V\], got shape \(3, 4, 5\)"):
+        Transition.of(F[0], None, None)

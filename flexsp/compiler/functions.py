@@ -18,7 +18,9 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.check import Program, call
 from flexsp.compiler.meta import CHUNK_STATE, STATE
 from flexsp.compiler.trace import CompileError, Traced, first_line
-from flexsp.scan.affine import Relay, affine_exchange, tie
+from flexsp.scan.exchange import exchange, tie
+from flexsp.scan.relay import Relay
+from flexsp.scan.transitions import Transition
 
 __all__ = ["rehearse", "run"]
 
@@ -220,7 +222,8 @@ def run(
     elif ranks is not None and anchor is not None:
         F = local.walk(entering, in_walk)[2]
         dense = program.transition == "dense"
-        arrived = affine_exchange(F, local.transition(zero), ranks, anchor, dense=dense, call=call_text)
+        through = Transition.linear(F, local.transition(zero), dense)
+        arrived = exchange(F, through, ranks, call_text, anchor)
         entering = entering + arrived
     before, after, leaving = local.walk(entering, in_walk)
     o = local.merge(before, zero)

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.scan.exchange import exchange
+from flexsp.scan.transitions import Transition
 
 __all__ = ["positions", "previous", "running_sum"]
 
@@ -70,7 +71,7 @@ def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tor
 def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel, what: str) -> torch.Tensor:
     """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before, back to the last one with a cut."""
     states = mine.reshape(*mine.shape[:2], 1, -1).contiguous()
-    return exchange(states, None, cut, sp, what).view(mine.shape).unsqueeze(1)
+    return exchange(states, Transition.of(states, None, cut), sp, what).view(mine.shape).unsqueeze(1)
 
 
 def _sums_of_documents(x: torch.Tensor, since: torch.Tensor) -> torch.Tensor:

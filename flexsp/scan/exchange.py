@@ -1,4 +1,4 @@
-"""The rank scan as a differentiable op, for engines whose chunk work is plain PyTorch (docs/math.md, section 3)."""
+"""The rank scan as a differentiable op, for states that PyTorch computes (docs/math.md, section 3)."""
 
 from __future__ import annotations
 
@@ -10,66 +10,52 @@ from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
 from flexsp.comm.process_group import define_op
 from flexsp.scan.schedules import incoming_state
-from flexsp.scan.transitions import Transition, times
+from flexsp.scan.transitions import Kind, Transition
 
-__all__ = ["exchange"]
+__all__ = ["exchange", "tie"]
 
 _NAME = "the exchange of states between ranks"
+Optional = torch.Tensor | None
 
 
 @ranks_call
 def exchange(
-    F: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, sp: SequenceParallel, call: str = ""
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, call: str = "", anchor: Optional = None
 ) -> torch.Tensor:
     """State that enters this rank's shard, differentiable. Collective over ``sp``.
 
     Args:
-        F: [B, H, K, V], the state this shard produces from zero; on the first rank from its initial state.
-        log_a: None, [B, H] or [B, H, K], natural log of the shard's total decay.
-        cut: None or [B], nonzero where a document starts in this shard (what came before does not pass).
+        F: [B, H, *state], the state this shard produces from zero; on the first rank from its initial state.
+        transition: what the shard does to the state that enters it; of one kind on all ranks.
         call: the op that needs it, the same text on every rank.
+        anchor: the one that `joined` gives beside the inputs of the call; needed where F may not depend on them.
 
     Returns:
-        S_in [B, H, K, V], zeros on the first rank. In grad mode the node exists on every rank, even where neither F nor
-        log_a requires grad, because the neighbours' backward passes need this rank's answer. Gradients:
-        dF = dS_out and dlog_a = <dS_out, e^{log_a} S_in> with dS_out what the later ranks send back.
+        S_in, the shape of F, zeros on the first rank. In grad mode the node exists on every rank, even where neither F
+        nor the transition requires grad, because the neighbours' backward passes need this rank's answer. Gradients:
+        dF = dS_out, dA = dS_out S_in^T and dlog_a = <dS_out, e^{log_a} S_in>; dS_out is what later ranks send back.
     """
-    if F.dim() != 4:
-        raise ValueError(f"F: expected [B, H, K, V], got shape {tuple(F.shape)}")
-    Transition.of(F, log_a, cut)
     if sp.world_size == 1:
         return torch.zeros_like(F)
     untransformed(_NAME, ON_ONE_RANK)
-    return _ExchangeFunction.apply(F, log_a, cut, sp.anchor, sp.id, call)
+    t, anchor = transition, sp.anchor if anchor is None else anchor
+    return _ExchangeFunction.apply(F, t.log_a, t.cut, t.A, anchor, t.kind, sp.id, call)
 
 
 def _run(
-    F: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
-    order: torch.Tensor,
-    sp_id: int,
-    reverse: bool,
-    call: str,
-) -> torch.Tensor:
-    return incoming_state(F, log_a, cut, get_sp(sp_id), reverse, call)
+    F: torch.Tensor, log_a: Optional, cut: Optional, A: Optional, order: torch.Tensor, kind: Kind, sp_id: int,
+    reverse: bool, call: str,
+) -> torch.Tensor:  # fmt: skip
+    return incoming_state(F, Transition(kind, log_a, cut, A), get_sp(sp_id), reverse, call)
 
 
-def _fake(
-    F: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
-    order: torch.Tensor,
-    sp_id: int,
-    reverse: bool,
-    call: str,
-) -> torch.Tensor:
+def _fake(F: torch.Tensor, *others: Any) -> torch.Tensor:
     return F.new_empty(F.shape)
 
 
 _incoming_state = define_op(
-    "incoming_state(Tensor F, Tensor? log_a, Tensor? cut, Tensor(o!) order, int sp_id, bool reverse, str call)"
-    " -> Tensor",
+    "incoming_state(Tensor F, Tensor? log_a, Tensor? cut, Tensor? A, Tensor(o!) order, str kind, int sp_id, "
+    "bool reverse, str call) -> Tensor",
     _run,
     _fake,
 )
@@ -80,31 +66,39 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        F: torch.Tensor,
-        log_a: torch.Tensor | None,
-        cut: torch.Tensor | None,
-        anchor: torch.Tensor,
-        sp_id: int,
-        call: str,
-    ) -> torch.Tensor:
-        state = _incoming_state(F, log_a, cut, get_sp(sp_id).order, sp_id, False, call)
-        ctx.sp_id, ctx.call, ctx.number = sp_id, call, get_sp(sp_id).number()
-        # Saved even where log_a is None: unpacking in backward makes a checkpointed region recompute, on every rank,
+        ctx: Any, F: torch.Tensor, log_a: Optional, cut: Optional, A: Optional, anchor: torch.Tensor, kind: Kind,
+        sp_id: int, call: str,
+    ) -> torch.Tensor:  # fmt: skip
+        state = _incoming_state(F, log_a, cut, A, get_sp(sp_id).order, kind, sp_id, False, call)
+        ctx.kind, ctx.sp_id, ctx.call, ctx.number = kind, sp_id, call, get_sp(sp_id).number()
+        # Saved even where nothing decays: unpacking in backward makes a checkpointed region recompute, on every rank,
         # before this node talks to its neighbours.
-        ctx.save_for_backward(state, log_a, cut)
+        ctx.save_for_backward(state, log_a, cut, A)
         return state
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, ON_ONE_RANK)
-        state, log_a, cut = ctx.saved_tensors
+        state, *transition = ctx.saved_tensors
         sp = get_sp(ctx.sp_id)
         with sp.answering(ctx.number):
-            dF = _incoming_state(grad, log_a, cut, sp.order, ctx.sp_id, True, ctx.call)
-        dlog_a = None
-        if log_a is not None:
-            passed = Transition.of(state, log_a, cut).apply(state)
-            dims = (-2, -1) if log_a.dim() == state.dim() - 2 else (-1,)
-            dlog_a = times(passed, dF).sum(dims).to(log_a.dtype)
-        return dF, dlog_a, None, None, None, None
+            dF = _incoming_state(grad, *transition, sp.order, ctx.kind, ctx.sp_id, True, ctx.call)
+        with torch.autocast(grad.device.type, enabled=False):
+            dlog_a, dA = Transition(ctx.kind, *transition).gradients(state, dF)
+        return dF, dlog_a, None, dA, None, None, None, None
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(other)
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+def tie(o: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``o``, whose backward pass goes through ``other`` too, since neighbours wait there whether o needs it or not."""
+    return _Tie.apply(o, other)

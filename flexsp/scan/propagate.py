@@ -28,9 +28,9 @@ from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
-from flexsp.scan.affine import dense_over_process_group
 from flexsp.scan.dense import MOST, check_dense, load_dense, through
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
+from flexsp.scan.transitions import Transition
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -564,27 +564,34 @@ def local_launch(
 
 
 def _over_process_group(
-    states: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
-    kind: str,
-    reverse: bool,
-    sp: SequenceParallel,
-    call: str,
-) -> None:
+    states: torch.Tensor, carried: torch.Tensor | None, cut: torch.Tensor | None, kind: str, reverse: bool,
+    sp: SequenceParallel, call: str,
+) -> None:  # fmt: skip
     """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
     from flexsp.scan.schedules import incoming_state
 
+    first = sp.neighbours(reverse)[0] is None
+    folded, transition = _folded(states, carried, cut, kind, reverse, first)
+    arrived = incoming_state(folded, transition, sp, reverse, call)
+    if not first:
+        states[:, -1 if reverse else 0].copy_(arrived)
+    _launch(states, carried, cut, kind, reverse)
+
+
+def _folded(
+    states: torch.Tensor, carried: torch.Tensor | None, cut: torch.Tensor | None, kind: str, reverse: bool, seeded: bool
+) -> tuple[torch.Tensor, Transition]:
+    """What all segments do to the state that enters: F, with the initial state where `seeded`, and the transition."""
     B, slots, H, K, V = states.shape
-    if kind == "dense" and log_a is not None:
-        dense_over_process_group(states, log_a, reverse, sp, call)
-        return
-    alone = sp.rank == (sp.world_size - 1 if reverse else 0)
-    folded = states.new_empty(B, H, K, V)
-    _launch(states, log_a, cut, kind, reverse, folded=folded, seeded=alone)
-    total = None if log_a is None else log_a.sum(1)
-    any_cut = None if cut is None else (cut != 0).any(1)
-    arrived = incoming_state(folded, total, any_cut, sp, reverse, call)
-    if not alone:
-        states[:, slots - 1 if reverse else 0].copy_(arrived)
-    _launch(states, log_a, cut, kind, reverse)
+    folded = states.new_zeros(B, H, K, V)
+    if kind != "dense" or carried is None:
+        _launch(states, carried, cut, kind, reverse, folded=folded, seeded=seeded)
+        total = None if carried is None else carried.sum(1)
+        return folded, Transition.of(folded, total, None if cut is None else (cut != 0).any(1))
+    if slots == 1:
+        transition = Transition.linear(folded, torch.eye(K, device=states.device).expand(B, H, K, K), True)
+        return states[:, 0] if seeded else folded, transition
+    transition, F = Transition.linear(folded, carried[:, 0], True), states[:, 0 if reverse else -1]
+    with torch.autocast(states.device.type, enabled=False):
+        adjoint = transition.transpose() if reverse else transition
+        return adjoint.apply(states[:, -1 if reverse else 0], F) if seeded else F, transition

@@ -12,7 +12,7 @@ from flexsp.comm.process_group import Message, begin_call, of_all_ranks, post, w
 from flexsp.comm.signature import Signature, facts_of
 from flexsp.scan.transitions import Transition
 
-__all__ = ["PIECES", "SCHEDULES", "incoming_state", "scan_ranks"]
+__all__ = ["PIECES", "SCHEDULES", "incoming_state"]
 
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PIECES = 8
@@ -20,34 +20,19 @@ PIECES = 8
 
 @ranks_call
 def incoming_state(
-    F: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
-    sp: SequenceParallel,
-    reverse: bool = False,
-    call: str = "",
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool = False, call: str = ""
 ) -> torch.Tensor:
-    """State that arrives at this rank when every rank r maps S to e^{log_a_r} S + F_r (F_r alone where cut).
+    """State that arrives at this rank when every rank maps S to A S + F. Collective, no autograd.
 
     Args:
-        F: [B, H, K, V] fp32 or fp64, this rank's own contribution (the first rank's includes the initial state).
-        log_a: None, [B, H] or [B, H, K]: natural log of the decay over the whole shard.
-        cut: None or [B], nonzero where a document starts in this shard.
-        reverse: scan from the last rank to the first (adjoint) instead.
+        F: [B, H, *state] fp32 or fp64, this rank's own contribution (the first rank's includes the initial state).
+        transition: what this rank does to the state that enters it; of one kind on all ranks.
+        reverse: scan from the last rank to the first with A^T (the adjoint) instead.
         call: the op that needs it, the same text on every rank.
 
     Returns:
-        [B, H, K, V]; zeros on the rank that has no neighbour on the incoming side. Collective, no autograd.
+        The shape of F; zeros on the rank that has no neighbour on the incoming side.
     """
-    if F.dim() != 4:
-        raise ValueError(f"F: expected [B, H, K, V], got shape {tuple(F.shape)}")
-    return scan_ranks(F, Transition.of(F, log_a, cut), sp, reverse, call)
-
-
-def scan_ranks(
-    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool = False, call: str = ""
-) -> torch.Tensor:
-    """As `incoming_state`, for any transition: every rank maps S to A S + F, and in reverse to A^T S + F."""
     if sp.world_size == 1:
         return torch.zeros_like(F, memory_format=torch.contiguous_format)
     if sp.schedule not in SCHEDULES:

@@ -44,6 +44,8 @@ class Transition:
     @classmethod
     def of(cls, state: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None = None) -> Transition:
         """The diagonal transition over ``state`` [..., H, K, V], its kind read off the shape of ``log_a``."""
+        if state.dim() < 4:
+            raise ValueError(f"state: expected [..., H, K, V], got shape {tuple(state.shape)}")
         lead, heads, channels = state.shape[:-3], state.shape[-3], state.shape[-2]
         kinds: dict[tuple[int, ...], Kind] = {(*lead, heads): "scalar", (*lead, heads, channels): "vector"}
         if log_a is not None and tuple(log_a.shape) not in kinds:
@@ -82,6 +84,15 @@ class Transition:
     def times(self, a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """a S of a factor `a` of this kind."""
         return _matmul(a, state) if self.kind == "dense" else times(a, state)
+
+    def gradients(self, state: torch.Tensor, dF: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of `log_a` and of `A`, where `state` came in and ``dF`` is the gradient of A S + F."""
+        if self.A is not None:
+            return None, dF @ state.mT if self.kind == "dense" else dF * state
+        if self.log_a is None:
+            return None, None
+        dims = (-2, -1) if self.kind == "scalar" else (-1,)
+        return times(self.apply(state), dF).sum(dims).to(self.log_a.dtype), None
 
     def transpose(self) -> Transition:
         """A^T, for the adjoint: a diagonal is its own."""

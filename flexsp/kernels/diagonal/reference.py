@@ -233,10 +233,12 @@ def _exchange(
     leaving: torch.Tensor, log_a: torch.Tensor | None, first: torch.Tensor | None, sp: SequenceParallel, call: str
 ) -> torch.Tensor:
     from flexsp.scan.exchange import exchange
+    from flexsp.scan.transitions import Transition
 
     if log_a is not None:
         log_a = log_a.expand(leaving.shape[:2])
-    return exchange(leaving, log_a, None if first is None else first.any().view(1), sp, call)
+    cut = None if first is None else first.any().view(1)
+    return exchange(leaving, Transition.of(leaving, log_a, cut), sp, call)
 
 
 def _final_states(boundary: torch.Tensor, layout: _Layout, sp: SequenceParallel | None) -> torch.Tensor | None:

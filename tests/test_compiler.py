@@ -495,9 +495,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "len": ({"chunk_mode": lambda k, v: k.T @ v * len(k)}, "cannot be traced at"),
     "raises lines": ({"chunk_mode": variants.raises_lines}, r"ValueError: the first line; values and sizes"),
     "ones of a size": ({"chunk_mode": variants.makes_ones}, "cannot be traced at .*with ones_like"),
-    "view": (
-        {"decay_mode": variants.flat_view},
-        "decay_mode 'flat_view': runs on one chunk of one head, but not on many",
+    "rows by mask in decay": (
+        {"decay_mode": variants.sums_rows},
+        "decay_mode 'sums_rows': runs on one chunk of one head, but not on many",
     ),
     "rows by mask": (
         {"merge_mode": variants.picks_rows},

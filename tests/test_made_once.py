@@ -111,8 +111,13 @@ def test_second_derivatives_through_a_graph_raise(backend: str) -> None:
 
 def test_the_final_state_of_no_tokens_is_not_the_callers_tensor() -> None:
     inputs, state = _inputs(T=0), torch.randn(1, 1, 4, 4)
+    given = simple_gla.make(1, 4, 4).program.meta
+    meta = {**given.tokens, **given.numbers, "prev_s": given.state}
+    curved = lambda prev_s, chunk_state: prev_s.tanh() + chunk_state  # noqa: E731
+    chained = LinearAttention(meta, simple_gla.chunk, curved, simple_gla.merge)
     for final in (
         simple_gla.make(1, 4, 4)(**inputs, prev_s=state)[1],
+        chained(**inputs, prev_s=state)[1],
         recurrent_simple_gla(**inputs, initial_state=state, output_final_state=True)[1],
     ):
         assert torch.equal(final, state)

@@ -203,9 +203,11 @@ def test_one_rank(subject: str) -> None:
     assert differences(None, [subject], seed, torch.float64, BOUNDS) == []
 
 
-@pytest.mark.parametrize("subject", ["simple_gla", "linear"])
+@pytest.mark.parametrize(
+    "subject", ["simple_gla", "linear", "variant simple_gla", "variant linear", "variant hgrn", "variant deltanet"]
+)
 def test_many_chunks(subject: str) -> None:
-    """More than one level of the reference's scan, documents that start and end inside its groups of chunks."""
+    """More than one level of the scans, documents that start and end inside its groups of chunks."""
     cuts = sorted(random.sample(range(1, 64 * 40), 7))
     assert differences(None, [subject], random.randrange(2**31), torch.float64, [0, *cuts, 64 * 40]) == []
 

@@ -1,4 +1,4 @@
-"""The three functions run in PyTorch, on any device: all chunks at once, the states chunk after chunk.
+"""The three functions run in PyTorch, on any device: all chunks of one length at once, then the states between them.
 
 Every chunk has its true length, so the functions never see padding. Differentiated by autograd.
 """
@@ -18,6 +18,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.check import Program, call
 from flexsp.compiler.meta import CHUNK_STATE, STATE
 from flexsp.compiler.trace import CompileError, Traced, first_line
+from flexsp.scan.chunks import states_between
 from flexsp.scan.exchange import exchange, tie
 from flexsp.scan.relay import Relay
 from flexsp.scan.transitions import Transition
@@ -54,117 +55,185 @@ def _cut(bounds: list[int] | None, start: int, stop: int, C: int, last_rank: boo
 
 
 class _Local:
-    """One call on this rank's tokens [B, T, H, ...]; states are [B, H, ...]."""
+    """One call on this rank's tokens [B, T, H, ...]. Chunks of one length are computed at once; states come as
+    [B, H, chunks, *state], chunks in order."""
 
     def __init__(
         self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk]
     ) -> None:
+        x = next(iter(tokens.values()))
         self.program, self.params, self.numbers, self.chunks = program, params, numbers, chunks
-        self.tokens = tokens
-        self.inputs: list[Tensors] = [{} for _ in chunks]
-        groups: dict[int, list[int]] = defaultdict(list)
+        self.tokens, self.device = tokens, x.device
+        self.lead = x.shape[0], x.shape[2]
+        self.dense = program.transition == "dense"
+        members: dict[int, list[int]] = defaultdict(list)
         for i, chunk in enumerate(chunks):
-            groups[chunk.length].append(i)
-        self.groups = {length: members for length, members in groups.items() if length}
-        for length, members in self.groups.items():
-            at = torch.tensor([list(range(chunks[i].start, chunks[i].start + length)) for i in members])
-            for name, x in tokens.items():
-                cut = x[:, at.to(x.device)].movedim(3, 1)  # [B, H, n, C, ...]
-                for i, part in zip(members, cut.unbind(2), strict=True):
-                    self.inputs[i][name] = part
+            members[chunk.length].append(i)
+        self.groups = {length: slots for length, slots in members.items() if length}
+        self.places = _Order([i for slots in self.groups.values() for i in slots] + members[0], self.device)
+        starts = {length: [chunks[i].start for i in slots] for length, slots in self.groups.items()}
+        self.order = _Order([t + n for n_t, at in starts.items() for t in at for n in range(n_t)], self.device)
+        sizes = [length * len(slots) for length, slots in self.groups.items()]
+        cuts = {name: self.order.sorted_in(x, 1).split(sizes, 1) for name, x in tokens.items()}
+        self.inputs = [
+            {name: self._in_chunks(parts[g], length) for name, parts in cuts.items()}
+            for g, length in enumerate(self.groups)
+        ]
 
-    def _on_heads(self, traced: Traced, values: Tensors, many: bool = False) -> tuple[torch.Tensor, Tensors]:
-        """One function on values [B, H, ...] of one chunk, or [B, H, n, ...] of n chunks of one length if `many`."""
+    def _in_chunks(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Tokens [B, n C, H, ...] as [B H n, C, ...]."""
+        return x.unflatten(1, (-1, length)).movedim(3, 1).flatten(0, 2).contiguous()
+
+    def _on_chunks(self, traced: Traced, values: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """One function on values [B H n, ...] of n chunks of each head."""
+        B, H = self.lead
         tensors = {name: values[name] for name in traced.arguments if name in values}
-        params = {name: x for name, x in self.params.items() if name in traced.arguments}
+        n = next(iter(tensors.values())).shape[0] // (B * H)
+        for name in traced.arguments:
+            if name in self.params:
+                x = self.params[name]
+                tensors[name] = x[None, :, None].expand(B, H, n, *x.shape[1:]).flatten(0, 2)
 
-        def one(x: Tensors, p: Tensors) -> tuple[torch.Tensor, Tensors]:
-            return call(traced, {**self.numbers, **p, **x})
+        def one(x: Tensors) -> tuple[torch.Tensor, Tensors]:
+            return call(traced, {**self.numbers, **x})
 
-        mapped: Callable[..., tuple[torch.Tensor, Tensors]] = one
-        if many:
-            mapped = vmap(mapped, in_dims=(0, None))
-        mapped = vmap(mapped, in_dims=(0, 0))  # heads
-        return vmap(mapped, in_dims=(0, None))(tensors, params)
+        return vmap(one)(tensors)
 
-    def _over_chunks(self, traced: Traced, values: list[Tensors]) -> tuple[list[torch.Tensor | None], list[Tensors]]:
-        results: list[torch.Tensor | None] = [None] * len(self.chunks)
-        cached: list[Tensors] = [{} for _ in self.chunks]
-        for members in self.groups.values():
-            names = [name for name in traced.arguments if name in values[members[0]]]
-            stacked = {name: torch.stack([values[i][name] for i in members], dim=2) for name in names}
-            result, kept = self._on_heads(traced, stacked, many=True)
-            for at, i in enumerate(members):
-                results[i] = result[:, :, at]
-                cached[i] = {name: x[:, :, at] for name, x in kept.items()}
-        return results, cached
+    def _in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
+        """[B, H, chunks, ...] of what groups have [B H n, ...], and chunks without tokens: `empty` [B, H, 1, ...]."""
+        found = [x.unflatten(0, (*self.lead, -1)) for x in parts]
+        none = len(self.chunks) - sum(x.shape[2] for x in found)
+        if none or not found:
+            found.append(empty.expand(*self.lead, none, *empty.shape[3:]))
+        return self.places.undone_in(torch.cat(found, 2) if len(found) > 1 else found[0], 2)
+
+    def _by_group(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """[B H n, *state] for each group of what `_in_order` gives."""
+        sizes = [len(slots) for slots in self.groups.values()]
+        sizes.append(len(self.chunks) - sum(sizes))
+        return [x.flatten(0, 2) for x in self.places.sorted_in(states, 2).split(sizes, 2)[:-1]]
 
     def contribute(self) -> None:
         """Phase 1: what every chunk adds to the state, and what it caches."""
-        F, cached = self._over_chunks(self.program.chunk, self.inputs)
-        for i, f in enumerate(F):
-            if f is not None:
-                self.inputs[i] = {**self.inputs[i], **cached[i], CHUNK_STATE: f}
+        for values in self.inputs:
+            F, cached = self._on_chunks(self.program.chunk, values)
+            values.update({**cached, CHUNK_STATE: F})
+
+    def steps(self, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Phase 2 of maps that are affine: A and F of every chunk, S' = A S + F. `like` is a state [B, H, *state].
+
+        A is None where it is 1, [B, H, chunks, K, K] where it is dense, else broadcastable to F.
+        """
+        kind, zero = self.program.transition, torch.zeros_like(like).unsqueeze(2)
+        thin = kind in ("scalar", "vector") and like.dim() == 4 and not self.program.parts  # one factor a row
+        F, A = [], []
+        for values in self.inputs:
+
+            def step(S: torch.Tensor, values: Tensors = values) -> torch.Tensor:
+                return self._on_chunks(self.program.decay, {**values, STATE: S})[0]
+
+            n = values[CHUNK_STATE].shape[0] // (like.shape[0] * like.shape[1])
+            at = zero.expand(-1, -1, n, *like.shape[2:]).flatten(0, 2)
+            if kind == "none":
+                F.append(step(at))
+            else:
+                f, a = _affine(step, at, kind == "dense")
+                F.append(f)
+                A.append(a[..., :1] if thin else a)
+        one = _one(like, self.dense).unsqueeze(2)
+        return None if kind == "none" else self._in_order(A, one[..., :1] if thin else one), self._in_order(F, zero)
 
     def walk(
         self, entering: torch.Tensor, initial: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        """Phase 2: (state entering each chunk, state leaving it, state leaving the shard)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Phase 2 of any map: states that enter the chunks, that leave them, and the one that leaves the shard."""
         S, before, after = entering, [], []
-        for chunk, values in zip(self.chunks, self.inputs, strict=True):
+        values: list[Tensors] = [{} for _ in self.chunks]
+        for slots, of_group in zip(self.groups.values(), self.inputs, strict=True):
+            for name in self.program.decay.arguments:
+                if name in of_group:
+                    parts = of_group[name].unflatten(0, (*self.lead, -1)).unbind(2)
+                    for i, x in zip(slots, parts, strict=True):
+                        values[i][name] = x.flatten(0, 1)
+        for chunk, x in zip(self.chunks, values, strict=True):
             if chunk.first:
                 S = torch.zeros_like(S) if initial is None else initial[chunk.doc : chunk.doc + 1]
             before.append(S)
             if chunk.length:
-                S = self._on_heads(self.program.decay, {**values, STATE: S})[0]
+                S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)})[0].unflatten(0, self.lead)
             after.append(S)
-        return before, after, S
+        if not before:
+            none = entering.unsqueeze(2)[:, :, :0]
+            return none, none, entering
+        return torch.stack(before, 2), torch.stack(after, 2), S
 
-    def transition(self, like: torch.Tensor) -> torch.Tensor:
-        """A of the whole shard: [B, H, *state], or [B, H, K, K] where it is dense (docs/math.md, section 8)."""
-        dense = self.program.transition == "dense"
-        K = like.shape[2]
-        X = torch.ones_like(like)
-        if dense:
-            X = torch.eye(K, dtype=like.dtype, device=like.device).expand(*like.shape[:2], K, K)
-        for chunk, values in zip(self.chunks, self.inputs, strict=True):
-            if chunk.first:
-                return torch.zeros_like(X)
-            if chunk.length:
-                X = self._push(X, values, like, dense)
-        return X
+    def documents(
+        self, A: torch.Tensor | None, F: torch.Tensor, initial: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Which chunks begin documents; F from their `initial` states, and these [B, H, chunks, *state], else zeros."""
+        first = torch.tensor([chunk.first for chunk in self.chunks], dtype=torch.bool, device=self.device)
+        if initial is None:
+            return first, F, None
+        docs = torch.tensor([chunk.doc for chunk in self.chunks], dtype=torch.int64, device=self.device)
+        begun = initial.index_select(0, docs).transpose(0, 1).unsqueeze(0)
+        begun = begun.masked_fill(~first.view(-1, *[1] * (F.dim() - 3)), 0.0)
+        return first, F + (begun if A is None else A @ begun if self.dense else A * begun), begun
 
-    def _push(self, X: torch.Tensor, values: Tensors, like: torch.Tensor, dense: bool) -> torch.Tensor:
-        def step(S: torch.Tensor) -> torch.Tensor:
-            return self._on_heads(self.program.decay, {**values, STATE: S})[0]
-
-        def linear(block: torch.Tensor) -> torch.Tensor:
-            return jvp(step, (torch.zeros_like(like),), (block,))[1]
-
-        if not dense:
-            return linear(X)
-        V, K = like.shape[3], X.shape[3]
-        padded = torch.nn.functional.pad(X, (0, -K % V))
-        return torch.cat([linear(block) for block in padded.split(V, dim=3)], dim=3)[..., :K]
-
-    def merge(self, before: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Phase 3: outputs [B, T, H, V]. `like` is a state."""
-        values = [{**x, CHUNK_STATE: S} for x, S in zip(self.inputs, before, strict=True)]
-        o, _ = self._over_chunks(self.program.merge, values)
-        parts = [x for x in o if x is not None]
-        if parts:
-            return torch.cat(parts, dim=2).transpose(1, 2)
+    def merge(self, before: torch.Tensor) -> torch.Tensor:
+        """Phase 3: outputs [B, T, H, V]. `before` are the states that enter the chunks."""
+        o = []
+        for values, S in zip(self.inputs, self._by_group(before), strict=True):
+            found = self._on_chunks(self.program.merge, {**values, CHUNK_STATE: S})[0]
+            o.append(found.unflatten(0, (*self.lead, -1)).flatten(2, 3))
+        if o:
+            return self.order.undone_in(torch.cat(o, 2) if len(o) > 1 else o[0], 2).transpose(1, 2)
         given = [*self.tokens.values(), *self.params.values()]
         nothing = torch.stack([y.sum() for y in given]).sum()  # so that all have gradients
-        return self._one_token(like)[:, :0] + nothing
+        return self._one_token(before)[:, :0] + nothing
 
     @torch.no_grad()
-    def _one_token(self, like: torch.Tensor) -> torch.Tensor:
+    def _one_token(self, before: torch.Tensor) -> torch.Tensor:
         """Output of a token of zeros, which tells the width where there are no tokens."""
         zeros = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in self.tokens.items()}
         one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)])
         one.contribute()
-        return one.merge([torch.zeros_like(like)], like)
+        return one.merge(before.new_zeros(*self.lead, 1, *before.shape[3:]))
+
+
+class _Order:
+    """An order of things, by their numbers."""
+
+    def __init__(self, numbers: list[int], device: torch.device) -> None:
+        self.there = self.back = None
+        if numbers != list(range(len(numbers))):
+            self.there = torch.tensor(numbers, device=device)
+            self.back = self.there.argsort()
+
+    def sorted_in(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x if self.there is None else x.index_select(axis, self.there)
+
+    def undone_in(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x if self.back is None else x.index_select(axis, self.back)
+
+
+def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
+    """What changes no state like this one [B, H, *state]."""
+    if not dense:
+        return torch.ones_like(like)
+    return torch.eye(like.shape[2], dtype=like.dtype, device=like.device).expand(*like.shape[:2], -1, -1)
+
+
+def _affine(
+    step: Callable[[torch.Tensor], torch.Tensor], zero: torch.Tensor, dense: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(F, A) of a map of states [M, *state]."""
+    if not dense:
+        both = jvp(step, (zero,), (torch.ones_like(zero),))
+        return both[0], both[1]
+    M, K, V = zero.shape
+    columns = torch.nn.functional.pad(torch.eye(K, dtype=zero.dtype, device=zero.device), (0, -K % V))
+    found = [jvp(step, (zero,), (block.expand(M, K, V).contiguous(),)) for block in columns.split(V, dim=1)]
+    return found[0][0], torch.cat([both[1] for both in found], dim=2)[..., :K]
 
 
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
@@ -176,9 +245,9 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
     with _many("decay_mode", program.decay):
         before = local.walk(initial, None)[0]
         if program.transition != "not affine":
-            local.transition(initial)
+            local.steps(initial)
     with _many("merge_mode", program.merge):
-        local.merge(before, initial)
+        local.merge(before)
 
 
 @contextmanager
@@ -214,21 +283,26 @@ def run(
     entering = initial if bounds is None and (sp is None or sp.is_first) else zero
     in_walk = initial if bounds is not None and given else None
     arrived = relay = None
-    if ranks is not None and anchor is not None and program.transition == "not affine":
-        relay = Relay(ranks, anchor, call_text)
-    if relay is not None:
-        arrived = relay.from_left(entering)
-        entering = arrived
-    elif ranks is not None and anchor is not None:
-        F = local.walk(entering, in_walk)[2]
-        dense = program.transition == "dense"
-        through = Transition.linear(F, local.transition(zero), dense)
-        arrived = exchange(F, through, ranks, call_text, anchor)
-        entering = entering + arrived
-    before, after, leaving = local.walk(entering, in_walk)
-    o = local.merge(before, zero)
+    if program.transition == "not affine":
+        if ranks is not None and anchor is not None:
+            relay = Relay(ranks, anchor, call_text)
+            arrived = entering = relay.from_left(entering)
+        before, after, leaving = local.walk(entering, in_walk)
+    else:
+        (A, F), cut, begun, dense = local.steps(zero), None, None, local.dense
+        if bounds is not None:
+            cut, F, begun = local.documents(A, F, in_walk)
+        states = states_between(A, F, entering, cut, dense)
+        if ranks is not None and anchor is not None:
+            begins = any(chunk.first for chunk in chunks)
+            arrived = exchange(states[:, :, -1], _through(A, zero, begins, dense), ranks, call_text, anchor)
+            states = states_between(A, F, entering + arrived, cut, dense)
+        before, after, leaving = states[:, :, :-1], states[:, :, 1:], states[:, :, -1]
+        if cut is not None:
+            before = before.masked_fill(cut.view(-1, *[1] * (F.dim() - 3)), 0.0)
+            before = before if begun is None else before + begun
+    o = local.merge(before)
     final = _final(initial, after, leaving, chunks, bounds, sp)
-    final = final.clone() if final is initial else final
     if relay is not None and arrived is not None:
         return relay.to_right(o, final, leaving, arrived)
     if arrived is not None:
@@ -236,14 +310,23 @@ def run(
     return o, final
 
 
+def _through(A: torch.Tensor | None, zero: torch.Tensor, begins: bool, dense: bool) -> Transition:
+    """What the shard does to a state like `zero`; nothing passes where a document begins in it."""
+    one = _one(zero, dense)
+    if begins:
+        return Transition.linear(zero, torch.zeros_like(one), dense)
+    if A is None:
+        return Transition.linear(zero, one, dense)
+    nothing = torch.zeros_like(one).unsqueeze(2).expand(-1, -1, A.shape[2], *one.shape[2:])
+    return Transition.linear(zero, states_between(A, nothing, one, None, dense)[:, :, -1], dense)
+
+
 def _final(
-    initial: torch.Tensor, after: list[torch.Tensor], leaving: torch.Tensor, chunks: list[_Chunk],
-    bounds: list[int] | None, sp: SequenceParallel | None,
+    initial: torch.Tensor, after: torch.Tensor, leaving: torch.Tensor, chunks: list[_Chunk], bounds: list[int] | None,
+    sp: SequenceParallel | None,
 ) -> torch.Tensor | None:  # fmt: skip
     if bounds is None:
-        return leaving if sp is None or sp.is_last else None
-    rows = list(torch.zeros_like(initial).unbind(0))
-    for chunk, S in zip(chunks, after, strict=True):
-        if chunk.last:
-            rows[chunk.doc] = S[0]
-    return torch.stack(rows)
+        return leaving.clone() if sp is None or sp.is_last else None  # not the caller's, nor a part of all states
+    ended = [(chunk.doc, slot) for slot, chunk in enumerate(chunks) if chunk.last]
+    docs, slots = torch.tensor(ended, dtype=torch.int64, device=initial.device).view(-1, 2).unbind(1)
+    return torch.zeros_like(initial).index_copy(0, docs, after[0].index_select(1, slots).transpose(0, 1))

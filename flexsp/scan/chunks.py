@@ -32,29 +32,41 @@ def states_between(
     n = F.shape[2]
     if A is None and cut is None:
         return torch.cat([start.unsqueeze(2), F], 2).cumsum(2)
-    if dense or n < _DIRECT:
+    if dense or (n < _DIRECT and not torch.compiler.is_compiling()):
         return _walk(A, F, start, cut, 2, dense)
-    A, F_, cut_ = _grouped(A, 2, 1.0), _grouped(F, 2, 0.0), _grouped(cut, 0, False)
-    assert F_ is not None
-    inside = _walk(A, F_, torch.zeros_like(F_[:, :, :, 0]), cut_, 3)
-    passed = None if A is None else _walk(A, None, torch.ones_like(A[:, :, :, 0]), cut_, 3)
-    outer = states_between(
-        None if passed is None else passed[:, :, :, -1], inside[:, :, :, -1], start,
-        None if cut_ is None else cut_.any(1),
-    )  # fmt: skip
+    a, f, c = (A, 2, 1.0), (F, 2, 0.0), (cut, 0, False)
+    if n < _DIRECT:  # n may be symbolic: as many steps for all, so that they share a graph
+        return _walk(_longer(*a), _longer(*f), start, _longer(*c), 2)[:, :, : n + 1]
+    return _by_groups(_grouped(*a), _grouped(*f), start, _grouped(*c), n)
+
+
+def _by_groups(A: Optional, F: Optional, start: torch.Tensor, cut: Optional, n: int) -> torch.Tensor:
+    """`states_between` of `n` chunks in groups."""
+    assert F is not None
+    inside = _walk(A, F, torch.zeros_like(F[:, :, :, 0]), cut, 3)
+    passed = None if A is None else _walk(A, None, torch.ones_like(A[:, :, :, 0]), cut, 3)
+    through = None if passed is None else passed[:, :, :, -1]
+    outer = states_between(through, inside[:, :, :, -1], start, None if cut is None else cut.any(1))
     entering = outer[:, :, :-1].unsqueeze(3).expand_as(inside[:, :, :, :-1])
-    if cut_ is not None:
-        entering = _dropped(entering, pad(cut_[:, :-1].cumsum(1) > 0, (1, 0)))
-    through = entering if passed is None else passed[:, :, :, :-1] * entering
-    return torch.cat([(through + inside[:, :, :, :-1]).flatten(2, 3)[:, :, :n], outer[:, :, -1:]], 2)
+    if cut is not None:
+        entering = _dropped(entering, pad(cut[:, :-1].cumsum(1) > 0, (1, 0)))
+    if passed is not None:
+        entering = passed[:, :, :, :-1] * entering
+    return torch.cat([(entering + inside[:, :, :, :-1]).flatten(2, 3)[:, :, :n], outer[:, :, -1:]], 2)
 
 
 def _grouped(x: Optional, axis: int, value: float) -> Optional:
     """[.., groups, chunks of a group, ..] of [.., chunks, ..], with `value` for chunks that are not there."""
-    if x is None:
-        return None
-    behind = (0, 0) * (x.dim() - axis - 1)
-    return pad(x, (*behind, 0, -x.shape[axis] % _GROUP), value=value).unflatten(axis, (-1, _GROUP))
+    return None if x is None else _padded(x, axis, -x.shape[axis] % _GROUP, value).unflatten(axis, (-1, _GROUP))
+
+
+def _longer(x: Optional, axis: int, value: float) -> Optional:
+    """`_DIRECT` chunks of fewer."""
+    return None if x is None else _padded(x, axis, _DIRECT, value).narrow(axis, 0, _DIRECT)
+
+
+def _padded(x: torch.Tensor, axis: int, chunks: int, value: float) -> torch.Tensor:
+    return pad(x, (*(0, 0) * (x.dim() - axis - 1), 0, chunks), value=value)
 
 
 def _dropped(S: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
@@ -62,9 +74,7 @@ def _dropped(S: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:
     return S.masked_fill(cut.view(*cut.shape, *[1] * (S.dim() - 2 - cut.dim())), 0.0)
 
 
-def _walk(
-    A: Optional, F: Optional, S: torch.Tensor, cut: Optional, axis: int, dense: bool = False
-) -> torch.Tensor:  # fmt: skip
+def _walk(A: Optional, F: Optional, S: torch.Tensor, cut: Optional, axis: int, dense: bool = False) -> torch.Tensor:
     """The states from S on, along the axis of chunks of A and F: 2, or 3 behind one of groups. F None is 0."""
     like = A if F is None else F
     assert like is not None

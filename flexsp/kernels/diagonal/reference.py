@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import joined
 from flexsp.kernels.table import chunk_table
+from flexsp.scan.chunks import states_between
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -25,8 +26,6 @@ __all__ = ["diagonal_reference"]
 
 MIN_LOG_DECAY = -104.0  # e^-104 is 0 in float32; a finite floor keeps sums of gates finite
 _CHUNK = 64
-_SCAN_GROUP = 16
-_SCAN_DIRECT = 32
 
 
 def diagonal_reference(
@@ -195,30 +194,21 @@ def _states(
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """States entering every chunk [B, H, NC, K, V], and the final states [N, H, K, V] or None."""
-    K, V = summaries.shape[-2:]
     table = layout.table
+    A = log_a.exp()[..., None, None] if decays else None
     first = started = None
+    start = torch.zeros_like(summaries[:, :, 0]) if initial_state is None else initial_state
     if table is not None:
         first = table[:, 3].bool()
         if initial_state is not None:
+            start = torch.zeros_like(summaries[:, :, 0])
             started = initial_state.index_select(0, table[:, 2]).transpose(0, 1).unsqueeze(0)
             started = started.masked_fill(~first[:, None, None], 0.0)
-            summaries = summaries + log_a.exp()[..., None, None] * started
-    boundary = _scan(summaries.flatten(-2), log_a, first).unflatten(-1, (K, V))
-    carried = initial_state if table is None else None
-    ended = None if first is None else F.pad(first.cumsum(0) > 0, (1, 0))  # what enters the shard has ended before
-    through = _decay_from_start(log_a, ended)
+            summaries = summaries + (started if A is None else A * started)
+    boundary = states_between(A, summaries, start, first)
     if sp is not None:
-        leaving = boundary[:, :, -1]
-        if carried is not None:
-            leaving = leaving + through[:, :, -1, None, None] * carried
-        received = _exchange(leaving, log_a.sum(-1) if decays else None, first, sp, call)
-        carried = received if carried is None else carried + received
-    if carried is not None:
-        carried = carried.unsqueeze(2)
-        if ended is not None:
-            carried = carried.expand_as(boundary).masked_fill(ended[:, None, None], 0.0)
-        boundary = boundary + through[..., None, None] * carried
+        received = _exchange(boundary[:, :, -1], log_a.sum(-1) if decays else None, first, sp, call)
+        boundary = states_between(A, summaries, start + received, first)
     entering = boundary[:, :, :-1]
     if first is not None:
         entering = entering.masked_fill(first[:, None, None], 0.0)
@@ -251,52 +241,3 @@ def _final_states(boundary: torch.Tensor, layout: _Layout, sp: SequenceParallel 
     after = torch.zeros(n_docs + 1, dtype=torch.int64, device=table.device).scatter(0, ends_in, slot)[:n_docs]
     states = boundary[0].index_select(1, after).transpose(0, 1)
     return states.masked_fill((after == 0)[:, None, None, None], 0.0)
-
-
-def _decay_from_start(log_a: torch.Tensor, ended: torch.Tensor | None) -> torch.Tensor:
-    """Decay from the start of the shard to each of the NC + 1 boundaries; 0 where ``ended``."""
-    through = F.pad(log_a.cumsum(-1), (1, 0))
-    return (through if ended is None else through.masked_fill(ended, float("-inf"))).exp()
-
-
-def _scan(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
-    """Boundary states [.., NC + 1, D] of S_{c+1} = e^{a_c} S_c + F_c (S_c dropped where cut_c), starting from zero."""
-    n = summaries.shape[-2]
-    if n < _SCAN_DIRECT:
-        if not torch.compiler.is_compiling():
-            return _walk(summaries, log_a, cut, n)
-        # n may be symbolic: as many steps for all, so that they share a graph
-        longer = F.pad(summaries, (0, 0, 0, _SCAN_DIRECT)).narrow(-2, 0, _SCAN_DIRECT)
-        longer_a = F.pad(log_a, (0, _SCAN_DIRECT)).narrow(-1, 0, _SCAN_DIRECT)
-        longer_cut = None if cut is None else F.pad(cut, (0, _SCAN_DIRECT)).narrow(0, 0, _SCAN_DIRECT)
-        return _walk(longer, longer_a, longer_cut, _SCAN_DIRECT)[..., : n + 1, :]
-    pad = -n % _SCAN_GROUP
-    grouped = F.pad(summaries, (0, 0, 0, pad)).unflatten(-2, (-1, _SCAN_GROUP))
-    grouped_a = F.pad(log_a, (0, pad)).unflatten(-1, (-1, _SCAN_GROUP))
-    grouped_cut = None if cut is None else F.pad(cut, (0, pad)).unflatten(0, (-1, _SCAN_GROUP))
-    inside = _walk(grouped, grouped_a, grouped_cut, _SCAN_GROUP)
-    total_a = grouped_a.sum(-1).clamp(min=MIN_LOG_DECAY)
-    outer = _scan(inside[..., -1, :], total_a, None if grouped_cut is None else grouped_cut.any(-1))
-    entering = outer[..., :-1, :].unsqueeze(-2)
-    through = F.pad(grouped_a[..., :-1].cumsum(-1), (1, 0))
-    if grouped_cut is not None:
-        ended = F.pad(grouped_cut[:, :-1].cumsum(1) > 0, (1, 0))
-        through = through.masked_fill(ended, float("-inf"))
-        entering = entering.expand_as(inside[..., :-1, :]).masked_fill(ended.unsqueeze(-1), 0.0)
-    boundary = inside[..., :-1, :] + through.exp().unsqueeze(-1) * entering
-    return torch.cat([boundary.flatten(-3, -2)[..., :n, :], outer[..., -1:, :]], dim=-2)
-
-
-def _walk(summaries: torch.Tensor, log_a: torch.Tensor, cut: torch.Tensor | None, steps: int) -> torch.Tensor:
-    """`_scan` chunk after chunk, ``steps`` chunks, all groups at once."""
-    decay = log_a.exp()
-    if cut is not None:
-        decay = decay.masked_fill(cut, 0.0)
-    state = torch.zeros_like(summaries[..., 0, :])
-    states = [state]
-    for c in range(steps):
-        if cut is not None:
-            state = state.masked_fill(cut[..., c, None], 0.0)
-        state = decay[..., c, None] * state + summaries[..., c, :]
-        states.append(state)
-    return torch.stack(states, dim=-2)

@@ -5,12 +5,14 @@ Every chunk has its true length, so the functions never see padding. Differentia
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 from torch.func import jvp, vmap
 
 from flexsp.comm.derivatives import joined
@@ -27,6 +29,7 @@ __all__ = ["rehearse", "run"]
 
 Tensors = dict[str, torch.Tensor]
 Numbers = dict[str, float]
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,41 @@ class _Local:
     [B, H, chunks, *state], chunks in order."""
 
     def __init__(
-        self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk]
-    ) -> None:
+        self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk],
+        zero: torch.Tensor,
+    ) -> None:  # fmt: skip
         x = next(iter(tokens.values()))
         self.program, self.params, self.numbers, self.chunks = program, params, numbers, chunks
         self.tokens, self.device = tokens, x.device
         self.lead = x.shape[0], x.shape[2]
-        self.dense = program.transition == "dense"
+        self.zero, self.begins = zero, any(chunk.first for chunk in chunks)
         members: dict[int, list[int]] = defaultdict(list)
         for i, chunk in enumerate(chunks):
             members[chunk.length].append(i)
         self.groups = {length: slots for length, slots in members.items() if length}
-        self.places = _Order([i for slots in self.groups.values() for i in slots] + members[0], self.device)
-        starts = {length: [chunks[i].start for i in slots] for length, slots in self.groups.items()}
-        self.order = _Order([t + n for n_t, at in starts.items() for t in at for n in range(n_t)], self.device)
-        sizes = [length * len(slots) for length, slots in self.groups.items()]
+        self.counts = [len(slots) for slots in self.groups.values()]
+        by_length = [i for slots in self.groups.values() for i in slots]
+        self.places = _Order([*by_length, *members[0]], self.device)
+        tokens_of = [
+            torch.tensor([chunks[i].start for i in slots])[:, None] + torch.arange(length)
+            for length, slots in self.groups.items()
+        ]
+        in_order = by_length == sorted(by_length)
+        self.order = _Order([] if in_order else torch.cat([x.flatten() for x in tokens_of]).tolist(), self.device)
+        sizes = [length * n for length, n in zip(self.groups, self.counts, strict=True)]
         cuts = {name: self.order.sorted_in(x, 1).split(sizes, 1) for name, x in tokens.items()}
         self.inputs = [
-            {name: self._in_chunks(parts[g], length) for name, parts in cuts.items()}
-            for g, length in enumerate(self.groups)
+            {name: self._in_chunks(parts[g], n) for name, parts in cuts.items()} for g, n in enumerate(self.counts)
         ]
 
-    def _in_chunks(self, x: torch.Tensor, length: int) -> torch.Tensor:
+    def _in_chunks(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """Tokens [B, n C, H, ...] as [B H n, C, ...]."""
-        return x.unflatten(1, (-1, length)).movedim(3, 1).flatten(0, 2).contiguous()
+        return x.unflatten(1, (n, x.shape[1] // n)).movedim(3, 1).flatten(0, 2).contiguous()
 
-    def _on_chunks(self, traced: Traced, values: Tensors) -> tuple[torch.Tensor, Tensors]:
+    def _on_chunks(self, traced: Traced, values: Tensors, n: int) -> tuple[torch.Tensor, Tensors]:
         """One function on values [B H n, ...] of n chunks of each head."""
         B, H = self.lead
         tensors = {name: values[name] for name in traced.arguments if name in values}
-        n = next(iter(tensors.values())).shape[0] // (B * H)
         for name in traced.arguments:
             if name in self.params:
                 x = self.params[name]
@@ -101,58 +109,88 @@ class _Local:
 
     def _in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
         """[B, H, chunks, ...] of what groups have [B H n, ...], and chunks without tokens: `empty` [B, H, 1, ...]."""
-        found = [x.unflatten(0, (*self.lead, -1)) for x in parts]
-        none = len(self.chunks) - sum(x.shape[2] for x in found)
+        found = [x.unflatten(0, (*self.lead, n)) for x, n in zip(parts, self.counts, strict=True)]
+        none = len(self.chunks) - sum(self.counts)
         if none or not found:
             found.append(empty.expand(*self.lead, none, *empty.shape[3:]))
         return self.places.undone_in(torch.cat(found, 2) if len(found) > 1 else found[0], 2)
 
     def _by_group(self, states: torch.Tensor) -> list[torch.Tensor]:
         """[B H n, *state] for each group of what `_in_order` gives."""
-        sizes = [len(slots) for slots in self.groups.values()]
-        sizes.append(len(self.chunks) - sum(sizes))
+        sizes = [*self.counts, len(self.chunks) - sum(self.counts)]
         return [x.flatten(0, 2) for x in self.places.sorted_in(states, 2).split(sizes, 2)[:-1]]
 
     def contribute(self) -> None:
         """Phase 1: what every chunk adds to the state, and what it caches."""
-        for values in self.inputs:
-            F, cached = self._on_chunks(self.program.chunk, values)
+        for values, n in zip(self.inputs, self.counts, strict=True):
+            F, cached = self._on_chunks(self.program.chunk, values, n)
             values.update({**cached, CHUNK_STATE: F})
 
-    def steps(self, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Phase 2 of maps that are affine: A and F of every chunk, S' = A S + F. `like` is a state [B, H, *state].
+    @functools.cached_property
+    def steps(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Phase 2 of maps that are affine: A and F of every chunk, S' = A S + F.
 
         A is None where it is 1, [B, H, chunks, K, K] where it is dense, else broadcastable to F.
         """
-        kind, zero = self.program.transition, torch.zeros_like(like).unsqueeze(2)
-        thin = kind in ("scalar", "vector") and like.dim() == 4 and not self.program.parts  # one factor a row
+        kind, zero = self.program.transition, self.zero.unsqueeze(2)
+        thin = kind in ("scalar", "vector") and zero.dim() == 5 and not self.program.parts  # one factor a row
         F, A = [], []
-        for values in self.inputs:
+        for values, n in zip(self.inputs, self.counts, strict=True):
 
-            def step(S: torch.Tensor, values: Tensors = values) -> torch.Tensor:
-                return self._on_chunks(self.program.decay, {**values, STATE: S})[0]
+            def step(S: torch.Tensor, values: Tensors = values, n: int = n) -> torch.Tensor:
+                return self._on_chunks(self.program.decay, {**values, STATE: S}, n)[0]
 
-            n = values[CHUNK_STATE].shape[0] // (like.shape[0] * like.shape[1])
-            at = zero.expand(-1, -1, n, *like.shape[2:]).flatten(0, 2)
-            if kind == "none":
-                F.append(step(at))
-            else:
-                f, a = _affine(step, at, kind == "dense")
-                F.append(f)
-                A.append(a[..., :1] if thin else a)
-        one = _one(like, self.dense).unsqueeze(2)
+            at = zero.new_zeros(values[CHUNK_STATE].shape[0], *zero.shape[3:])
+            f, a = (step(at), at) if kind == "none" else _affine(step, at, kind == "dense")
+            F.append(f)
+            A.append(a[..., :1] if thin else a)
+        one = _one(self.zero, kind == "dense").unsqueeze(2)
         return None if kind == "none" else self._in_order(A, one[..., :1] if thin else one), self._in_order(F, zero)
 
-    def walk(
-        self, entering: torch.Tensor, initial: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Phase 2 of any map: states that enter the chunks, that leave them, and the one that leaves the shard."""
+    def through(self) -> Transition:
+        """What all chunks do to a state; nothing passes where a document begins."""
+        dense = self.program.transition == "dense"
+        one = _one(self.zero, dense)
+        if self.begins:
+            return Transition.linear(self.zero, torch.zeros_like(one), dense)
+        A, F = self.steps
+        if A is not None:
+            nothing = torch.zeros_like(one).unsqueeze(2).expand(-1, -1, F.shape[2], *one.shape[2:])
+            one = states_between(A, nothing, one, None, dense)[:, :, -1]
+        return Transition.linear(self.zero, one, dense)
+
+    def states(self, initial: torch.Tensor | None) -> Callable[[torch.Tensor], States]:
+        """Phase 2: of the state that enters the shard the states that enter the chunks, those that leave them, and the
+        one that leaves the shard; `initial` are those of documents.
+
+        A dense A would round what decay_mode does not. In forward mode no A can be had: it does not nest.
+        """
+        if self.program.transition in ("dense", "not affine") or forward_ad._current_level >= 0:
+            return functools.partial(self.walk, initial)
+        (A, F), cut, begun = self.steps, None, None
+        if self.begins:
+            cut = torch.tensor([chunk.first for chunk in self.chunks], device=self.device)
+            elsewhere = ~cut.view(-1, *[1] * (F.dim() - 3))
+            if initial is not None:
+                docs = torch.tensor([chunk.doc for chunk in self.chunks], device=self.device)
+                begun = initial.index_select(0, docs).transpose(0, 1).unsqueeze(0).masked_fill(elsewhere, 0.0)
+                F = F + (begun if A is None else A * begun)
+
+        def scan(entering: torch.Tensor) -> States:
+            found = states_between(A, F, entering, cut)
+            before = found[:, :, :-1] if cut is None else found[:, :, :-1].masked_fill(~elsewhere, 0.0)
+            return before if begun is None else before + begun, found[:, :, 1:], found[:, :, -1]
+
+        return scan
+
+    def walk(self, initial: torch.Tensor | None, entering: torch.Tensor) -> States:
+        """Phase 2 of any map, chunk after chunk."""
         S, before, after = entering, [], []
         values: list[Tensors] = [{} for _ in self.chunks]
         for slots, of_group in zip(self.groups.values(), self.inputs, strict=True):
             for name in self.program.decay.arguments:
                 if name in of_group:
-                    parts = of_group[name].unflatten(0, (*self.lead, -1)).unbind(2)
+                    parts = of_group[name].unflatten(0, (*self.lead, len(slots))).unbind(2)
                     for i, x in zip(slots, parts, strict=True):
                         values[i][name] = x.flatten(0, 1)
         for chunk, x in zip(self.chunks, values, strict=True):
@@ -160,44 +198,32 @@ class _Local:
                 S = torch.zeros_like(S) if initial is None else initial[chunk.doc : chunk.doc + 1]
             before.append(S)
             if chunk.length:
-                S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)})[0].unflatten(0, self.lead)
+                S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)}, 1)[0].unflatten(0, self.lead)
             after.append(S)
         if not before:
             none = entering.unsqueeze(2)[:, :, :0]
             return none, none, entering
         return torch.stack(before, 2), torch.stack(after, 2), S
 
-    def documents(
-        self, A: torch.Tensor | None, F: torch.Tensor, initial: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Which chunks begin documents; F from their `initial` states, and these [B, H, chunks, *state], else zeros."""
-        first = torch.tensor([chunk.first for chunk in self.chunks], dtype=torch.bool, device=self.device)
-        if initial is None:
-            return first, F, None
-        docs = torch.tensor([chunk.doc for chunk in self.chunks], dtype=torch.int64, device=self.device)
-        begun = initial.index_select(0, docs).transpose(0, 1).unsqueeze(0)
-        begun = begun.masked_fill(~first.view(-1, *[1] * (F.dim() - 3)), 0.0)
-        return first, F + (begun if A is None else A @ begun if self.dense else A * begun), begun
-
     def merge(self, before: torch.Tensor) -> torch.Tensor:
         """Phase 3: outputs [B, T, H, V]. `before` are the states that enter the chunks."""
         o = []
-        for values, S in zip(self.inputs, self._by_group(before), strict=True):
-            found = self._on_chunks(self.program.merge, {**values, CHUNK_STATE: S})[0]
-            o.append(found.unflatten(0, (*self.lead, -1)).flatten(2, 3))
+        for values, S, n in zip(self.inputs, self._by_group(before), self.counts, strict=True):
+            found = self._on_chunks(self.program.merge, {**values, CHUNK_STATE: S}, n)[0]
+            o.append(found.unflatten(0, (*self.lead, n)).flatten(2, 3))
         if o:
             return self.order.undone_in(torch.cat(o, 2) if len(o) > 1 else o[0], 2).transpose(1, 2)
         given = [*self.tokens.values(), *self.params.values()]
         nothing = torch.stack([y.sum() for y in given]).sum()  # so that all have gradients
-        return self._one_token(before)[:, :0] + nothing
+        return self._one_token()[:, :0] + nothing
 
     @torch.no_grad()
-    def _one_token(self, before: torch.Tensor) -> torch.Tensor:
+    def _one_token(self) -> torch.Tensor:
         """Output of a token of zeros, which tells the width where there are no tokens."""
         zeros = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in self.tokens.items()}
-        one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)])
+        one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)], self.zero)
         one.contribute()
-        return one.merge(before.new_zeros(*self.lead, 1, *before.shape[3:]))
+        return one.merge(self.zero.unsqueeze(2))
 
 
 class _Order:
@@ -239,13 +265,14 @@ def _affine(
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
     """One call; CompileError where the functions, seen to work on one chunk, fail on many at once."""
     T = next(iter(tokens.values())).shape[1]
-    local = _Local(program, tokens, params, program.meta.numbers, _cut(None, 0, T, C, True))
+    chunks = _cut(None, 0, T, C, True)
+    local = _Local(program, tokens, params, program.meta.numbers, chunks, torch.zeros_like(initial))
     with _many("chunk_mode", program.chunk):
         local.contribute()
     with _many("decay_mode", program.decay):
-        before = local.walk(initial, None)[0]
+        before = local.states(None)(initial)[0]
         if program.transition != "not affine":
-            local.steps(initial)
+            local.through()
     with _many("merge_mode", program.merge):
         local.merge(before)
 
@@ -277,30 +304,20 @@ def run(
         tokens = dict(zip(tokens, given_tensors, strict=False))
         params = dict(zip(params, given_tensors[len(tokens) :], strict=True))
     chunks = _cut(bounds, start, stop, C, sp is None or sp.is_last)
-    local = _Local(program, tokens, params, numbers, chunks)
-    local.contribute()
     zero = initial.new_zeros(B, *initial.shape[1:])
+    local = _Local(program, tokens, params, numbers, chunks, zero)
+    local.contribute()
     entering = initial if bounds is None and (sp is None or sp.is_first) else zero
     in_walk = initial if bounds is not None and given else None
+    states = local.states(in_walk)
     arrived = relay = None
-    if program.transition == "not affine":
-        if ranks is not None and anchor is not None:
-            relay = Relay(ranks, anchor, call_text)
-            arrived = entering = relay.from_left(entering)
-        before, after, leaving = local.walk(entering, in_walk)
-    else:
-        (A, F), cut, begun, dense = local.steps(zero), None, None, local.dense
-        if bounds is not None:
-            cut, F, begun = local.documents(A, F, in_walk)
-        states = states_between(A, F, entering, cut, dense)
-        if ranks is not None and anchor is not None:
-            begins = any(chunk.first for chunk in chunks)
-            arrived = exchange(states[:, :, -1], _through(A, zero, begins, dense), ranks, call_text, anchor)
-            states = states_between(A, F, entering + arrived, cut, dense)
-        before, after, leaving = states[:, :, :-1], states[:, :, 1:], states[:, :, -1]
-        if cut is not None:
-            before = before.masked_fill(cut.view(-1, *[1] * (F.dim() - 3)), 0.0)
-            before = before if begun is None else before + begun
+    if ranks is not None and anchor is not None and program.transition == "not affine":
+        relay = Relay(ranks, anchor, call_text)
+        arrived = entering = relay.from_left(entering)
+    elif ranks is not None and anchor is not None:
+        arrived = exchange(states(entering)[2], local.through(), ranks, call_text, anchor)
+        entering = entering + arrived
+    before, after, leaving = states(entering)
     o = local.merge(before)
     final = _final(initial, after, leaving, chunks, bounds, sp)
     if relay is not None and arrived is not None:
@@ -308,17 +325,6 @@ def run(
     if arrived is not None:
         return tie(o, arrived), None if final is None else tie(final, arrived)
     return o, final
-
-
-def _through(A: torch.Tensor | None, zero: torch.Tensor, begins: bool, dense: bool) -> Transition:
-    """What the shard does to a state like `zero`; nothing passes where a document begins in it."""
-    one = _one(zero, dense)
-    if begins:
-        return Transition.linear(zero, torch.zeros_like(one), dense)
-    if A is None:
-        return Transition.linear(zero, one, dense)
-    nothing = torch.zeros_like(one).unsqueeze(2).expand(-1, -1, A.shape[2], *one.shape[2:])
-    return Transition.linear(zero, states_between(A, nothing, one, None, dense)[:, :, -1], dense)
 
 
 def _final(

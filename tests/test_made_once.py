@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_second_derivatives_through_a_graph_raise(backend: str) -> None:
     with pytest.raises(Exception, match="second derivatives|double backward|in-place operation|create_graph=False"):
         (dq,) = torch.autograd.grad(f(**inputs).square().sum(), inputs["q"], create_graph=True)
         dq.square().sum().backward()
+
+
+def test_calls_in_threads_do_not_meet() -> None:
+    """Forward-mode differentiation, for one, has one state for all threads: results of the others were wrong."""
+    inputs = _inputs(T=50) | {"g": -torch.rand(1, 50, 1, 4)}
+    model = gla.make(1, 4, 4, chunk_size=4)
+    want = model(**inputs)
+    with ThreadPoolExecutor(6) as pool:
+        for got in pool.map(lambda _: model(**inputs), range(240)):
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_the_final_state_of_no_tokens_is_not_the_callers_tensor() -> None:

@@ -174,7 +174,7 @@ _COMPILER = [
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
         ("entering = entering + arrived", "entering = arrived", "an initial state is lost over ranks",
          _RANKS + "[gla-[9, 0, 21]]"),
-        ("        if self.begins:\n            return Transition", "        if False:\n            return Transition", "a shard's decay passes a document's start",
+        ("torch.zeros_like(one) if self.begins else one", "one", "a shard's decay passes a document's start",
          "tests/test_cuts_between_ranks.py::test_a_document_that_starts_in_the_middle_rank_and_ends_behind_it[linear]"),
         ("self.there.argsort()", "self.there", "chunks of different lengths are taken for each other",
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),

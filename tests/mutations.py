@@ -19,6 +19,7 @@ _STEPS = "tests/test_step_graphs.py::"
 _GENERATED = "tests/test_generated.py::"
 _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
+_KIND = "tests/test_compiler.py::test_kind_is_read_from_the_graph"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
 
@@ -174,10 +175,23 @@ _COMPILER = [
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
         ("entering = entering + arrived", "entering = arrived", "an initial state is lost over ranks",
          _RANKS + "[gla-[9, 0, 21]]"),
-        ("torch.zeros_like(one) if self.begins else one", "one", "a shard's decay passes a document's start",
+        ("        if self.begins:\n            return", "        if False:\n            return", "a shard's decay passes a document's start",
          "tests/test_cuts_between_ranks.py::test_a_document_that_starts_in_the_middle_rank_and_ends_behind_it[linear]"),
         ("self.there.argsort()", "self.there", "chunks of different lengths are taken for each other",
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
+    ),
+    *_in(
+        "flexsp/compiler/flows.py",
+        ("            breadth = 1\n        elif", "            breadth = 0\n        elif", "a scalar decay is none",
+         "tests/test_compiler.py::test_kind_of_transition"),
+        ("turned=not flow.turned)", "turned=flow.turned)", "a transpose of the state is not seen",
+         _KIND),
+        ("new[node].args = tuple(zero(x) for x in args)\n        elif what in", "pass\n        elif what in",
+         "what is added to a state counts as a factor", _KIND + "[a number added]"),
+        ("(*new[node].args[:2], 0.0)", "new[node].args", "what fills a state counts as a factor", _KIND + "[filled]"),
+        ("mask = 1 if node.op", "mask = 0 if node.op", "a mask is taken for a state", _KIND + "[by a method]"),
+        ("if result not in self.flows:", "if False:", "a state that is not used decays by what is added",
+         _KIND + "[not used]"),
     ),
     *_in(
         "flexsp/scan/chunks.py",
@@ -198,10 +212,6 @@ _COMPILER = [
         "flexsp/compiler/check.py",
         ("torch.allclose(again[:j], base.o[:j]", "torch.allclose(again[: j - 1], base.o[: j - 1]",
          "a leak of the next token is not seen", "tests/test_nearly_right_programs.py"),
-        ("            breadth = 1\n        elif", "            breadth = 0\n        elif", "a scalar decay is none",
-         "tests/test_compiler.py::test_kind_of_transition"),
-        ("turned=not flow.turned)", "turned=flow.turned)", "a transpose of the state is not seen",
-         "tests/test_compiler.py::test_kind_is_read_from_the_graph"),
     ),
     *_in(
         "flexsp/compiler/trace.py",

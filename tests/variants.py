@@ -256,6 +256,11 @@ KINDS: dict[str, tuple[Function, str]] = {
         lambda prev_s, chunk_state, g: torch.where(g.sum() > 0, prev_s, prev_s * 0.5) + chunk_state,
         "scalar",
     ),
+    "one or the other": (lambda prev_s, chunk_state, g: torch.where(g.sum() > 0, prev_s * 0.5, chunk_state), "scalar"),
+    "by a method": (lambda prev_s, chunk_state, g: (prev_s * 0.5).where(g.sum() < 99, chunk_state), "scalar"),
+    "filled": (lambda prev_s, chunk_state, g: prev_s.masked_fill(g.sum() > 0, 2.0) + chunk_state, "scalar"),
+    "a number added": (lambda prev_s, chunk_state: 1 - torch.add(prev_s / 2, chunk_state, alpha=3), "scalar"),
+    "not used": (lambda prev_s, chunk_state: chunk_state * 2 + prev_s.size(0), "scalar"),
 }  # fmt: skip
 
 

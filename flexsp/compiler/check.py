@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.func import jvp
 from torch.fx import Node
 
 from flexsp.compiler import primitives
+from flexsp.compiler.flows import PARTS, Flows, values_of
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
-from flexsp.compiler.primitives import identity, to_floating
 from flexsp.compiler.trace import CompileError, Traced, first_line, location, named
 
 __all__ = ["Program", "Transition", "call", "check"]
@@ -30,6 +29,7 @@ _CHUNK = 6
 _TOLERANCE = 1e-8
 _LARGE = 1e6
 _STRONG = 400.0
+_BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Program:
     decay: Traced
     merge: Traced
     transition: Transition
+    linear: Traced | None  # A S of decay's S' = A S + F, None where it is not affine
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
     parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
 
@@ -168,8 +169,8 @@ class _Probe:
             raise CompileError("merge_mode", self.merge.name, got)
         self._check_causal(base)
         self._check_overflow()
-        kind = self._classify(base)
-        program = Program(self.meta, self.chunk, self.decay, self.merge, kind, self._value_sizes(base, other))
+        kind, linear = self._classify(base)
+        program = Program(self.meta, self.chunk, self.decay, self.merge, kind, linear, self._value_sizes(base, other))
         self._rehearse(program)
         return program
 
@@ -250,27 +251,28 @@ class _Probe:
                 "overflows above the diagonal; use decayed_scores(q, k, b), or mask the exponent before it",
             )
 
-    def _classify(self, base: _Run) -> Transition:
-        """How decay acts on the state, S -> A S + F: from its graph, with random states as a second check."""
-        flow = _Flows(self.decay, base).result()
+    def _classify(self, base: _Run) -> tuple[Transition, Traced | None]:
+        """How decay acts on the state, S -> A S + F, and A: from its graph, with random states as a second check."""
+        flows = Flows(self.decay, base.values, base.state)
+        flow = flows.result()
         if flow.level == "curved":
-            return "not affine"
-        aligned = flow.level == "aligned" and not flow.turned
+            return "not affine", None
+        linear, aligned = flows.linear(), flow.level == "aligned" and not flow.turned
         inside = _parts(self.decay, base.state)
         elementwise = dense = by_row = True
         for run in (base, *self._further()):
             X = self._number(self.shapes[STATE], 0) * inside
-            affine, is_elementwise, is_dense = _acts(self.decay, run, X, aligned, inside)
+            affine, is_elementwise, is_dense = _acts(self.decay, linear, run, X, aligned, inside)
             if not affine:
-                return "not affine"
+                return "not affine", None
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
-            by_row = by_row and (flow.breadth != _PARTS or _by_row(self.decay, run, inside))
+            by_row = by_row and (flow.breadth != PARTS or _by_row(linear, run, inside))
         if aligned and elementwise:
-            return _BREADTHS[flow.breadth] if flow.breadth != _PARTS else "vector" if by_row else "elementwise"
+            return _BREADTHS[flow.breadth] if flow.breadth != PARTS else "vector" if by_row else "elementwise", linear
         if dense:
-            return "dense"
+            return "dense", linear
         if elementwise:
-            return "not affine"
+            return "not affine", None
         raise CompileError(
             "decay_mode",
             self.decay.name,
@@ -345,17 +347,10 @@ def _expect(traced: Traced, role: str, got: torch.Tensor, shape: torch.Size) -> 
         )
 
 
-def _values_of(traced: Traced, values: Mapping[str, Any]) -> dict[Node, Any]:
-    """The value of every node."""
-    interpreter = torch.fx.Interpreter(traced.module, garbage_collect_values=False)
-    interpreter.run(*(values[str(node.target)] for node in traced.graph.nodes if node.op == "placeholder"))
-    return interpreter.env
-
-
 def _overflow(traced: Traced, values: Mapping[str, Any]) -> Node | None:
     """An exponential [C, C, ...] that is infinite above the diagonal and finite elsewhere."""
     with torch.no_grad():
-        for node, x in _values_of(traced, values).items():
+        for node, x in values_of(traced, values).items():
             if node.op == "placeholder" or node.op == "output" or named(node) not in ("exp", "exp2"):
                 continue
             if x.dim() < 2 or x.shape[0] != _CHUNK or x.shape[1] != _CHUNK:
@@ -394,23 +389,20 @@ def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:
     return call(decay, run.values | {STATE: S})[0]
 
 
-def _linear(decay: Traced, run: _Run) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The derivative of decay at a state of zeros."""
-    return lambda X: jvp(partial(_step, decay, run), (torch.zeros_like(run.state),), (X,))[1]
-
-
-def _by_row(decay: Traced, run: _Run, inside: torch.Tensor) -> bool:
+def _by_row(linear: Traced, run: _Run, inside: torch.Tensor) -> bool:
     """Whether a row of the state has one factor, where decay is elementwise."""
-    factors = _linear(decay, run)(inside)
+    factors = _step(linear, run, inside)
     return factors.dim() < 2 or _close(factors, factors[:, :1] * inside, factors)
 
 
-def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torch.Tensor) -> tuple[bool, bool, bool]:
+def _acts(
+    decay: Traced, linear_part: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torch.Tensor
+) -> tuple[bool, bool, bool]:
     """Whether decay is affine in the state here, whether elementwise, and whether a matrix from the left.
 
     The last is not looked at where it is elementwise and `aligned`; only what is `inside` counts.
     """
-    state, step, linear = run.state * inside, partial(_step, decay, run), _linear(decay, run)
+    state, step, linear = run.state * inside, partial(_step, decay, run), partial(_step, linear_part, run)
     zero = torch.zeros_like(state)
     for S in (X, state, 3 * X - 2 * state):
         if not _close(step(S) - step(zero), linear(S), step(S)):
@@ -421,136 +413,3 @@ def _acts(decay: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torc
     eye = torch.eye(state.shape[0], dtype=state.dtype)
     A = torch.stack([linear(row.unsqueeze(1).expand_as(state))[:, 0] for row in eye], dim=1)
     return True, elementwise, _close(linear(X), (A @ X) * inside, X)
-
-
-# How the state flows through decay ------------------------------------------------------------------------------------
-
-
-_BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
-_PARTS = 4  # a breadth for each part, each a number or one a row
-_NO_VALUES = {"size", "dim", "ones_like", "zeros_like", "getattr", identity.__name__}
-_ALIGNED = {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view", to_floating.__name__}
-_TURNS = {"permute", "t", "transpose"}
-_MOVES = {"cat", "cumsum", "diag", "diagonal", "flip", "getitem", "mean", "stack", "sum"}
-_PRODUCTS = {"bmm", "matmul", "matmul_out_fp32", "mm", "outer"}
-
-
-@dataclass(frozen=True)
-class _Flow:
-    """How a value depends on the state, or on a part of it: elementwise by factors of some breadth, linearly otherwise,
-    or neither."""
-
-    level: Literal["aligned", "moved", "curved"] = "aligned"
-    breadth: int = 0
-    turned: bool = False
-    part: int | None = None
-
-
-_CURVED = _Flow("curved")
-
-
-def _join(flows: list[_Flow]) -> _Flow:
-    levels = {flow.level for flow in flows}
-    if "curved" in levels:
-        return _CURVED
-    moved = "moved" in levels or len({(flow.turned, flow.part) for flow in flows}) > 1
-    return replace(flows[0], level="moved" if moved else "aligned", breadth=max(flow.breadth for flow in flows))
-
-
-def _of_parts(flows: list[_Flow | None]) -> _Flow:
-    """That of a state whose parts are made so."""
-    known = [(i, flow) for i, flow in enumerate(flows) if flow is not None]
-    if any(flow.level == "curved" for _, flow in known):
-        return _CURVED
-    if any(flow.level == "moved" or flow.turned or flow.part != i for i, flow in known):
-        return _Flow("moved")
-    breadth = max((flow.breadth for _, flow in known), default=1) if len(known) == len(flows) else 1
-    return _Flow(breadth=_PARTS if breadth in (1, 2) else breadth)
-
-
-class _Flows:
-    """The flow of every value of decay_mode that the state goes into."""
-
-    def __init__(self, decay: Traced, run: _Run) -> None:
-        self.graph, self.state = decay.graph, run.state
-        self.values = _values_of(decay, run.values | {STATE: run.state})
-        self.flows: dict[Node, _Flow] = {}
-
-    def result(self) -> _Flow:
-        for node in self.graph.nodes:
-            if node.op == "output":
-                return self._of(node.args[0][0]) or _Flow(breadth=1)
-            flow = _Flow() if node.op == "placeholder" and node.target == STATE else self._flow(node)
-            if flow is not None:
-                self.flows[node] = flow
-        raise AssertionError("a graph without output")
-
-    def _of(self, x: Any) -> _Flow | None:
-        return self.flows.get(x) if isinstance(x, Node) else None
-
-    def _flow(self, node: Node) -> _Flow | None:
-        flows = [self.flows[x] for x in node.all_input_nodes if x in self.flows]
-        if not flows or node.op == "placeholder":
-            return None
-        what, joined = named(node), _join(flows)
-        first = self._of(node.args[0]) if node.args else None
-        others = [x for x in (*node.args[1:], *node.kwargs.values()) if self._of(x) is not None]
-        if what == "getattr" and node.args[1] in ("T", "mT"):
-            return self._turned(node, joined)
-        if node.target is primitives.part_of and first is not None:
-            return _Flow(first.level, first.breadth, first.turned, int(str(node.args[1])))
-        if node.target is primitives.joined:
-            return _of_parts([self._of(x) for x in node.args])
-        if what in _NO_VALUES or (what == "expand_as" and first is None):
-            return None
-        if what in ("add", "sub", "rsub"):
-            plain = what == "add" or (what == "sub" and not others)
-            return joined if plain and not node.kwargs else self._scaled(node, joined, -1)
-        if what in ("mul", "div", "truediv", "where", "masked_fill"):
-            return self._by_factor(node, what, first, others)
-        if what in _MOVES or what in _PRODUCTS:
-            bilinear = what in _PRODUCTS and first is not None and len(others) > 0
-            return _CURVED if joined.level == "curved" or bilinear or (what in _MOVES and others) else _Flow("moved")
-        if others or joined.level == "curved":
-            return joined if what == "expand_as" and first is not None else _CURVED
-        if what in ("neg", "tril", "triu"):
-            return self._scaled(node, joined, -1) if what == "neg" else replace(joined, breadth=3)
-        if what in _TURNS:
-            return self._turned(node, joined)
-        return joined if what in _ALIGNED or what == "expand_as" else _CURVED
-
-    def _by_factor(self, node: Node, what: str, first: _Flow | None, others: list[Any]) -> _Flow:
-        if what == "where":
-            mask, *parts = node.args
-            if node.op == "call_method":
-                mask, parts = node.args[1], [node.args[0], *node.args[2:]]
-            flows = [flow for x in parts if (flow := self._of(x)) is not None]
-            return _CURVED if self._of(mask) or node.kwargs else self._scaled(node, _join(flows), mask)
-        if node.kwargs or len(node.args) < 2 or (first is not None and others):
-            return _CURVED
-        if first is not None:
-            return self._scaled(node, first, node.args[1])
-        flow = self._of(node.args[1])
-        return self._scaled(node, flow, node.args[0]) if what == "mul" and flow is not None else _CURVED
-
-    def _scaled(self, node: Node, flow: _Flow, factor: Any) -> _Flow:
-        x = self.values[factor] if isinstance(factor, Node) else factor
-        breadth = 3
-        sizes = list(self.state.shape)
-        if not isinstance(x, torch.Tensor) or x.numel() == 1:
-            breadth = 1
-        elif list(self.values[node].shape) == (sizes[::-1] if flow.turned else sizes):
-            at = -2 if flow.turned else -1
-            if len(sizes) == 1 or (x.dim() < 2 if flow.turned else False) or x.shape[at] == 1:
-                breadth = 2
-        return replace(flow, breadth=max(flow.breadth, breadth))
-
-    def _turned(self, node: Node, flow: _Flow) -> _Flow:
-        """A transposition: a second one undoes it."""
-        value = self.values[node]
-        numbers = [n for x in node.args[1:] for n in (x if isinstance(x, (list, tuple)) else [x]) if type(n) is int]
-        swap = sorted(n % 2 for n in numbers) == [0, 1] and (named(node) != "permute" or numbers[0] % 2 == 1)
-        simple = named(node) in ("t", "getattr") or swap
-        if value.dim() != 2 or not simple or flow.level != "aligned":
-            return flow if flow.level == "curved" else _Flow("moved")
-        return replace(flow, turned=not flow.turned)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
@@ -125,27 +125,81 @@ class _Local:
             F, cached = self._on_chunks(self.program.chunk, values, n)
             values.update({**cached, CHUNK_STATE: F})
 
-    def through(self) -> Transition:
-        """What all chunks do to a state, where decay_mode is affine; nothing passes where a document begins."""
-        kind, dense = self.program.transition, self.program.transition == "dense"
-        one = _one(self.zero, dense)
-        if self.begins or kind == "none":
-            return Transition.linear(self.zero, torch.zeros_like(one) if self.begins else one, dense)
+    @functools.cached_property
+    def factors(self) -> torch.Tensor | None:
+        """A of every chunk, S' = A S + F, where decay_mode is affine.
+
+        None where it is 1, [B, H, chunks, K, K] where it is dense, else broadcastable to the states of chunks.
+        """
+        kind = self.program.transition
+        if kind == "none":
+            return None
+        thin = kind in ("scalar", "vector") and self.zero.dim() == 4 and not self.program.parts  # one factor a row
         factors = []
         for values, n in zip(self.inputs, self.counts, strict=True):
+            a = self._factors_of(values, n, kind == "dense")
+            factors.append(a[..., :1] if thin else a)
+        one = _one(self.zero, kind == "dense").unsqueeze(2)
+        return self._in_order(factors, one[..., :1] if thin else one)
 
-            def step(S: torch.Tensor, values: Tensors = values, n: int = n) -> torch.Tensor:
-                return self._on_chunks(self.program.decay, {**values, STATE: S}, n)[0]
+    def _factors_of(self, values: Tensors, n: int, dense: bool) -> torch.Tensor:
+        """A [B H n, ...] of a group's chunks."""
+        assert self.program.linear is not None
+        zero = self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:])
+        if not dense:
+            return self._on_chunks(self.program.linear, {**values, STATE: zero + 1}, n)[0]
+        M, K, V = zero.shape
+        columns = torch.nn.functional.pad(torch.eye(K, dtype=zero.dtype, device=zero.device), (0, -K % V))
+        blocks = [block.expand(M, K, V).contiguous() for block in columns.split(V, dim=1)]
+        found = [self._on_chunks(self.program.linear, {**values, STATE: S}, n)[0] for S in blocks]
+        return torch.cat(found, dim=2)[..., :K]
 
-            factors.append(
-                _linear(step, self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:]), dense)
-            )
-        A = self._in_order(factors, one.unsqueeze(2))
-        return Transition.linear(self.zero, states_between(A, torch.zeros_like(A), one, None, dense)[:, :, -1], dense)
+    def through(self) -> Transition:
+        """What all chunks do to a state, where decay_mode is affine; nothing passes where a document begins."""
+        dense = self.program.transition == "dense"
+        one = _one(self.zero, dense)
+        if self.begins:
+            return Transition.linear(self.zero, torch.zeros_like(one), dense)
+        A = self.factors
+        if A is not None:
+            nothing = torch.zeros_like(one).unsqueeze(2).expand(-1, -1, A.shape[2], *one.shape[2:])
+            one = states_between(A, nothing, one, None, dense)[:, :, -1]
+        return Transition.linear(self.zero, one, dense)
+
+    def states(self, initial: torch.Tensor | None) -> Callable[[torch.Tensor], States]:
+        """Phase 2: of the state that enters the shard the states that enter the chunks, those that leave them, and the
+        one that leaves the shard; `initial` are those of documents.
+
+        A dense A would round what decay_mode does not, so those are walked.
+        """
+        if self.program.transition in ("dense", "not affine"):
+            return functools.partial(self.walk, initial)
+        A, F, cut, begun = self.factors, self._added(), None, None
+        if self.begins:
+            cut = torch.tensor([chunk.first for chunk in self.chunks], device=self.device)
+            elsewhere = ~cut.view(-1, *[1] * (F.dim() - 3))
+            if initial is not None:
+                docs = torch.tensor([chunk.doc for chunk in self.chunks], device=self.device)
+                begun = initial.index_select(0, docs).transpose(0, 1).unsqueeze(0).masked_fill(elsewhere, 0.0)
+                F = F + (begun if A is None else A * begun)
+
+        def scan(entering: torch.Tensor) -> States:
+            found = states_between(A, F, entering, cut)
+            before = found[:, :, :-1] if cut is None else found[:, :, :-1].masked_fill(~elsewhere, 0.0)
+            return before if begun is None else before + begun, found[:, :, 1:], found[:, :, -1]
+
+        return scan
+
+    def _added(self) -> torch.Tensor:
+        """F of every chunk: the state after it where it is 0 before."""
+        F = []
+        for values, n in zip(self.inputs, self.counts, strict=True):
+            zero = self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:])
+            F.append(self._on_chunks(self.program.decay, {**values, STATE: zero}, n)[0])
+        return self._in_order(F, self.zero.unsqueeze(2))
 
     def walk(self, initial: torch.Tensor | None, entering: torch.Tensor) -> States:
-        """Phase 2: of the state that enters the shard the states that enter the chunks, those that leave them, and the
-        one that leaves the shard; `initial` are those of documents."""
+        """Phase 2 of any map, chunk after chunk."""
         S, before, after = entering, [], []
         values: list[Tensors] = [{} for _ in self.chunks]
         for slots, of_group in zip(self.groups.values(), self.inputs, strict=True):
@@ -210,16 +264,6 @@ def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
     return torch.eye(like.shape[2], dtype=like.dtype, device=like.device).expand(*like.shape[:2], -1, -1)
 
 
-def _linear(step: Callable[[torch.Tensor], torch.Tensor], zero: torch.Tensor, dense: bool) -> torch.Tensor:
-    """A of an affine map of states [M, *state]."""
-    if not dense:
-        return jvp(step, (zero,), (torch.ones_like(zero),))[1]
-    M, K, V = zero.shape
-    columns = torch.nn.functional.pad(torch.eye(K, dtype=zero.dtype, device=zero.device), (0, -K % V))
-    found = [jvp(step, (zero,), (block.expand(M, K, V).contiguous(),))[1] for block in columns.split(V, dim=1)]
-    return torch.cat(found, dim=2)[..., :K]
-
-
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
     """One call; CompileError where the functions, seen to work on one chunk, fail on many at once."""
     T = next(iter(tokens.values())).shape[1]
@@ -228,7 +272,7 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
     with _many("chunk_mode", program.chunk):
         local.contribute()
     with _many("decay_mode", program.decay):
-        before = local.walk(None, initial)[0]
+        before = local.states(None)(initial)[0]
         if program.transition != "not affine":
             local.through()
     with _many("merge_mode", program.merge):
@@ -267,7 +311,7 @@ def run(
     local.contribute()
     entering = initial if bounds is None and (sp is None or sp.is_first) else zero
     in_walk = initial if bounds is not None and given else None
-    states = functools.partial(local.walk, in_walk)
+    states = local.states(in_walk)
     arrived = relay = None
     if ranks is not None and anchor is not None and program.transition == "not affine":
         relay = Relay(ranks, anchor, call_text)

@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("flexsp", "examples", "tests")
+FOLDERS = ("flexsp", "docs", "examples", "tests")
 FILES = ("pyproject.toml",)
 
 

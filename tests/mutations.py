@@ -181,6 +181,19 @@ _COMPILER = [
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
     ),
     *_in(
+        "flexsp/compiler/lowering.py",
+        ("phases.get(x.kind, (x,))", "(x,)", "nothing is replaced", "tests/test_lowering.py::test_several_launches_in_place_of_one"),
+        ("if other is not lowering:", "if other is None:", "an engine takes the place of another",
+         "tests/test_lowering.py::test_what_cannot_be_registered"),
+    ),
+    *_in(
+        "flexsp/compiler/launches.py",
+        ("or found.refuses(self) is not None else", "else", "an engine is given calls that it refuses",
+         "tests/test_lowering.py::test_a_call_that_an_engine_refuses"),
+        ("name in self.lowering.saved", "False", "what an engine keeps is not kept",
+         "tests/test_lowering.py::test_what_an_engine_replaces"),
+    ),
+    *_in(
         "flexsp/compiler/flows.py",
         ("            breadth = 1\n        elif", "            breadth = 0\n        elif", "a scalar decay is none",
          "tests/test_compiler.py::test_kind_of_transition"),
@@ -483,7 +496,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
-        ("self._sizes, self._C, self._fallback))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
+        ("self._sizes, self._C, self._fallback, self._lowering))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
          "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
     ),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.guides import run_script, save_scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -235,23 +236,15 @@ def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
         run_script(tmp_path / "run.py", 2, **interpreted)
 
 
-def save_scripts(document: str, folder: Path) -> tuple[set[str], list[str]]:
-    """(names of the scripts of a document, which are written to the folder; its other blocks)."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), flags=re.DOTALL)
-    scripts = {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.py)\n", block))}
-    for name, block in scripts.items():
-        (folder / name).write_text(block)
-    return set(scripts), [block for block in blocks if block not in scripts.values()]
-
-
-def run_script(path: Path, ranks: int, **environment: str) -> list[str]:
-    """Lines that the first rank prints."""
-    torchrun = f"-m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node {ranks}"
-    command = [sys.executable, *(torchrun.split() if ranks > 1 else []), str(path)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
+    """Its engine, under the interpreter; and it is what runs: other kept states give other gradients."""
+    assert save_scripts("add-an-engine.md", tmp_path) == ({"keeping.py", "compare.py"}, [])
+    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    assert run_script(tmp_path / "compare.py", 1, **interpreted) == ["as generated"]
+    code = (tmp_path / "keeping.py").read_text()
+    (tmp_path / "keeping.py").write_text(code.replace("K * V, S, 0, v0, True, K", "K * V, 2 * S, 0, v0, True, K"))
+    with pytest.raises(AssertionError, match="1e-5"):
+        run_script(tmp_path / "compare.py", 1, **interpreted)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flexsp.comm.derivatives import transformed
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.group import SequenceParallel, sp_over
 from flexsp.compiler.meta import STATE
 from flexsp.exceptions import check_dense, fail
 
-__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "signature_of"]
+__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "ranks_of", "signature_of"]
 
 
 def check_initial(
@@ -78,3 +78,19 @@ def aligned(x: torch.Tensor) -> bool | None:
         return x.data_ptr() % 16 == 0
     except RuntimeError:
         return None
+
+
+def ranks_of(sp_group: Any) -> SequenceParallel | None:
+    """The ranks that a variant's `sp_group` names."""
+    if sp_group is None or isinstance(sp_group, SequenceParallel):
+        return sp_group
+    if not isinstance(sp_group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            "sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel(group) returns, got "
+            f"{type(sp_group).__name__}"
+        )
+    found = sp_over(sp_group)
+    if found is None:
+        ranks = torch.distributed.get_process_group_ranks(sp_group)
+        raise ValueError(f"sp_group: call flexsp.init_sequence_parallel(group) first; none is open over ranks {ranks}")
+    return found

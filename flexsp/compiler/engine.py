@@ -23,6 +23,7 @@ from flexsp.compiler.check import Program
 from flexsp.compiler.differentiate import Step, differentiate, state_names
 from flexsp.compiler.intrinsics import SUMS
 from flexsp.compiler.launches import Plan
+from flexsp.compiler.lowering import lowering_named
 from flexsp.compiler.meta import ConstExpr
 from flexsp.compiler.places import places
 from flexsp.compiler.plan import CHUNKS, choose_plan
@@ -60,12 +61,14 @@ _IN_CODE = re.compile(  # variables of the code, which sizes must not be named l
 _made: weakref.WeakValueDictionary[Any, Generated] = weakref.WeakValueDictionary()
 
 
-def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:
+def generated(
+    program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None
+) -> Generated:
     """The kernels of a program, made once for all that are alike: the layers of a model share them."""
-    key = (_likeness(program), code_dir, os.environ.get("FLEXSP_CODE_DIR"), chunk_size)
+    key = (_likeness(program), code_dir, os.environ.get("FLEXSP_CODE_DIR"), chunk_size, lowering)
     found = _made.get(key)
     if found is None:
-        found = _made[key] = Generated(program, code_dir, chunk_size)
+        found = _made[key] = Generated(program, code_dir, chunk_size, lowering)
     return found
 
 
@@ -104,10 +107,16 @@ def _sizes(shape: Sequence[Any]) -> tuple[str, ...]:
 
 
 class Generated:
-    """The kernels of one program: their sources, and the module they were written to."""
+    """The kernels of one program: their sources, and the module they were written to.
 
-    def __init__(self, program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> None:
+    `lowering` names what replaces some of them.
+    """
+
+    def __init__(
+        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None
+    ) -> None:  # fmt: skip
         self.program, self.code_dir, self.chunk = program, code_dir, chunk_size
+        self.lowering = None if lowering is None else lowering_named(lowering)
         if chunk_size not in (None, *CHUNKS):
             raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
         self.dense = program.transition == "dense"
@@ -241,7 +250,8 @@ class Generated:
 
     def explain(self) -> list[str]:
         """The kernels with what each reads and writes, and the file they are in."""
-        lines = [f"file: {self.path}"]
+        lines = [] if self.lowering is None else [f"engine: {self.lowering.name}, with generated kernels"]
+        lines.append(f"file: {self.path}")
         for kind, kernel in self.kernels.items():
             parts = f" in {kernel.parts} parts" if kernel.parts > 1 else ""
             reads = ", ".join([*kernel.tokens, *kernel.kept, *kernel.params])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.launches import Plan
+from flexsp.compiler.launches import GeneratedCall, Plan
 from flexsp.compiler.model import Predicted, predict
 from flexsp.compiler.plan import CHUNKS, candidates, choose_plan
 from flexsp.devices import Device, of_device
@@ -43,6 +43,9 @@ def describe(
     given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
     packed = f", {docs} packed documents" if docs else ""
     lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
+    call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
+    if code.lowering is not None and (reason := code.lowering.refuses(call)) is not None:
+        lines.append(f"    generated kernels alone, not those of {code.lowering.name}: {reason}")
     found = candidates(code, sizes, heads, T, docs, dtype, ranks, device)
     lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found, device)]
     totals: list[Predicted] = []

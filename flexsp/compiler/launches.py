@@ -25,6 +25,7 @@ from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
+    from flexsp.compiler.lowering import Lowering
     from flexsp.compiler.stages import Stage
 
 __all__ = ["GeneratedCall", "Plan"]
@@ -96,6 +97,12 @@ class GeneratedCall:
     def kernel(self, spec: LaunchSpec) -> Any:
         return getattr(intrinsic_kernels if spec.intrinsic else self.code.module, spec.kind)
 
+    @cached_property
+    def lowering(self) -> Lowering | None:
+        """What replaces some of the generated launches."""
+        found = self.code.lowering
+        return None if found is None or found.refuses(self) is not None else found
+
     def look(self, frame: Any) -> None:
         """ValueError where a segment's decay has no logarithm. Synchronises."""
         if self.scanned and self._carries == "@decay" and bool(frame["@decay"].isnan().any()):
@@ -118,6 +125,8 @@ class GeneratedCall:
     def buffer(self, name: str) -> Buffer:
         """The tensor of this name."""
         plan, rows, heads, layout = self.plan, self.state[0], self.B * self.H, self.code.layout
+        if name.startswith("own.") and self.lowering is not None:
+            return self.lowering.buffer(self, name)
         of_segments = (self.B, plan.n_seg, self.H)
         if name.startswith("kept."):
             kept = self._kept(name.removeprefix("kept."))
@@ -155,14 +164,25 @@ class GeneratedCall:
 
     def own(self, name: str) -> bool:
         of_param = name.startswith("d.") and name.removeprefix("d.") in self.code.layout.params
-        return name.startswith("kept.") or name in _OWN or of_param
+        return name.startswith(("kept.", "own.")) or name in _OWN or of_param
 
     def saved(self, name: str) -> bool:
+        if name.startswith("own."):
+            return self.lowering is not None and name in self.lowering.saved
         return name in _SAVED or name.removeprefix("kept.") in self.code.saved
 
     # Launches
 
     def forward(self) -> list[LaunchSpec]:
+        generated = self._forward()
+        return generated if self.lowering is None else self.lowering.forward(self, generated)
+
+    def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
+        """All gradients of inputs are computed, whichever are `wanted`."""
+        generated = self._backward(dfinal, dinitial)
+        return generated if self.lowering is None else self.lowering.backward(self, generated)
+
+    def _forward(self) -> list[LaunchSpec]:
         launches = self._stages(False, [])
         if self.scanned:
             launches += [self._summarize(), self._propagate("@states", False)]
@@ -183,8 +203,7 @@ class GeneratedCall:
             steps.append(copied("@states", "@initial", 0))
         return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
 
-    def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
-        """All gradients of inputs are computed, whichever are `wanted`."""
+    def _backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
         code, plan, in_walk = self.code, self.plan, self.docs > 0 or not self.scanned
         initial = "@initial" if self.initial and in_walk else None
         after = "@dfinal" if dfinal else None

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.comm.derivatives import transformed, untransformed
-from flexsp.comm.group import SequenceParallel, abandon, resolve_sp, sp_over
+from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
 from flexsp.compiler import functions, graph
-from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, signature_of
+from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.check import Program, check
 from flexsp.compiler.elsewhere import one_at_a_time
+from flexsp.compiler.lowering import lowering_of
 from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.trace import trace
 from flexsp.compiler.values import NotEmittable
@@ -81,6 +82,8 @@ class LinearAttention:
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
+        lowering: "auto" runs the hand-written kernels that `flexsp.compiler.register_lowering` was given for these
+            functions, if any; "generated" the generated kernels alone.
         fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
             runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
@@ -102,7 +105,10 @@ class LinearAttention:
         chunk_size: int | None = None,
         autotune: bool = False,
         fallback: str | None = None,
+        lowering: str = "auto",
     ) -> None:
+        if lowering not in ("auto", "generated"):
+            raise ValueError(f'lowering: expected "auto" or "generated", got {lowering!r}')
         if fallback not in (None, "pytorch"):
             raise ValueError(f'fallback: expected None or "pytorch", got {fallback!r}')
         if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
@@ -111,10 +117,11 @@ class LinearAttention:
             raise ValueError(f"code_dir: expected a path or None, got {code_dir!r}")
         meta = InputMeta.of(input_meta)
         self._sizes = meta.sizes()
-        self._sp, self._C = _ranks(sp_group), chunk_size
+        self._sp, self._C = ranks_of(sp_group), chunk_size
         self._code_dir = None if code_dir is None else os.fspath(code_dir)
         self._told: set[str] = set()
         self._autotune, self._fallback = autotune, fallback
+        self._lowering = lowering_of(chunk_mode, decay_mode, merge_mode) if lowering == "auto" else None
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         self.program: Program = _program(meta, chunk_mode, decay_mode, merge_mode)
@@ -301,7 +308,7 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback))
+        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback, self._lowering))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
@@ -378,8 +385,8 @@ class LinearAttention:
             return f"Triton is not there ({error})"
         try:
             return one_at_a_time(
-                lambda: generated(self._for_kernels(), self._code_dir, self._C), self.program.merge.name
-            )  # fmt: skip
+                lambda: generated(self._for_kernels(), self._code_dir, self._C, self._lowering), self.program.merge.name
+            )
         except NotEmittable as error:
             return str(error)
 
@@ -430,7 +437,12 @@ class LinearAttention:
             return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         ranks = group is not None and group.world_size > 1
-        return self._outcome(self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, ranks))
+        reason = self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, ranks)
+        if reason is None and self._lowering is not None:
+            recipe = self.checked(inputs, prev_s, None, group).recipe
+            if recipe is not None and recipe.call.lowering is not None:
+                return f"runs kernels of {self._lowering}, and generated ones"
+        return self._outcome(reason)
 
     def _outcome(self, reason: str | None) -> str:
         if reason is None:
@@ -577,21 +589,6 @@ class _Call:
 
 
 _Found = tuple[_Call, tuple[int, int, int], list[int] | None]
-
-
-def _ranks(sp_group: Any) -> SequenceParallel | None:
-    if sp_group is None or isinstance(sp_group, SequenceParallel):
-        return sp_group
-    if not isinstance(sp_group, torch.distributed.ProcessGroup):
-        raise ValueError(
-            "sp_group: expected a ProcessGroup or what flexsp.init_sequence_parallel(group) returns, got "
-            f"{type(sp_group).__name__}"
-        )
-    found = sp_over(sp_group)
-    if found is None:
-        ranks = torch.distributed.get_process_group_ranks(sp_group)
-        raise ValueError(f"sp_group: call flexsp.init_sequence_parallel(group) first; none is open over ranks {ranks}")
-    return found
 
 
 def _no_autocast(kind: str) -> AbstractContextManager[Any]:

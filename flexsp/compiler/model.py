@@ -125,6 +125,8 @@ def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predi
         inverse = launch.intrinsic.kind == "inverse"
         N = 0 if inverse else dict(plan.blocks)[call.code.layout.kept[launch.intrinsic.args[-1]].dims[1]]
         loads = [intrinsic_load(launch.intrinsic.kind, plan.chunk, N, _item(call.dtype))]
+    elif launch.kernel is not None:  # hand-written: of it only its bytes are known
+        loads = [Load(0, 0, 0, 0, 0, 0, 0, 0)]
     else:
         loads = _loads(call, launch.kind, launch.how, device)
         steps = plan.per_seg if launch.kind in WALKS else 1

@@ -84,6 +84,7 @@ class LaunchSpec:
         options: of Triton.
         intrinsic: what is computed, where `kind` is the kernel of an intrinsic.
         host: the step of PyTorch, called with the buffers of `pointers`; None for kernels.
+        kernel: the Triton kernel; None for the one that the call has of this kind.
     """
 
     kind: str
@@ -97,6 +98,7 @@ class LaunchSpec:
     options: Mapping[str, int] = field(default_factory=dict)
     intrinsic: Any = None
     host: Callable[..., Any] | None = None
+    kernel: Any = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Call(Protocol):
         """Whether the backward pass reads a buffer that the forward pass makes."""
 
     def kernel(self, spec: LaunchSpec) -> Any:
-        """The kernel of a launch."""
+        """The kernel of a launch that does not name it."""
 
     def look(self, frame: Any) -> None:
         """Under FLEXSP_CHECK=1: ValueError where what the forward pass left is wrong. May synchronise."""

@@ -130,7 +130,7 @@ class Recipe(Generic[_C]):
             return self._propagate(spec)
         numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
         constants = {name: x.of(strides) if isinstance(x, Alike) else x for name, x in spec.constants.items()}
-        kernel = self.call.kernel(spec)
+        kernel = self.call.kernel(spec) if spec.kernel is None else spec.kernel
         return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, dict(spec.options))
 
     def _propagate(self, spec: LaunchSpec) -> Step:

@@ -1,0 +1,169 @@
+"""Engines of hand-written kernels: who gets them, and what they replace. The engine of docs/add-an-engine.md is one."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, lowering, register_lowering, replaced
+from flexsp.compiler.launches import GeneratedCall
+from flexsp.compiler.model import predict
+from flexsp.kernels.launches import LaunchSpec, memory
+from tests.guides import run_script, save_scripts
+
+OVER_RANKS = """
+import torch, flexsp
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from keeping import chunk, decay, merge
+
+sp = flexsp.init_sequence_parallel(transport="posix", heap_mib=4)
+h, k, v = ConstExpr("H", 2), ConstExpr("K", 16), ConstExpr("V", 16)
+meta = {name: SymbTensor(["T", h, k if name != "v" else v]) for name in "qkv"} | {"prev_s": SymbTensor(["NS", h, k, v])}
+variant = LinearAttention(meta, chunk, decay, merge, chunk_size=16)
+torch.manual_seed(0)
+x, do = torch.randn(3, 1, 90, 2, 16), torch.randn(1, 90, 2, 16)
+for bounds in (None, torch.tensor([0, 40, 40, 41, 90])):
+    packed = {} if bounds is None else {"cu_seqlens": bounds}
+    whole = [y.double().requires_grad_() for y in x]
+    want, _ = variant(**dict(zip("qkv", whole)), sp=False, **packed)
+    wanted = torch.autograd.grad(want, whole, do.double())
+    mine = [sp.shard(y).clone().requires_grad_() for y in x]
+    o, _ = variant(**dict(zip("qkv", mine)), sp=sp, **packed)
+    assert variant.remembered is not None and any(c.recipe.call.lowering for c in variant._calls.values() if c.recipe)
+    grads = torch.autograd.grad(o, mine, sp.shard(do))
+    for got, right in zip((o, *grads), (want, *wanted)):
+        right = sp.shard(right)
+        assert (got - right).norm() < 1e-5 * right.norm()
+sp.check()
+print("as one rank")
+sp.close()
+"""
+
+
+@pytest.fixture
+def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The engine of the guide, known while a test runs."""
+    for known in ("_by_functions", "_by_name"):
+        monkeypatch.setattr(lowering, known, dict(getattr(lowering, known)))
+    save_scripts("add-an-engine.md", tmp_path)
+    spec = importlib.util.spec_from_file_location("keeping", tmp_path / "keeping.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "keeping", module)
+    spec.loader.exec_module(module)
+    yield module
+
+
+def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
+    h, k, v = ConstExpr("H", 2), ConstExpr("K", K), ConstExpr("V", 16)
+    meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
+    meta["prev_s"] = SymbTensor(["NS", h, k, v])
+    return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **options)
+
+
+def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedCall:
+    sizes = {"K": K, "V": 16}
+    plan = model.kernels.plan(sizes, 2, 4096, docs, torch.float32)
+    return GeneratedCall(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
+
+
+def test_what_an_engine_replaces(keeping: ModuleType) -> None:
+    mine, plain = call_of(variant(keeping)), call_of(variant(keeping, lowering="generated"))
+    kinds = [[x.kind for x in call.backward(False, True)] for call in (mine, plain)]
+    assert "states" in kinds[1] and [x for x in kinds[1] if x != "states"] == kinds[0]
+    assert [x.kernel for x in mine.forward() if x.kernel is not None] == [keeping.output]
+    kept = memory(mine, mine.forward())["own.entering"]
+    assert kept == plain.buffer("@entering") and mine.saved("own.entering") and not mine.saved("own.x")
+    assert "@entering" not in memory(mine, mine.backward(False, True))
+
+
+def test_the_cost_model_counts_what_an_engine_moves(keeping: ModuleType) -> None:
+    mine, plain = variant(keeping).kernels, variant(keeping, lowering="generated").kernels
+    call = call_of(variant(keeping))
+    given = call.plan, call.sizes, 2, 4096, torch.float32
+    written = [{x.kernel: x.written for x in predict(code, *given)} for code in (mine, plain)]
+    assert written[0]["output"] - written[1]["output"] == call.buffer("@entering").nbytes
+
+
+def test_a_call_that_an_engine_refuses(keeping: ModuleType) -> None:
+    model = variant(keeping, K=8)
+    assert "generated kernels alone, not those of keeping: products need 16 rows" in model.explain()
+    call = call_of(model, K=8)
+    assert call.lowering is None and all(x.kernel is None for x in call.forward())
+
+
+def test_what_runs_a_call(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    for K, said in ((16, "runs kernels of keeping, and generated ones"), (8, "runs generated kernels")):
+        x = {name: torch.ones(1, 20, 2, 16 if name == "v" else K) for name in "qkv"}
+        assert variant(keeping, K).runs(**x) == said
+        assert variant(keeping, K, lowering="generated").runs(**x) == "runs generated kernels"
+
+
+def test_engines_are_of_functions_not_of_what_they_compute(keeping: ModuleType) -> None:
+    def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+        return (q @ k.T).tril(0) @ v + q @ chunk_state
+
+    other = ModuleType("other")
+    other.chunk, other.decay, other.merge = keeping.chunk, keeping.decay, merge  # type: ignore[attr-defined]
+    assert variant(keeping).kernels.lowering is not None and variant(other).kernels.lowering is None
+    assert variant(keeping).likeness() != variant(keeping, lowering="generated").likeness()
+    with pytest.raises(ValueError, match='lowering: expected "auto" or "generated", got None'):
+        variant(keeping, lowering=None)
+
+
+def test_copies_have_the_engine_of_this_process(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, unused = variant(keeping), variant(keeping, chunk_size=32)
+    assert copy.deepcopy(model).kernels.lowering is not None
+    again = pickle.loads(pickle.dumps(model))
+    assert again.kernels.lowering.name == "keeping"
+    monkeypatch.setattr(lowering, "_by_name", {})
+    with pytest.raises(ValueError, match=r"lowering: expected one that this process registers \(none\), got 'keeping'"):
+        _ = pickle.loads(pickle.dumps(unused)).kernels
+
+
+def test_what_cannot_be_registered(keeping: ModuleType) -> None:
+    class Other(Lowering):
+        name = "other"
+
+    functions = keeping.chunk, keeping.decay, keeping.merge
+    with pytest.raises(ValueError, match="functions: expected chunk, decay and merge, got 2 arguments"):
+        register_lowering(Other(), *functions[:2])
+    with pytest.raises(ValueError, match="lowering: expected a name and functions that no other has"):
+        register_lowering(Other(), *functions)
+    with pytest.raises(ValueError, match="lowering: expected a name and functions that no other has"):
+        register_lowering(keeping.Keeping(), keeping.chunk, keeping.decay, print)
+    with pytest.raises(ValueError, match="lowering.name: expected one word, got ''"):
+        register_lowering(Lowering(), keeping.chunk, keeping.decay, print)
+    call = call_of(variant(keeping))
+    with pytest.raises(ValueError, match="phases: expected kinds among .*output, got outputs"):
+        replaced(call.forward(), {"outputs": []})
+    with pytest.raises(NotImplementedError, match="no buffer 'own.x'"):
+        Lowering.buffer(Other(), call, "own.x")
+
+
+def test_several_launches_in_place_of_one(keeping: ModuleType) -> None:
+    launches: list[LaunchSpec] = call_of(variant(keeping, lowering="generated")).forward()
+    two = [replace(launches[-1], kind=name) for name in ("first", "second")]
+    assert [x.kind for x in replaced(launches, {"output": two})] == [
+        *(x.kind for x in launches[:-1]), "first", "second",
+    ]  # fmt: skip
+
+
+def test_over_ranks(tmp_path: Path) -> None:
+    save_scripts("add-an-engine.md", tmp_path)
+    (tmp_path / "ranks.py").write_text(OVER_RANKS)
+    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    assert run_script(tmp_path / "ranks.py", 3, **interpreted) == ["as one rank"]
+
+

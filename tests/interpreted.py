@@ -33,7 +33,7 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
     falls back to PyTorch."""
     from triton.runtime.interpreter import ScanOps
 
-    from flexsp.compiler import plan
+    from flexsp.compiler.planning import plan
 
     ScanOps.generic_scan = scan_rows
     before = plan._Cut.plans

@@ -114,7 +114,7 @@ _SCAN = [
 
 _COMPILER = [
     *_in(
-        "flexsp/compiler/rewrite.py",
+        "flexsp/compiler/graphs/rewrite.py",
         ("aten.sub.Tensor if adds else aten.add.Tensor, (x, y", "aten.add.Tensor if adds else aten.sub.Tensor, (x, y",
          "x + (-y) = x + y", _REWRITES),
         ("aten.sub.Tensor, (y, x.args[0]))", "aten.sub.Tensor, (x.args[0], y))", "-x + y = x - y", _REWRITES),
@@ -145,12 +145,12 @@ _COMPILER = [
         ("rows = side == 0 and not turned and", "rows = side == 0 and", "a factor of rows leaves a transpose", _FACTORS),
     ),
     *_in(
-        "flexsp/compiler/homogeneous.py",
+        "flexsp/compiler/graphs/homogeneous.py",
         ("rest = graph.call_function(aten.neg.default, (rest,))", "pass", "0 - x = x",
          "tests/test_rewrite.py::test_what_a_gradient_of_zero_leaves"),
     ),
     *_in(
-        "flexsp/compiler/differentiate.py",
+        "flexsp/compiler/graphs/differentiate.py",
         ("for axis in axes)\n", "for axis in axes[:1])\n", "a mean over two axes", _STEPS + "test_signs_and_constants"),
         ("else torch.maximum(x, min)", "else torch.minimum(x, min)", "a clamp from below", _STEPS + "test_operators[extrema]"),
         ("else torch.minimum(x, max)", "else torch.maximum(x, max)", "a clamp from above", _STEPS + "test_operators[extrema]"),
@@ -163,14 +163,14 @@ _COMPILER = [
          "tests/test_dispatch.py::test_a_factor_of_what_is_subtracted_is_seen"),
     ),
     *_in(
-        "flexsp/compiler/intrinsics.py",
+        "flexsp/compiler/graphs/intrinsics.py",
         ("return -(y.mT @ (grad", "return (y.mT @ (grad", "the derivative of an inverse", _STEPS + "test_variants[deltanet]"),
         ("q * dq - k * dk", "q * dq + k * dk", "the gate's gradient of scores", _STEPS + "test_variants[gla]"),
         ("g.roll(-1, 0).flip(0)", "g.flip(0)", "the adjoint of decayed sums has another token's gate",
          _STEPS + "test_intrinsics[channels apart]"),
     ),
     *_in(
-        "flexsp/compiler/functions.py",
+        "flexsp/compiler/frontend/functions.py",
         ("doc, t == begin,", "doc, t == low,", "a document begins anew on every rank",
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
         ("entering = entering + arrived", "entering = arrived", "an initial state is lost over ranks",
@@ -181,20 +181,20 @@ _COMPILER = [
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
     ),
     *_in(
-        "flexsp/compiler/lowering.py",
+        "flexsp/compiler/planning/lowering.py",
         ("phases.get(x.kind, (x,))", "(x,)", "nothing is replaced", "tests/test_lowering.py::test_several_launches_in_place_of_one"),
         ("if other is not lowering:", "if other is None:", "an engine takes the place of another",
          "tests/test_lowering.py::test_what_cannot_be_registered"),
     ),
     *_in(
-        "flexsp/compiler/launches.py",
+        "flexsp/compiler/planning/launches.py",
         ("or found.refuses(self) is not None else", "else", "an engine is given calls that it refuses",
          "tests/test_lowering.py::test_a_call_that_an_engine_refuses"),
         ("name in self.lowering.saved", "False", "what an engine keeps is not kept",
          "tests/test_lowering.py::test_what_an_engine_replaces"),
     ),
     *_in(
-        "flexsp/compiler/flows.py",
+        "flexsp/compiler/frontend/flows.py",
         ("            breadth = 1\n        elif", "            breadth = 0\n        elif", "a scalar decay is none",
          "tests/test_compiler.py::test_kind_of_transition"),
         ("turned=not flow.turned)", "turned=flow.turned)", "a transpose of the state is not seen",
@@ -222,12 +222,12 @@ _COMPILER = [
          "tests/test_chunks.py::test_states_between"),
     ),
     *_in(
-        "flexsp/compiler/check.py",
+        "flexsp/compiler/frontend/check.py",
         ("torch.allclose(again[:j], base.o[:j]", "torch.allclose(again[: j - 1], base.o[: j - 1]",
          "a leak of the next token is not seen", "tests/test_nearly_right_programs.py"),
     ),
     *_in(
-        "flexsp/compiler/trace.py",
+        "flexsp/compiler/frontend/trace.py",
         ("zeros.diagonal < 0 and", "zeros.diagonal <= 0 and", "an inverse of a matrix without ones on its diagonal",
          "tests/test_nearly_right_programs.py"),
         ("if named(node) == \"add\":\n        pairs", "if True:\n        pairs", "an inverse of Y - I is that of I - Y",
@@ -236,7 +236,7 @@ _COMPILER = [
          "tests/test_compiler.py::test_decay_masked_in_other_ways"),
     ),
     *_in(
-        "flexsp/compiler/walks.py",
+        "flexsp/compiler/backend/walks.py",
         ("at = \"((b * (n_seg + 1) + seg + {})", "at = \"((b * n_seg + seg + {})", "states of B > 1 overlap",
          _GENERATED + "test_batched[gla]"),
         ("tl.where(length > 0, {total} * {factor}, {total})", "{total} * {factor}", "chunks without tokens decay",
@@ -247,14 +247,14 @@ _COMPILER = [
          "tests/test_generated_edges.py"),
     ),
     *_in(
-        "flexsp/compiler/body.py",
+        "flexsp/compiler/backend/body.py",
         ("wild=gates and n == \"C\"", "wild=False", "padding of running sums counts as finite",
          "tests/test_generated_edges.py::test_running_sums_of_pairs_whose_padding_is_not_finite"),
         ("if x.wild and sizes[1:] == (\"C\",) else x", "if False else x", "columns of kept [C, C] are stored unmasked",
          _PROGRAMS + "test_padding_of_states_and_of_kept_values[a kept [C, C]]"),
     ),
     *_in(
-        "flexsp/compiler/emit.py",
+        "flexsp/compiler/backend/emit.py",
         ("join(limit(size) for size", "join(limit('K' if size == 'V' else size) for size",
          "the number of columns counts as that of rows",
          _PROGRAMS + "test_sizes_of_the_state_in_a_dense_decay"),
@@ -278,19 +278,19 @@ _COMPILER = [
          _PROGRAMS + "test_operators[products]"),
     ),
     *_in(
-        "flexsp/compiler/operators.py",
+        "flexsp/compiler/backend/operators.py",
         ("zeros and zero_at(a, axis) and zero_at(b, axis)", "zeros and (zero_at(a, axis) or zero_at(b, axis))",
          "x + 0 counts as 0", "tests/test_generated_edges.py"),
         ("if zero_at(a, axis) and not b.sizes)", "if zero_at(a, axis))", "0 / 0 counts as 0",
          _PROGRAMS + "test_padding_that_is_not_finite"),
     ),
     *_in(
-        "flexsp/compiler/tile_ops.py",
+        "flexsp/compiler/backend/tile_ops.py",
         ("    if size <= _SMALL:", "    if size <= 0:", "lanes of a sum round differently",
          "tests/test_generated_offline.py::test_resources[simple_gla-packed]"),
     ),
     *_in(
-        "flexsp/compiler/plan.py",
+        "flexsp/compiler/planning/plan.py",
         ("// chunk) + self.docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("n_seg = max(1, -(-n_chunks // per_seg))", "n_seg = max(1, n_chunks // per_seg)", "the last segment is left out",
          "tests/test_plans_cover.py"),
@@ -306,7 +306,7 @@ _COMPILER = [
          "tests/test_launches.py::test_a_plan_that_was_tuned_on_one_rank_serves_ranks"),
     ),
     *_in(
-        "flexsp/compiler/launches.py",
+        "flexsp/compiler/planning/launches.py",
         ("[entering, *middle, back] if early", "[entering, *scan, back] if not early",
          "gradients are collected before the states that they read", "tests/test_launches.py::test_nothing_is_read_before_it_is_written"),
         ('others if x in _states_of(kernel)', 'others if x not in _states_of(kernel)', "what a chunk reads is counted wrongly",
@@ -315,7 +315,7 @@ _COMPILER = [
          _GENERATED + "test_one_token_and_none[hgrn]"),
     ),
     *_in(
-        "flexsp/compiler/tune.py",
+        "flexsp/compiler/planning/tune.py",
         ("for plan in plans if plan.sure for", "for plan in plans for", "plans that do not fit end a search",
          "tests/test_plan.py::test_plans_that_may_not_fit_are_not_compiled_together"),
     ),
@@ -333,7 +333,7 @@ _COMPILER = [
          _CALLS),
     ),
     *_in(
-        "flexsp/compiler/intrinsic_kernels.py",
+        "flexsp/compiler/backend/intrinsic_kernels.py",
         ("((i >> level) > (j >> level))", "((i >> level) >= (j >> level))", "pairs of one half are counted again",
          _PROGRAMS + "test_scores_kernels[16-False-mild]"),
         ("mask=(i < length) & (j < length), other", "mask=(i < C) & (j < C), other", "gradients past a chunk's length",
@@ -478,7 +478,7 @@ _BETWEEN = [
          "tests/test_made_once.py::test_second_derivatives_through_a_graph_raise"),
     ),
     *_in(
-        "flexsp/compiler/functions.py",
+        "flexsp/compiler/frontend/functions.py",
         ("*self.tokens.values(), *self.params.values()]", "*self.tokens.values()]",
          "parameters have no gradient on an empty shard",
          "tests/test_cuts_between_ranks.py::test_parameters_have_gradients_on_a_rank_without_tokens"),

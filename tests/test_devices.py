@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.explain import describe
-from flexsp.compiler.model import predict
-from flexsp.compiler.plan import choose_plan
+from flexsp.compiler.planning.explain import describe
+from flexsp.compiler.planning.model import predict
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import (
     A10,
     A100,

@@ -25,7 +25,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from flexsp.compiler.tile_ops import sum_over
+from flexsp.compiler.backend.tile_ops import sum_over
 from flexsp.runtime.launch import begin
 from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow

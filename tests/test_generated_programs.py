@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import primitives
+from flexsp.compiler.frontend import primitives
 from flexsp.testing.compare import DRAWS, a_rounding_off, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def inverses(sp: Any, C: int) -> list[float]:
-    from flexsp.compiler.intrinsic_kernels import inverse_kernel
+    from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
     from flexsp.runtime.launch import launch
 
     x = torch.randn(2, 3, C, C) / C**0.5
@@ -82,7 +82,7 @@ def in_any_order(combine: Any, runs: list[tuple[torch.Tensor, ...]]) -> tuple[to
 
 def test_sums_in_any_order() -> None:
     """What scans make of decayed sums, and of their gradients, against the primitive and autograd."""
-    from flexsp.compiler import tile_ops
+    from flexsp.compiler.backend import tile_ops
 
     x, g = torch.randn(9, 4).double().requires_grad_(), -3 * torch.rand(9, 4).double()
     g.requires_grad_()
@@ -100,7 +100,7 @@ def test_sums_in_any_order() -> None:
 
 def test_derivative_of_sums() -> None:
     """Of the operator that graphs hold, also where gates are closed."""
-    from flexsp.compiler import intrinsics
+    from flexsp.compiler.graphs import intrinsics
 
     x, dh = torch.randn(2, 9, 4).double()
     for gates in ((-1.0, -0.1), (0.0, -1.0, -200.0, -1e4)):
@@ -115,7 +115,7 @@ def test_derivative_of_sums() -> None:
 
 def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
     """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
-    from flexsp.compiler import intrinsic_kernels
+    from flexsp.compiler.backend import intrinsic_kernels
     from flexsp.runtime.launch import launch
 
     torch.manual_seed(seed)

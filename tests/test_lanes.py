@@ -37,7 +37,7 @@ def compile_scores(plain: bool) -> list[str]:
     import torch
     from triton.backends.compiler import GPUTarget
 
-    from flexsp.compiler.intrinsic_kernels import scores_kernel
+    from flexsp.compiler.backend.intrinsic_kernels import scores_kernel
     from flexsp.kernels.primitives import dots
     from flexsp.runtime import lanes, launch
 

@@ -14,8 +14,8 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.launches import GeneratedCall
-from flexsp.compiler.plan import choose_plan
+from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
 from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.kernels.diagonal.plan import make_plan

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, lowering, register_lowering, replaced
-from flexsp.compiler.launches import GeneratedCall
-from flexsp.compiler.model import predict
+from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, register_lowering, replaced
+from flexsp.compiler.planning import lowering
+from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.model import predict
 from flexsp.kernels.launches import LaunchSpec, memory
 from tests.guides import run_script, save_scripts
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
-from flexsp.compiler.trace import CompileError
-from flexsp.compiler.values import OURS
+from flexsp.compiler.frontend.trace import CompileError
+from flexsp.compiler.graphs.values import OURS
 
 H, K, V = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 5)
 

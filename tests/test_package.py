@@ -37,6 +37,9 @@ BELOW = {
 }
 ABOVE_ALL = {"flexsp", "__main__", "bench", "testing", "launch.cli", "launch.doctor"}
 
+# The compiler's folders, from the bottom up; modules beside them are above all.
+FLOORS = ("frontend", "graphs", "backend", "planning")
+
 BLOCKED = """
 import sys
 
@@ -115,6 +118,29 @@ def wrong_imports(module: str, source: str) -> list[str]:
 def test_imports_point_one_way() -> None:
     wrong = {module_of(path): wrong_imports(module_of(path), path.read_text()) for path in SOURCES}
     assert {module: names for module, names in wrong.items() if names} == {}
+
+
+def climbing_imports(module: str, source: str) -> list[str]:
+    """Imports of the compiler's higher floors, but for types."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    above = [name for name in imported_modules(tree) if name.startswith("flexsp.compiler.")]
+    return [name for name in above if floor_of(name) > floor_of(module)]
+
+
+def floor_of(module: str) -> int:
+    parts = module.split(".")
+    return FLOORS.index(parts[2]) if len(parts) > 2 and parts[2] in FLOORS else len(FLOORS)
+
+
+def test_the_compilers_floors() -> None:
+    modules = {module_of(path): path for path in SOURCES if "compiler" in path.parts}
+    assert {name.split(".")[2] for name in modules if name.count(".") == 3} == set(FLOORS)
+    wrong = {name: climbing_imports(name, path.read_text()) for name, path in modules.items()}
+    assert {module: names for module, names in wrong.items() if names} == {}
+    assert climbing_imports("flexsp.compiler.frontend.check", "from flexsp.compiler.graphs import values")
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.explain import describe
-from flexsp.compiler.model import Predicted, predict
-from flexsp.compiler.plan import CHUNKS, Plan, candidates, choose_plan, padded
-from flexsp.compiler.values import NotEmittable
-from flexsp.compiler.walks import WALKS
+from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.graphs.values import NotEmittable
+from flexsp.compiler.planning.explain import describe
+from flexsp.compiler.planning.model import Predicted, predict
+from flexsp.compiler.planning.plan import CHUNKS, Plan, candidates, choose_plan, padded
 from flexsp.devices import H200
 from flexsp.kernels.recipe import Recipe
 from tests import variants
@@ -426,7 +426,7 @@ def test_errors_of_explain() -> None:
 def test_the_search_finds_the_quickest(packed: bool) -> None:
     """Of plans whose times are made up: four stages and eight warps for grads are best, deeper pipelines do not fit."""
     from flexsp.compiler.dispatch import recipe_of
-    from flexsp.compiler.tune import tune
+    from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
     given = {
@@ -454,7 +454,7 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
 def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """That one has no room is found out when it is timed, and is then no reason to stop."""
     from flexsp.compiler.dispatch import recipe_of
-    from flexsp.compiler.tune import tune
+    from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
     given = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.plan import CHUNKS, _Cut
+from flexsp.compiler.planning.plan import CHUNKS, _Cut
 from flexsp.devices import H200
 from flexsp.kernels.diagonal import plan as engine
 from flexsp.kernels.diagonal import tiles

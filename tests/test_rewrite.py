@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Interpreter
 
-from flexsp.compiler.homogeneous import without
-from flexsp.compiler.rewrite import DIMS, cheapen
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.graphs.homogeneous import without
+from flexsp.compiler.graphs.rewrite import DIMS, cheapen
+from flexsp.compiler.graphs.values import NotEmittable
 
 aten = torch.ops.aten
 C, K, V = 5, 3, 4

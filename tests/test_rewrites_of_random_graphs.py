@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from flexsp.compiler import rewrite
-from flexsp.compiler.rewrite import DIMS, cheapen, dims, simplify
+from flexsp.compiler.graphs import rewrite
+from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, simplify
 from tests.test_step_graphs import run_graph
 
 aten = torch.ops.aten

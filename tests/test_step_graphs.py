@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Interpreter
 
-from flexsp.compiler.check import Program, call
-from flexsp.compiler.differentiate import Step, cut, differentiate
-from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr
-from flexsp.compiler.operators import BINARY
-from flexsp.compiler.rewrite import dims
+from flexsp.compiler.backend.operators import BINARY
+from flexsp.compiler.frontend.check import Program, call
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr
+from flexsp.compiler.graphs.differentiate import Step, cut, differentiate
+from flexsp.compiler.graphs.rewrite import dims
 from tests import variants
 from tests.generated_programs import OPERATORS, PADDED_STATES, SCORES_OF_SCORES, SUMS, DrawnProgram, draw_program
 

@@ -69,7 +69,7 @@ def _child(args: argparse.Namespace) -> int:
 
 
 def _predicted(args: argparse.Namespace) -> list[Any]:
-    from flexsp.compiler.model import predict
+    from flexsp.compiler.planning.model import predict
 
     dtype = getattr(torch, args.dtype)
     code = variant_of(args.op, args.H, args.K, args.V, dtype).kernels

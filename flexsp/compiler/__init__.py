@@ -1,9 +1,7 @@
 """Three PyTorch functions become a linear-attention variant: forward, backward and sequence parallelism."""
 
-from flexsp.compiler.linear_attention import LinearAttention
-from flexsp.compiler.lowering import Lowering, register_lowering, replaced
-from flexsp.compiler.meta import ConstExpr, SymbTensor
-from flexsp.compiler.primitives import (
+from flexsp.compiler.frontend.meta import ConstExpr, SymbTensor
+from flexsp.compiler.frontend.primitives import (
     cache_result,
     decayed_scores,
     decayed_sums,
@@ -11,7 +9,9 @@ from flexsp.compiler.primitives import (
     matmul_out_fp32,
     unit_lower_inverse,
 )
-from flexsp.compiler.trace import CompileError
+from flexsp.compiler.frontend.trace import CompileError
+from flexsp.compiler.linear_attention import LinearAttention
+from flexsp.compiler.planning.lowering import Lowering, register_lowering, replaced
 
 __all__ = [
     "CompileError",

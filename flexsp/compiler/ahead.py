@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import triton
 
-from flexsp.compiler import intrinsic_kernels
+from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.dispatch import recipe_of
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.meta import ConstExpr, InputMeta, SymbTensor
+from flexsp.compiler.frontend.meta import ConstExpr, InputMeta, SymbTensor
 from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.runtime.launch import workers
 

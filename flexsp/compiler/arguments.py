@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, sp_over
-from flexsp.compiler.meta import STATE
+from flexsp.compiler.frontend.meta import STATE
 from flexsp.exceptions import check_dense, fail
 
 __all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "ranks_of", "signature_of"]

@@ -11,7 +11,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.devices import of_device
 from flexsp.kernels.recipe import Given, Recipe
 

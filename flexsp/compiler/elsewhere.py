@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexsp.compiler.trace import CompileError
+from flexsp.compiler.frontend.trace import CompileError
 
 __all__ = ["elsewhere", "one_at_a_time"]
 

@@ -14,14 +14,15 @@ import torch
 
 from flexsp.comm.derivatives import transformed, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
-from flexsp.compiler import functions, graph
+from flexsp.compiler import graph
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
-from flexsp.compiler.check import Program, check
 from flexsp.compiler.elsewhere import one_at_a_time
-from flexsp.compiler.lowering import lowering_of
-from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.trace import trace
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.frontend import functions
+from flexsp.compiler.frontend.check import Program, check
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.trace import trace
+from flexsp.compiler.graphs.values import NotEmittable
+from flexsp.compiler.planning.lowering import lowering_of
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
@@ -275,7 +276,7 @@ class LinearAttention:
     ) -> Recipe[Any]:  # fmt: skip
         """The recipe with the quickest plan. Ranks search each for itself: what they exchange does not depend on it."""
         from flexsp.compiler.dispatch import recipe_of
-        from flexsp.compiler.tune import tune
+        from flexsp.compiler.planning.tune import tune
         from flexsp.kernels.table import chunk_table
 
         given = {name: inputs[name].detach() for name in recipe.names}
@@ -485,7 +486,7 @@ class LinearAttention:
         return "\n".join(lines)
 
     def _plan(self, code: Generated, T: int, B: int) -> list[str]:
-        from flexsp.compiler.explain import describe
+        from flexsp.compiler.planning.explain import describe
 
         first = next(iter(self.program.meta.tokens.values()))
         heads = first.shape[1]

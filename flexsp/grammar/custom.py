@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from flexsp.compiler.check import Program
-from flexsp.compiler.meta import CHUNK_STATE, STATE, Extent, InputMeta, Part
-from flexsp.compiler.places import places
-from flexsp.compiler.primitives import joined, part_of
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.backend.places import places
+from flexsp.compiler.frontend.check import Program
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, Extent, InputMeta, Part
+from flexsp.compiler.frontend.primitives import joined, part_of
+from flexsp.compiler.graphs.values import NotEmittable
 
 __all__ = ["CustomTransition"]
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from flexsp.compiler.tile_ops import (
+from flexsp.compiler.backend.tile_ops import (
     below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller, smallest,
     sum_over,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexsp.compiler.body import (
+from flexsp.compiler.backend.body import (
     Body,
     Kernel,
     Layout,
@@ -25,13 +25,13 @@ from flexsp.compiler.body import (
     setup,
     store_tokens,
 )  # fmt: skip
-from flexsp.compiler.differentiate import Step, cut
-from flexsp.compiler.emit import Emitter
-from flexsp.compiler.homogeneous import without
-from flexsp.compiler.places import Place
-from flexsp.compiler.rewrite import dims
-from flexsp.compiler.stages import for_users
-from flexsp.compiler.values import NotEmittable, Value, block, is_state
+from flexsp.compiler.backend.emit import Emitter
+from flexsp.compiler.backend.places import Place
+from flexsp.compiler.graphs.differentiate import Step, cut
+from flexsp.compiler.graphs.homogeneous import without
+from flexsp.compiler.graphs.rewrite import dims
+from flexsp.compiler.graphs.stages import for_users
+from flexsp.compiler.graphs.values import NotEmittable, Value, block, is_state
 
 __all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from flexsp.compiler import primitives
-from flexsp.compiler.flows import PARTS, Flows, values_of
-from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
-from flexsp.compiler.trace import CompileError, Traced, first_line, location, named
+from flexsp.compiler.frontend import primitives
+from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
+from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
 
 __all__ = ["Program", "Transition", "call", "check"]
 
@@ -302,7 +302,7 @@ class _Probe:
 
     def _rehearse(self, program: Program) -> None:
         """The functions as a call runs them: many heads and chunks at once, chunks of several lengths."""
-        from flexsp.compiler import functions
+        from flexsp.compiler.frontend import functions
 
         T = 2 * _CHUNK + 1
         tokens = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from flexsp.compiler.values import is_state
+from flexsp.compiler.graphs.values import is_state
 
 __all__ = ["DIMS", "cheapen", "dims", "reverse_cumsum", "row_scaled", "simplify"]
 

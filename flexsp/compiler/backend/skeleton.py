@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flexsp.compiler.body import (
+from flexsp.compiler.backend.body import (
     Body,
     Kernel,
     Layout,
@@ -29,10 +29,10 @@ from flexsp.compiler.body import (
     store_of_chunk,
     store_tokens,
 )
-from flexsp.compiler.differentiate import Step, cut
-from flexsp.compiler.emit import Emitter
-from flexsp.compiler.values import Value
-from flexsp.compiler.walks import FLIPPED, HELD, WALKS, make_transition, make_walk
+from flexsp.compiler.backend.emit import Emitter
+from flexsp.compiler.backend.walks import FLIPPED, HELD, WALKS, make_transition, make_walk
+from flexsp.compiler.graphs.differentiate import Step, cut
+from flexsp.compiler.graphs.values import Value
 
 __all__ = ["make_kernel"]
 

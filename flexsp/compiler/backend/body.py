@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.fx import Graph
 
-from flexsp.compiler.differentiate import Kept
-from flexsp.compiler.emit import Emitter
-from flexsp.compiler.meta import Extent, Part
-from flexsp.compiler.places import Place, matrix, places
-from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import NotEmittable, Value, block, is_state
+from flexsp.compiler.backend.emit import Emitter
+from flexsp.compiler.backend.places import Place, matrix, places
+from flexsp.compiler.frontend.meta import Extent, Part
+from flexsp.compiler.graphs.differentiate import Kept
+from flexsp.compiler.graphs.rewrite import dims
+from flexsp.compiler.graphs.values import NotEmittable, Value, block, is_state
 
 __all__ = [
     "Body", "Kernel", "Layout", "do_last", "elements", "emitter_of", "header", "indent", "index", "kernel_of",

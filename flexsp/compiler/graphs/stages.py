@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.fx import Graph
 
-from flexsp.compiler.differentiate import Intrinsic, Kept, Step
-from flexsp.compiler.rewrite import dims
-from flexsp.compiler.values import OURS, is_state
+from flexsp.compiler.graphs.differentiate import Intrinsic, Kept, Step
+from flexsp.compiler.graphs.rewrite import dims
+from flexsp.compiler.graphs.values import OURS, is_state
 
 __all__ = ["Stage", "for_users", "make_stages", "split_gradients"]
 

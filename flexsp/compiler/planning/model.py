@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.body import Kernel
-from flexsp.compiler.capacity import Load, intrinsic_load, part_load
-from flexsp.compiler.launches import GeneratedCall, Plan
-from flexsp.compiler.walks import WALKS
+from flexsp.compiler.backend.body import Kernel
+from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.devices import REGISTERS, Device, of_device
 from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler import primitives
+from flexsp.compiler.frontend import primitives
 
 __all__ = ["SUMS", "decayed_scores", "decayed_sums", "unit_lower_inverse"]
 

@@ -11,7 +11,7 @@ from flexsp.exceptions import fail
 from flexsp.kernels.launches import Buffer, LaunchSpec
 
 if TYPE_CHECKING:
-    from flexsp.compiler.launches import GeneratedCall
+    from flexsp.compiler.planning.launches import GeneratedCall
 
 __all__ = ["Lowering", "lowering_named", "lowering_of", "register_lowering", "replaced"]
 
@@ -21,9 +21,10 @@ Functions = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], Call
 class Lowering:
     """How an engine runs the calls of a program: the launches of some phases are its own, the others are generated.
 
-    A call is a list of `LaunchSpec` (`flexsp.compiler.launches.GeneratedCall`). A lowering is given the generated list
-    and returns the list that is run. Plans, memory, packed documents, ranks, autograd, torch.compile, compilation
-    ahead of time and the cost model go by what it returns. Subclass it and give an instance to `register_lowering`.
+    A call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`). A lowering is given the
+    generated list and returns the list that is run. Plans, memory, packed documents, ranks, autograd, torch.compile,
+    compilation ahead of time and the cost model go by what it returns. Subclass it and give an instance to
+    `register_lowering`.
 
     Attributes:
         name: what ``explain`` calls it; one word, known to no other lowering.

@@ -1,7 +1,8 @@
 """Stage 4a: a plan, and the launches of a call that follow from it, in order.
 
 This is the one list of them. The runner (`flexsp.kernels.recipe`) puts strides and addresses in place of names. The
-cost model (`flexsp.compiler.model`) adds up what each reads and writes; plans, `explain` and the traffic check use it.
+cost model (`flexsp.compiler.planning.model`) adds up what each reads and writes; plans, `explain` and the traffic check
+use it.
 
 Besides the names of buffers in `flexsp.kernels.launches`, ``kept.x`` is a value kept of every chunk.
 """
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.compiler import intrinsic_kernels
-from flexsp.compiler.body import Kernel
-from flexsp.compiler.differentiate import Intrinsic, Kept
-from flexsp.compiler.values import is_state
-from flexsp.compiler.walks import WALKS
+from flexsp.compiler.backend import intrinsic_kernels
+from flexsp.compiler.backend.body import Kernel
+from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
+from flexsp.compiler.graphs.values import is_state
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
-    from flexsp.compiler.lowering import Lowering
-    from flexsp.compiler.stages import Stage
+    from flexsp.compiler.graphs.stages import Stage
+    from flexsp.compiler.planning.lowering import Lowering
 
 __all__ = ["GeneratedCall", "Plan"]
 

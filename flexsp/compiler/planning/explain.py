@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.launches import GeneratedCall, Plan
-from flexsp.compiler.model import Predicted, predict
-from flexsp.compiler.plan import CHUNKS, candidates, choose_plan
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.model import Predicted, predict
+from flexsp.compiler.planning.plan import CHUNKS, candidates, choose_plan
 from flexsp.devices import Device, of_device
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from flexsp.compiler.intrinsics import SUMS
-from flexsp.compiler.operators import (
+from flexsp.compiler.backend.operators import (
     BINARY,
     EXPONENTIALS,
     KEEPS_ZERO,
@@ -27,8 +26,9 @@ from flexsp.compiler.operators import (
     defined_at,
     padding_of,
 )
-from flexsp.compiler.rewrite import DIMS, dims, reverse_cumsum
-from flexsp.compiler.values import (
+from flexsp.compiler.graphs.intrinsics import SUMS
+from flexsp.compiler.graphs.rewrite import DIMS, dims, reverse_cumsum
+from flexsp.compiler.graphs.values import (
     NotEmittable,
     Value,
     block,

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from flexsp.compiler import primitives
-from flexsp.compiler.meta import STATE
-from flexsp.compiler.primitives import identity, to_floating
-from flexsp.compiler.trace import Traced, named
+from flexsp.compiler.frontend import primitives
+from flexsp.compiler.frontend.meta import STATE
+from flexsp.compiler.frontend.primitives import identity, to_floating
+from flexsp.compiler.frontend.trace import Traced, named
 
 __all__ = ["PARTS", "Flow", "Flows", "values_of"]
 

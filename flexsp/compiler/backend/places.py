@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexsp.compiler.meta import Extent, Part
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.frontend.meta import Extent, Part
+from flexsp.compiler.graphs.values import NotEmittable
 
 __all__ = ["Place", "matrix", "places"]
 

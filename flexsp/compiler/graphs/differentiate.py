@@ -21,12 +21,13 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from flexsp.compiler import intrinsics, primitives
-from flexsp.compiler.check import Program
-from flexsp.compiler.meta import CHUNK_STATE, STATE, ConstExpr, Size
-from flexsp.compiler.rewrite import DIMS, cheapen, dims, row_scaled, simplify
-from flexsp.compiler.trace import Traced, location
-from flexsp.compiler.values import NotEmittable, is_state
+from flexsp.compiler.frontend import primitives
+from flexsp.compiler.frontend.check import Program
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, Size
+from flexsp.compiler.frontend.trace import Traced, location
+from flexsp.compiler.graphs import intrinsics
+from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify
+from flexsp.compiler.graphs.values import NotEmittable, is_state
 
 __all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
 

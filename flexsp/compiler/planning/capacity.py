@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.intrinsic_kernels import COLUMNS
-from flexsp.compiler.intrinsics import SUMS
-from flexsp.compiler.rewrite import dims, reverse_cumsum
-from flexsp.compiler.walks import FLIPPED, HELD
+from flexsp.compiler.backend.intrinsic_kernels import COLUMNS
+from flexsp.compiler.backend.walks import FLIPPED, HELD
+from flexsp.compiler.graphs.intrinsics import SUMS
+from flexsp.compiler.graphs.rewrite import dims, reverse_cumsum
 from flexsp.devices import reads_shared
 
 __all__ = ["Load", "intrinsic_load", "part_load", "smaller_chunk"]

@@ -16,9 +16,9 @@ from torch.func import vmap
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.check import Program, call
-from flexsp.compiler.meta import CHUNK_STATE, STATE
-from flexsp.compiler.trace import CompileError, Traced, first_line
+from flexsp.compiler.frontend.check import Program, call
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
+from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
 from flexsp.scan.chunks import states_between
 from flexsp.scan.exchange import exchange, tie
 from flexsp.scan.relay import Relay

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.launches import GeneratedCall, Plan
-from flexsp.compiler.plan import candidates
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.recipe import Recipe
 from flexsp.runtime.triton_private import OutOfResources, PTXASError

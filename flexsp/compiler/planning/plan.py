@@ -1,8 +1,8 @@
 """Stage 4: how one call of a generated variant is cut into chunks, segments and tiles. Deterministic.
 
 Whether the sequence is walked in one go ("fused") or in segments that a scan joins ("segmented"), and the chunk size,
-follow from predicted times (`flexsp.compiler.model`) of the plans whose tiles fit a block's shared memory
-(`flexsp.compiler.capacity`).
+follow from predicted times (`flexsp.compiler.planning.model`) of the plans whose tiles fit a block's shared memory
+(`flexsp.compiler.planning.capacity`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.compiler.capacity import smaller_chunk
-from flexsp.compiler.launches import Plan
-from flexsp.compiler.model import Predicted, predict, tiles_of
-from flexsp.compiler.values import NotEmittable
-from flexsp.compiler.walks import WALKS
+from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.graphs.values import NotEmittable
+from flexsp.compiler.planning.capacity import smaller_chunk
+from flexsp.compiler.planning.launches import Plan
+from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
 from flexsp.kernels.launches import Launch
 from flexsp.runtime.kept import keep_with

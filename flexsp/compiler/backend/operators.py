@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.values import Value, steady_at, zero_at
+from flexsp.compiler.graphs.values import Value, steady_at, zero_at
 
 __all__ = [
     "BINARY", "COMPARISONS", "DIVISIONS", "EXPONENTIALS", "KEEPS_ZERO", "LOGIC", "ON_SIZES", "UNARY", "defined_at",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from flexsp.compiler.rewrite import cheapen, dims, reverse_cumsum
-from flexsp.compiler.values import NotEmittable
+from flexsp.compiler.graphs.rewrite import cheapen, dims, reverse_cumsum
+from flexsp.compiler.graphs.values import NotEmittable
 
 __all__ = ["without"]
 

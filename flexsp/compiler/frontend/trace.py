@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from flexsp.compiler.einsum import expand_einsum
-from flexsp.compiler.primitives import (
+from flexsp.compiler.frontend.einsum import expand_einsum
+from flexsp.compiler.frontend.primitives import (
     cache_result,
     decayed_scores,
     decayed_sums,
@@ -89,7 +89,7 @@ class Traced:
         return location(called[-1]) if called else "an unknown line"
 
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class _Tracer(torch.fx.Tracer):

@@ -1,0 +1,1 @@
+"""Triton code of these graphs, in which every value is a tile."""

@@ -1,0 +1,1 @@
+"""Chunks, segments and tiles of a call, its launches, and what they are predicted to cost."""

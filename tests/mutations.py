@@ -20,6 +20,7 @@ _GENERATED = "tests/test_generated.py::"
 _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
 _KIND = "tests/test_compiler.py::test_kind_is_read_from_the_graph"
+_HORIZON = "tests/test_horizon_generated.py::test_gates_of_all_kinds"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
 
@@ -181,6 +182,17 @@ _COMPILER = [
          "tests/test_compiler.py::test_documents_across_ranks[gla]"),
     ),
     *_in(
+        "flexsp/compiler/backend/walks.py",
+        ("walked, i + 1)", "walked, i)", "the horizon is one chunk too near", _HORIZON + "[gla]"),
+        ("'c0 + i' if reverse else 'c1 - 1 - i'", "'c1 - 1 - i' if reverse else 'c0 + i'",
+         "the horizon is looked for from the wrong end", _HORIZON + "[gla]"),
+        ("total <= HORIZON", "total <= HORIZON / 2", "what still counts is behind the horizon",
+         "tests/test_horizon_generated.py::test_large_numbers_far_away"),
+        ("tl.max(walked, axis=0)", "tl.min(walked, axis=0)", "the quickest channel sets the horizon", _HORIZON + "[gla]"),
+        ("'last' if reverse else 'first'}.to(tl.int32)\",\n        *(f", "'first' if reverse else 'last'}.to(tl.int32)\",\n        *(f",
+         "a document's end counts as its start", _HORIZON + "[simple_gla]"),
+    ),
+    *_in(
         "flexsp/compiler/planning/lowering.py",
         ("phases.get(x.kind, (x,))", "(x,)", "nothing is replaced", "tests/test_lowering.py::test_several_launches_in_place_of_one"),
         ("if other is not lowering:", "if other is None:", "an engine takes the place of another",
@@ -239,7 +251,7 @@ _COMPILER = [
         "flexsp/compiler/backend/walks.py",
         ("at = \"((b * (n_seg + 1) + seg + {})", "at = \"((b * n_seg + seg + {})", "states of B > 1 overlap",
          _GENERATED + "test_batched[gla]"),
-        ("tl.where(length > 0, {total} * {factor}, {total})", "{total} * {factor}", "chunks without tokens decay",
+        ("total += tl.where(length > 0, tl.log({factor}), 0.0)", "total += tl.log({factor})", "chunks without tokens decay",
          _PROGRAMS + "test_a_decay_that_no_token_changes"),
         ("tl.where(length > 0, {text}, {names[x]})\"", "{text}\"", "chunks without tokens change the state",
          _PROGRAMS + "test_a_decay_that_no_token_changes"),

@@ -44,8 +44,8 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.backend.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller, smallest,
-    sum_over,
+    HORIZON, below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller,
+    smallest, sum_over,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
@@ -183,9 +183,8 @@ class Generated:
             )
 
     def _make(self) -> dict[str, Kernel]:
-        step, dense = self.step, self.dense
-        decays = self.program.transition != "none" and not dense
-        kept = self.saved
+        step, kept = self.step, self.saved
+        decays = self.program.transition != "none" and not self.dense
         of_stages = [name for stage in self.stages if stage.backward for name in stage.leaves]
         wanted: dict[str, tuple[list[list[str]], Sequence[str]]] = {}
         for stage in self.stages:
@@ -200,7 +199,8 @@ class Generated:
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
         return {
-            kind: make_kernel(step, self.layout, kind, parts, given, dense) for kind, (parts, given) in wanted.items()
+            kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition)
+            for kind, (parts, given) in wanted.items()
         }
 
     def _saved(self, step: Step) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.backend.tile_ops import (
-    below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller, smallest,
-    sum_over,
+    HORIZON, below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller,
+    smallest, sum_over,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
@@ -69,7 +69,7 @@ def adjoint0(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    v_ptr, gated_5_ptr, gates_cumsum_ptr, states, boundary, decay, cut, table, v_sb, v_st, v_sh, T, H, n_seg,
+    v_ptr, gates_cumsum_ptr, gated_5_ptr, states, boundary, decay, cut, table, v_sb, v_st, v_sh, T, H, n_seg,
     n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -92,9 +92,20 @@ def summarize(
             if not PACKED:
                 edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
         store_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
-    total = tl.full([BK], 1.0, tl.float32)
+    total = tl.where(at_K < K, 0.0, float('-inf'))
+    walked = tl.zeros([BK], tl.int32)
     cuts = 0
-    for n in range(c0, c1):
+    for i in tl.range(0, c1 - c0, num_stages=4):
+        c = c1 - 1 - i
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)
+        if PACKED:
+            cuts = cuts | first.to(tl.int32)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        exp_1 = tl.exp(sum_1)
+        total += tl.where(length > 0, tl.log(tl.sum(exp_1[:, None], axis=1)), 0.0)
+    n0, n1 = c1 - tl.max(walked, axis=0), c1
+    for n in range(n0, n1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
@@ -102,7 +113,6 @@ def summarize(
                 S = tl.zeros([BK, BV], tl.float32)
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
-            cuts = cuts | first.to(tl.int32)
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
@@ -110,20 +120,19 @@ def summarize(
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
-        total = tl.where(length > 0, total * tl.sum(exp_1[:, None], axis=1), total)
         if PACKED:
             S = tl.where(length > 0, add_0, S)
         else:
             S = add_0
     store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, S, 0, v0, True, K, V, BK, BV)
-    tl.store(decay + ((b * n_seg + seg) * H + h) * K + at_K, tl.log(total), mask=(at_K < K) & (tl.program_id(0) == 0))
+    tl.store(decay + ((b * n_seg + seg) * H + h) * K + at_K, total, mask=(at_K < K) & (tl.program_id(0) == 0))
     if PACKED:
         tl.store(cut + b * n_seg + seg, cuts, mask=(tl.program_id(0) == 0) & (h == 0))
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
-    do_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
+    do_ptr, gates_cumsum_ptr, gated_6_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
     per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -146,8 +155,21 @@ def collect(
             if not PACKED:
                 edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
         store_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, edge, 0, v0, True, K, V, BK, BV)
-    for n in range(c0, c1):
-        c = c1 - 1 - (n - c0)
+    total = tl.where(at_K < K, 0.0, float('-inf'))
+    walked = tl.zeros([BK], tl.int32)
+    cuts = 0
+    for i in tl.range(0, c1 - c0, num_stages=4):
+        c = c0 + i
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)
+        if PACKED:
+            cuts = cuts | last.to(tl.int32)
+        sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
+        exp_1 = tl.exp(sum_1)
+        total += tl.where(length > 0, tl.log(tl.sum(exp_1[:, None], axis=1)), 0.0)
+    n0, n1 = c0, c0 + tl.max(walked, axis=0)
+    for n in range(n0, n1):
+        c = n1 - 1 - (n - n0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
             if last:
@@ -190,6 +212,7 @@ def output(
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
+    n0, n1 = c0, c1
     if ENTERS:
         S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
     else:
@@ -197,7 +220,7 @@ def output(
         if BOUNDARY:
             if not PACKED:
                 S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
-    for n in range(c0, c1):
+    for n in range(n0, n1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
@@ -251,6 +274,7 @@ def states(
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
+    n0, n1 = c0, c1
     if ENTERS:
         S = load_state(states + ((b * (n_seg + 1) + seg + 0).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
     else:
@@ -258,7 +282,7 @@ def states(
         if BOUNDARY:
             if not PACKED:
                 S = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
-    for n in range(c0, c1):
+    for n in range(n0, n1):
         c = n
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
@@ -299,6 +323,7 @@ def back(
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
+    n0, n1 = c0, c1
     if ENTERS:
         dS = load_state(states + ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V, 0, v0, True, K, V, BK, BV)
     else:
@@ -306,8 +331,8 @@ def back(
         if BOUNDARY:
             if not PACKED:
                 dS = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV)
-    for n in range(c0, c1):
-        c = c1 - 1 - (n - c0)
+    for n in range(n0, n1):
+        c = n1 - 1 - (n - n0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
             if last:

@@ -30,7 +30,7 @@ from flexsp.compiler.backend.body import (
     store_tokens,
 )
 from flexsp.compiler.backend.emit import Emitter
-from flexsp.compiler.backend.walks import FLIPPED, HELD, WALKS, make_transition, make_walk
+from flexsp.compiler.backend.walks import FLIPPED, HELD, WALKS, make_horizon, make_transition, make_walk
 from flexsp.compiler.graphs.differentiate import Step, cut
 from flexsp.compiler.graphs.values import Value
 
@@ -38,13 +38,13 @@ __all__ = ["make_kernel"]
 
 
 def make_kernel(
-    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], dense: bool
+    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], transition: str
 ) -> Kernel:
     """One kernel that computes outputs of `step`, reading kept values `given`. Walks have one part.
 
-    `dense`: the transition is, so `summarize` has programs that leave columns of A^T beside those that leave F.
+    Where the `transition` is dense, `summarize` has programs that leave columns of A^T beside those that leave F.
     """
-    chunkwise = kind not in WALKS
+    chunkwise, dense = kind not in WALKS, transition == "dense"
     state = HELD.get(kind)
     body = Body(layout, panels=not chunkwise or len(layout.state) == 1)
     memory = {name: f"{name}_ptr + (row * n_chunks + c) * {elements(layout.kept[name].dims)}" for name in given}
@@ -54,11 +54,12 @@ def make_kernel(
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
+    horizon = None if dense or transition == "none" else make_horizon(kind, step, given, body, memory)
     if kind in FLIPPED and not dense and len(layout.state) == 2 and not layout.parts:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
     if kind != "summarize" or not dense:
-        return replace(make_walk(kind, body, emitter, results), nodes=(tuple(emitter.values),))
+        return replace(make_walk(kind, body, emitter, results, horizon=horizon), nodes=(tuple(emitter.values),))
     across, lines = make_transition(step, given, body, memory)
     kernel = make_walk(kind, body, emitter, results, lines)
     return replace(kernel, nodes=(tuple(emitter.values), tuple(across.values)))

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from flexsp.kernels.primitives import mm
 
+HORIZON = tl.constexpr(-104.0)
+"""Logarithm of a decay that float32 cannot hold."""
 _SMALL = tl.constexpr(2048)  # numbers of a tile of which a thread may have one alone along an axis
 
 

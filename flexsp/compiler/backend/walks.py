@@ -7,6 +7,7 @@ its gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flexsp.compiler.backend.body import (
@@ -33,7 +34,7 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users
 from flexsp.compiler.graphs.values import NotEmittable, Value, block, is_state
 
-__all__ = ["FLIPPED", "HELD", "WALKS", "make_transition", "make_walk"]
+__all__ = ["FLIPPED", "HELD", "WALKS", "make_horizon", "make_transition", "make_walk"]
 
 # Walks that hold the state transposed: so it enters its products from registers.
 FLIPPED = ("output",)
@@ -44,8 +45,9 @@ _KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of e
 
 
 def make_walk(
-    kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = ()
-) -> Kernel:
+    kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = (),
+    horizon: Horizon | None = None,
+) -> Kernel:  # fmt: skip
     """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
     layout, state = body.layout, HELD[kind]
     V = layout.cols
@@ -59,7 +61,9 @@ def make_walk(
         writes.append("o")
         after.append(store_tokens(emitter, "o", results["o"], ("C", V), body))
     decays = "A" in results
-    ones, factors, stored = _decays(emitter, body, results) if decays else ([], [], [])
+    ones, factors, stored = _decays(emitter, body, results) if decays and not horizon else ([], [], [])
+    if horizon is not None:
+        ones, stored = horizon.lines, horizon.stored if decays else []
     after += factors
     at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + elements(layout.matrix)
     ends = kind in ("summarize", "collect")
@@ -67,12 +71,14 @@ def make_walk(
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body),
         "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
     ]  # fmt: skip
+    if horizon is None:
+        lines += ["n0, n1 = c0, c1"]
     cuts = kind == "summarize" and not transition
     walk = [
         *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout),
         *ones,
-        *(["cuts = 0"] if cuts else []),
-        *_walk_loop(kind, state, layout, held, cuts),
+        *(["cuts = 0"] if cuts and horizon is None else []),
+        *_walk_loop(kind, state, layout, held, cuts and horizon is None),
     ]
     texts = {x: y.f32 for x, y in new.items()}
     walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, texts, layout))]
@@ -144,6 +150,60 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
     return f"col_of({laid_out(emitter, a, (layout.rows, layout.cols))}, 0)"
 
 
+# Horizon --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Lines that find the first and the last chunk to walk, and the decay of all; those that store it."""
+
+    lines: list[str]
+    stored: list[str]
+
+
+def make_horizon(
+    kind: str, step: Step, given: Sequence[str], body: Body, memory: Mapping[str, str]
+) -> Horizon | None:  # fmt: skip
+    """For walks that leave a segment's sum, which needs no chunk whose part decays to nothing (docs/math.md, 3, 17).
+
+    None where the decay of a chunk is not a number or a row in memory: finding it out costs as much as the walk.
+    """
+    layout = body.layout
+    if kind not in ("summarize", "collect") or layout.parts:
+        return None
+    graph, found = cut(step, ["A"], given, join=True)
+    trial = Body(layout, body.panels)
+    for of in (trial, body):
+        emitter, _ = emitter_of(graph, found, of, memory, HELD[kind])
+        results: dict[str, Value] = {}
+        emitter.run(found, results.__setitem__, order=False)
+        if of is trial:
+            reads_in_memory(trial, emitter)
+            whole = [x for x in trial.kept if x not in trial.by_row and layout.kept[x].dims[:1] == ("C",)]
+            if trial.tokens or trial.entering or whole:
+                return None
+    rows, a, reverse = layout.state[0], results["A"], kind == "collect"
+    index(rows, body)
+    factor, every = _per_row(emitter, a, layout), bool(a.sizes)
+    reads_in_memory(body, emitter)
+    nothing = f"tl.where(at_{rows} < {rows}, 0.0, float('-inf'))" if every else "0.0"
+    count = "tl.max(walked, axis=0)" if every else "walked"
+    lines = [
+        f"total = {nothing}", f"walked = {f'tl.zeros([B{rows}], tl.int32)' if every else '0'}", "cuts = 0",
+        "for i in tl.range(0, c1 - c0, num_stages=4):",
+        f"    c = {'c0 + i' if reverse else 'c1 - 1 - i'}",
+        "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
+        "    walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)",
+        "    if PACKED:", f"        cuts = cuts | {'last' if reverse else 'first'}.to(tl.int32)",
+        *(f"    {line}" for line in emitter.lines),
+        f"    total += tl.where(length > 0, tl.log({factor}), 0.0)",
+        *([f"n0, n1 = c0, c0 + {count}"] if reverse else [f"n0, n1 = c1 - {count}, c1"]),
+    ]  # fmt: skip
+    at = f"decay + ((b * n_seg + seg) * H + h) * {rows}"
+    once = f"(at_{rows} < {rows})" + (" & (tl.program_id(0) == 0)" if rows != layout.cols else "")
+    return Horizon(lines, [f"tl.store({at} + at_{rows}, total, mask={once})"])
+
+
 def _walk_start(kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout) -> list[str]:
     """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
     given = f"boundary + row * {elements(layout.matrix)}"
@@ -180,8 +240,8 @@ def _walk_loop(
     reverse = state == "dS"
     edge, each = "last" if reverse else "first", elements(layout.matrix)
     lines = [
-        "for n in range(c0, c1):",
-        f"    c = {'c1 - 1 - (n - c0)' if reverse else 'n'}",
+        "for n in range(n0, n1):",
+        f"    c = {'n1 - 1 - (n - n0)' if reverse else 'n'}",
         "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
     ]
     if held is None:

@@ -95,7 +95,7 @@ def summarize(
     total = tl.where(at_K < K, 0.0, float('-inf'))
     walked = tl.zeros([BK], tl.int32)
     cuts = 0
-    for i in tl.range(0, c1 - c0, num_stages=4):
+    for i in tl.range(0, c1 - c0, loop_unroll_factor=8):
         c = c1 - 1 - i
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)
@@ -158,7 +158,7 @@ def collect(
     total = tl.where(at_K < K, 0.0, float('-inf'))
     walked = tl.zeros([BK], tl.int32)
     cuts = 0
-    for i in tl.range(0, c1 - c0, num_stages=4):
+    for i in tl.range(0, c1 - c0, loop_unroll_factor=8):
         c = c0 + i
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)

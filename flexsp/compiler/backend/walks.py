@@ -190,7 +190,7 @@ def make_horizon(
     count = "tl.max(walked, axis=0)" if every else "walked"
     lines = [
         f"total = {nothing}", f"walked = {f'tl.zeros([B{rows}], tl.int32)' if every else '0'}", "cuts = 0",
-        "for i in tl.range(0, c1 - c0, num_stages=4):",
+        "for i in tl.range(0, c1 - c0, loop_unroll_factor=8):",
         f"    c = {'c0 + i' if reverse else 'c1 - 1 - i'}",
         "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
         "    walked = tl.where((total <= HORIZON) | (cuts > 0), walked, i + 1)",

@@ -21,6 +21,7 @@ _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
 _KIND = "tests/test_compiler.py::test_kind_is_read_from_the_graph"
 _HORIZON = "tests/test_horizon_generated.py::test_gates_of_all_kinds"
+_SCALAR = "tests/test_scalar_decay.py::test_calls[simple_gla]"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
 
@@ -191,6 +192,17 @@ _COMPILER = [
         ("tl.max(walked, axis=0)", "tl.min(walked, axis=0)", "the quickest channel sets the horizon", _HORIZON + "[gla]"),
         ("'last' if reverse else 'first'}.to(tl.int32)\",\n        *(f", "'first' if reverse else 'last'}.to(tl.int32)\",\n        *(f",
          "a document's end counts as its start", _HORIZON + "[simple_gla]"),
+    ),
+    *_in(
+        "flexsp/variants/scalar_decay.py",
+        ("code.chunk is not None or not alike", "not alike", "a chunk size that is given is ignored", _SCALAR),
+        ("!= dims:", "== []:", "inputs of another kind run by an engine",
+         "tests/test_scalar_decay.py::test_functions_with_other_inputs"),
+        ("== dtypes[\"v\"] and", "== dtypes[\"q\"] and", "values of another dtype are read as keys", _SCALAR),
+    ),
+    *_in(
+        "flexsp/compiler/graph.py",
+        ("lowered and cu_seqlens is not None", "False", "graphs of packed calls lose final states", _SCALAR),
     ),
     *_in(
         "flexsp/compiler/planning/lowering.py",
@@ -499,7 +511,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/graph.py",
-        ("        _lasting.add(variant)\n    return call", "        pass\n    return call", "a trace loses its variant",
+        ("        _lasting.add(variant)\n    given =", "        pass\n    given =", "a trace loses its variant",
          "tests/test_unusual_tensors.py::test_traces_hold_the_operators[kernels]"),
         ("        _lasting.add(model)\n", "", "a graph loses its variant",
          "tests/test_made_once.py::test_a_graph_keeps_its_variant_for_the_backward_pass"),
@@ -508,7 +520,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
-        ("self._sizes, self._C, self._fallback, self._lowering))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
+        ("self._sizes, self._C, self._fallback, self.lowering))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
          "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
     ),
 ]

@@ -68,6 +68,7 @@ class Run:
     strided: bool = False
     gates: tuple[float, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    lowering: str = "generated"
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def differentiated(call: Callable[[Tensors], Any], leaves: Tensors, cotangents: 
 
 
 @functools.lru_cache(maxsize=64)
-def model_of(name: str, H: int, K: int, V: int, chunk: int | None, folder: str) -> Any:
-    return variants.load(name).make(H, K, V, chunk_size=chunk, code_dir=folder)
+def model_of(name: str, H: int, K: int, V: int, chunk: int | None, folder: str, lowering: str) -> Any:
+    return variants.load(name).make(H, K, V, chunk_size=chunk, code_dir=folder, lowering=lowering)
 
 
 def other_strides(x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +183,7 @@ def answer(sp: Any, run: Run, problem: Problem, folder: str) -> Tensors:
     for x in leaves.values():
         x.requires_grad_()
     cu = None if run.bounds is None else torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
-    model = model_of(run.name, run.H, run.K, run.V, run.chunk, folder)
+    model = model_of(run.name, run.H, run.K, run.V, run.chunk, folder, run.lowering)
     with poisoned(run.segments, run.B * run.H):
         o, final = model(**leaves, cu_seqlens=cu, sp=sp if ranks else False)
         assert o.dtype == run.dtype and (final is None) == (ranks and not packed and sp.rank < sp.world_size - 1)
@@ -380,7 +381,7 @@ def ways(sp: Any, name: str, seed: int, folder: str) -> dict[str, bool]:
     inputs = {key: x.float() for key, x in (problem.tokens | problem.params).items()} | {"prev_s": problem.initial}
     inputs["prev_s"] = inputs["prev_s"].float()
     do, dfinal = problem.do.float(), problem.dfinal.float()
-    model = model_of(name, run.H, run.K, run.V, None, folder)
+    model = model_of(name, run.H, run.K, run.V, None, folder, run.lowering)
 
     def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -514,7 +515,7 @@ def test_code_folder(tmp_path: Path) -> None:
 
 
 def explained(sp: Any, name: str, folder: str) -> tuple[str, list[str], list[str], str]:
-    model = model_of(name, 2, 20, 24, None, folder)
+    model = model_of(name, 2, 20, 24, None, folder, "generated")
     code = model._generated
     return model.explain(), list(code.kernels), [x.kind for x in code.step.intrinsics], str(code.path)
 

@@ -105,7 +105,7 @@ def test_a_call_that_an_engine_refuses(keeping: ModuleType) -> None:
 
 def test_what_runs_a_call(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
-    for K, said in ((16, "runs kernels of keeping, and generated ones"), (8, "runs generated kernels")):
+    for K, said in ((16, "runs kernels of the engine keeping"), (8, "runs generated kernels")):
         x = {name: torch.ones(1, 20, 2, 16 if name == "v" else K) for name in "qkv"}
         assert variant(keeping, K).runs(**x) == said
         assert variant(keeping, K, lowering="generated").runs(**x) == "runs generated kernels"

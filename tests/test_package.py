@@ -31,7 +31,7 @@ BELOW = {
     "compiler": {"exceptions", "devices", "comm", "runtime", "scan", "kernels"},
     "ops": {"exceptions", "comm", "scan", "kernels"},
     "nn": {"exceptions", "comm", "scan", "kernels", "ops"},
-    "variants": {"exceptions", "comm", "scan", "kernels", "compiler"},
+    "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
     "launch": {"exceptions", "comm", "scan"},
 }

@@ -20,8 +20,21 @@ Tensors = dict[str, torch.Tensor]
 Function = Callable[..., Any]
 
 
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"flexsp.variants.{name}")
+class _Generated:
+    """A shipped variant whose kernels are generated, whatever engine it has."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def make(self, *sizes: Any, **options: Any) -> Any:
+        return self._module.make(*sizes, **({"lowering": "generated"} | options))
+
+
+def load(name: str) -> _Generated:
+    return _Generated(importlib.import_module(f"flexsp.variants.{name}"))
 
 
 def _outer(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _mamba2(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def _variant(name: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:
     module = importlib.import_module(f"flexsp.variants.{name}")
-    return module.make(H, K, V, dtype)
+    return module.make(H, K, V, dtype, lowering="generated")
 
 
 def variant_of(case: str, H: int, K: int, V: int, dtype: torch.dtype) -> Any:

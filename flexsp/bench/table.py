@@ -10,7 +10,7 @@ from typing import Any
 from flexsp.bench.record import case_of, load, spread_of
 
 __all__ = [
-    "added_table", "aims_table", "footer", "grid", "host_table", "markdown", "op_table", "run",
+    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "op_table", "run",
     "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
 ]  # fmt: skip
 
@@ -166,8 +166,19 @@ def sanitize_table(result: Result) -> str:
     return grid(["tool", "calls", "kernels", "errors", "calls that failed", "processes started again"], lines)
 
 
+def beside_table(result: Result) -> str:
+    """Two commits in turns in one run: milliseconds of each process, and the ratio of the quickest ones."""
+    lines = []
+    for row in result["rows"]:
+        before, now = row["before_ms"], row["now_ms"]
+        times = [" ".join(f"{x:.3f}" for x in each) for each in (before, now)]
+        lines.append([row["case"], str(row["T"]), row["mode"], *times, f"{min(now) / min(before):.2f}"])
+    return grid(["op", "T", "pass", f"{result['before'][:7]}, ms", "this commit, ms", "ratio"], lines)
+
+
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
+    "beside": beside_table,
 }  # fmt: skip
 
 

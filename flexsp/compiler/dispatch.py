@@ -6,6 +6,7 @@ Another length T makes another recipe, but compiles nothing: no kernel is specia
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -23,27 +24,35 @@ Tensors = dict[str, torch.Tensor]
 def recipe_of(
     code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     sp: SequenceParallel | None, plan: Plan | None = None,
-) -> Recipe[GeneratedCall]:  # fmt: skip
+) -> Recipe[Any]:  # fmt: skip
     """How calls with such inputs run.
 
     Args:
         given: the inputs by name, tokens [T, H, ...] or [B, T, H, ...] and parameters [H, ...].
-        plan: the plan to use; None for the predicted one.
+        plan: the plan of a generated call; None for the predicted one, or for what an engine says of the call.
     """
     layout = code.layout
     tokens = [name for name in given if name in layout.tokens]
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     looks = Given(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
+    ends = sp is None or docs > 0 or sp.rank == sp.world_size - 1
+    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+
+    def remake(others: Tensors, state: torch.Tensor | None, group: SequenceParallel | None) -> Recipe[Any]:
+        return recipe_of(code, others, state, bounds, group, plan)
+
+    if plan is None and code.lowering is not None:
+        own = code.lowering.call(code, looks, initial is not None, docs, ends, sp)
+        if own is not None:
+            return Recipe(own, looks, sp, remake)
     sizes = _sizes(code, looks, initial)
     chained = sp is not None and sp.world_size > 1
     if plan is None:
         plan = code.plan(sizes, looks.B * looks.H, looks.T, docs, looks.dtype, chained, of_device(looks.device))
     elif chained:  # a plan that was tuned on one rank
         plan = replace(plan, schedule="segmented")
-    ends = sp is None or docs > 0 or sp.rank == sp.world_size - 1
     call = GeneratedCall(code, plan, sizes, looks.B, looks.H, looks.T, docs, looks.dtype, initial is not None, ends)
-    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
-    return Recipe(call, looks, sp, lambda others, state, group: recipe_of(code, others, state, bounds, group, plan))
+    return Recipe(call, looks, sp, remake)
 
 
 def _sizes(code: Generated, given: Given, initial: torch.Tensor | None) -> dict[str, int]:

@@ -30,7 +30,7 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradients
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.compiler.planning.launches import Plan
-from flexsp.compiler.planning.lowering import lowering_named
+from flexsp.compiler.planning.lowering import Lowering, lowering_named
 from flexsp.compiler.planning.plan import CHUNKS, choose_plan
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
@@ -250,7 +250,11 @@ class Generated:
 
     def explain(self) -> list[str]:
         """The kernels with what each reads and writes, and the file they are in."""
-        lines = [] if self.lowering is None else [f"engine: {self.lowering.name}, with generated kernels"]
+        lines = []
+        if self.lowering is not None:
+            whole = type(self.lowering).call is not Lowering.call
+            runs = "whole calls; what follows is of those that it leaves to" if whole else "some launches, beside"
+            lines.append(f"engine: {self.lowering.name} runs {runs} generated kernels")
         lines.append(f"file: {self.path}")
         for kind, kernel in self.kernels.items():
             parts = f" in {kernel.parts} parts" if kernel.parts > 1 else ""

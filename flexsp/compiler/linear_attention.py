@@ -84,7 +84,7 @@ class LinearAttention:
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
         lowering: "auto" runs the hand-written kernels that `flexsp.compiler.register_lowering` was given for these
-            functions, if any; "generated" the generated kernels alone.
+            functions, if any, and generated ones elsewhere; "generated" the generated kernels alone.
         fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
             runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
@@ -122,7 +122,7 @@ class LinearAttention:
         self._code_dir = None if code_dir is None else os.fspath(code_dir)
         self._told: set[str] = set()
         self._autotune, self._fallback = autotune, fallback
-        self._lowering = lowering_of(chunk_mode, decay_mode, merge_mode) if lowering == "auto" else None
+        self.lowering = lowering_of(chunk_mode, decay_mode, merge_mode) if lowering == "auto" else None
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         self.program: Program = _program(meta, chunk_mode, decay_mode, merge_mode)
@@ -157,7 +157,8 @@ class LinearAttention:
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
             group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
-            return graph.call(self.graph_name, [inputs[name] for name in self.names], prev_s, cu_seqlens, group)
+            given, lowered = [inputs[name] for name in self.names], self.lowering is not None
+            return graph.call(self.graph_name, given, prev_s, cu_seqlens, group, lowered)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 
     def _call(
@@ -274,11 +275,15 @@ class LinearAttention:
         self, recipe: Recipe[Any], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
     ) -> Recipe[Any]:  # fmt: skip
-        """The recipe with the quickest plan. Ranks search each for itself: what they exchange does not depend on it."""
+        """The recipe with the quickest plan, of generated calls. Ranks search each for itself: what they exchange does
+        not depend on it."""
         from flexsp.compiler.dispatch import recipe_of
+        from flexsp.compiler.planning.launches import GeneratedCall
         from flexsp.compiler.planning.tune import tune
         from flexsp.kernels.table import chunk_table
 
+        if not isinstance(recipe.call, GeneratedCall):
+            return recipe
         given = {name: inputs[name].detach() for name in recipe.names}
         made = ft.partial(recipe_of, recipe.call.code, given, prev_s, cu_seqlens)
 
@@ -309,7 +314,7 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback, self._lowering))
+        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback, self.lowering))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
@@ -386,7 +391,7 @@ class LinearAttention:
             return f"Triton is not there ({error})"
         try:
             return one_at_a_time(
-                lambda: generated(self._for_kernels(), self._code_dir, self._C, self._lowering), self.program.merge.name
+                lambda: generated(self._for_kernels(), self._code_dir, self._C, self.lowering), self.program.merge.name
             )
         except NotEmittable as error:
             return str(error)
@@ -439,11 +444,9 @@ class LinearAttention:
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         ranks = group is not None and group.world_size > 1
         reason = self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, ranks)
-        if reason is None and self._lowering is not None:
-            recipe = self.checked(inputs, prev_s, None, group).recipe
-            if recipe is not None and recipe.call.lowering is not None:
-                return f"runs kernels of {self._lowering}, and generated ones"
-        return self._outcome(reason)
+        recipe = None if self.lowering is None or reason else self.checked(inputs, prev_s, None, group).recipe
+        engine = None if recipe is None else getattr(recipe.call, "lowering", self.lowering)
+        return self._outcome(reason) if engine is None else f"runs kernels of the engine {self.lowering}"
 
     def _outcome(self, reason: str | None) -> str:
         if reason is None:

@@ -309,7 +309,8 @@ class Recipe(Generic[_C]):
     def _gradient(self, frame: Frame, name: str, x: torch.Tensor) -> torch.Tensor:
         found = frame[f"d.{name}"]
         if name in self.call.facts.by_head:
-            return found.transpose(1, 2).to(x.dtype)
+            dx = found.transpose(1, 2).to(x.dtype)
+            return dx if self.given.batched else dx[0]
         return found if name in self.given.tokens else found.sum((0, 2)).to(x.dtype)
 
 

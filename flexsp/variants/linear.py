@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, register_lowering
+from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
 def chunk(k, v):
@@ -15,6 +16,9 @@ def decay(prev_s, chunk_state):
 
 def merge(q, k, v, chunk_state, scale):
     return ((q @ k.T).tril(0) @ v + q @ chunk_state) * scale
+
+
+register_lowering(SCALAR_DECAY, chunk, decay, merge)
 
 
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:

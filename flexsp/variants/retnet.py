@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, register_lowering
+from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
 def positions(k, log_gamma):
@@ -21,6 +22,9 @@ def decay(prev_s, chunk_state, k, log_gamma):
 def merge(q, k, v, log_gamma, chunk_state, scale):
     b = positions(k, log_gamma)
     return (decayed_scores(q, k, b) @ v + (q * b.exp()[:, None]) @ chunk_state) * scale
+
+
+register_lowering(SCALAR_DECAY, chunk, decay, merge)
 
 
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:

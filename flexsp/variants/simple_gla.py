@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, register_lowering
+from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
 def chunk(k, v, g):
@@ -20,6 +21,9 @@ def merge(q, k, v, g, chunk_state, scale):
     p = (q @ k.T).tril(0)
     p = (p * (b[..., None] - b[None, ...]).exp()).to(v.dtype)
     return (p @ v + q @ chunk_state.to(q.dtype) * b.exp()[..., None]) * scale
+
+
+register_lowering(SCALAR_DECAY, chunk, decay, merge)
 
 
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:

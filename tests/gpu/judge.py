@@ -77,7 +77,7 @@ def assert_right(
 
 def check_variant(
     name: str, K: int, V: int, dtype: torch.dtype, folder: Path, seed: int, documents: tuple[int, ...] | None = None,
-    B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 3,
+    B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 3, lowering: str = "generated",
 ) -> None:  # fmt: skip
     """A variant's kernels against its token loop."""
     bounds = None
@@ -85,7 +85,7 @@ def check_variant(
         B, T, bounds = 1, sum(documents), (0, *accumulate(documents))
     run = Run(name, T=T, B=B, H=H, K=K, V=V, dtype=dtype, bounds=bounds, chunk=chunk)
     problem = problem_of(run)
-    model = variants.load(name).make(H, K, V, dtype, chunk_size=chunk, code_dir=str(folder))
+    model = variants.load(name).make(H, K, V, dtype, chunk_size=chunk, code_dir=str(folder), lowering=lowering)
     functions = variants.load(name).make(H, K, V, chunk_size=chunk)
     leaves = {key: x.to(torch.float32 if wide(key) else dtype) for key, x in (problem.tokens | problem.params).items()}
     leaves["prev_s"] = problem.initial.float()

@@ -58,3 +58,15 @@ def _state(name: str, size: int) -> tuple[int, int]:
 def test_variants(folder: Path, seed: int, name: str, size: int, dtype: torch.dtype, layout: str) -> None:
     documents = DOCUMENTS if layout == "packed" else None
     check_variant(name, *_state(name, size), dtype, folder, seed, documents, calls=CALLS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", (16, 64, 128, 256))
+@pytest.mark.parametrize("name", ["linear", "simple_gla", "retnet"])
+@pytest.mark.usefixtures("poisoned")
+def test_variants_that_an_engine_runs(
+    folder: Path, seed: int, name: str, size: int, dtype: torch.dtype, layout: str
+) -> None:  # fmt: skip
+    documents = DOCUMENTS if layout == "packed" else None
+    check_variant(name, size, size, dtype, folder, seed, documents, calls=CALLS, lowering="auto")

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.exceptions import fail
-from flexsp.kernels.launches import Buffer, LaunchSpec
+from flexsp.kernels.launches import Buffer, Call, LaunchSpec
 
 if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.compiler.engine import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.kernels.recipe import Given
 
 __all__ = ["Lowering", "lowering_named", "lowering_of", "register_lowering", "replaced"]
 
@@ -19,12 +22,12 @@ Functions = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], Call
 
 
 class Lowering:
-    """How an engine runs the calls of a program: the launches of some phases are its own, the others are generated.
+    """How an engine of hand-written kernels runs the calls of a program.
 
-    A call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`). A lowering is given the
-    generated list and returns the list that is run. Plans, memory, packed documents, ranks, autograd, torch.compile,
-    compilation ahead of time and the cost model go by what it returns. Subclass it and give an instance to
-    `register_lowering`.
+    It may state a whole call (`call`), or replace launches of a generated one (`forward`, `backward`, `buffer`).
+    A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`). A lowering is given
+    that list and returns the one that is run. Memory, packed documents, ranks, autograd, torch.compile, compilation
+    ahead of time and the cost model go by what it returns. Subclass it and give an instance to `register_lowering`.
 
     Attributes:
         name: what ``explain`` calls it; one word, known to no other lowering.
@@ -33,6 +36,21 @@ class Lowering:
 
     name: str = ""
     saved: frozenset[str] = frozenset()
+
+    def call(
+        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+    ) -> Call | None:  # fmt: skip
+        """A call with a plan, buffers and launches of its own; None where it has none for such a call.
+
+        Args:
+            code: the generated kernels, with the program.
+            given: what the inputs look like.
+            initial: initial states are given on this rank.
+            docs: packed documents, 0 if not packed.
+            ends: final states leave on this rank.
+            sp: the ranks, None for one.
+        """
+        return None
 
     def refuses(self, call: GeneratedCall) -> str | None:
         """Why such a call runs the generated launches alone, or None."""

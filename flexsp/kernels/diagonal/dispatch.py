@@ -16,7 +16,7 @@ from flexsp.runtime.kept import keep
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["recipe_of"]
+__all__ = ["recipe_of", "waited_for_by_nobody"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -38,7 +38,7 @@ def recipe_of(
     """
     plan = make_plan(given["q"], given["v"], docs)
     sp = get_sp(sp_id) if sp_id >= 0 else None
-    early = _waited_for_by_nobody(sp)
+    early = waited_for_by_nobody(sp)
     looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in (*given.values(), initial)]
     # Plans count by identity: what is kept holds its own.
     key = (id(plan), given["q"].device, *given, *looks, scale, want_final, sp_id, early, text)
@@ -63,6 +63,6 @@ def _make(
     return Recipe(call, looks, sp, remake)
 
 
-def _waited_for_by_nobody(sp: SequenceParallel | None) -> bool:
+def waited_for_by_nobody(sp: SequenceParallel | None) -> bool:
     """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
     return sp is not None and sp.rank == 0 and in_kernel(sp)

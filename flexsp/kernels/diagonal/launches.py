@@ -22,7 +22,7 @@ __all__ = ["DiagonalCall"]
 _F32 = torch.float32
 _SAVED = ("@states", "@decay", "@cut", "@gates")
 _SUMS = ("@reads", "@pairs", "@writes", "@edges", "@ends")
-_OWN = (*_SAVED, *_SUMS, "@dstates", "d.g_gamma")
+_OWN = (*_SAVED, *_SUMS, "@dstates")
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
@@ -51,7 +51,8 @@ class DiagonalCall:
 
     Attributes:
         dtype: of q, k and v.
-        gate: "g" or "g_gamma", the input that the state decays by; None where it does not.
+        gate: "g", the input with a number a token that the state decays by, or the name of one with a number a head;
+            None where it does not decay.
         initial: initial states are given on this rank.
         ends: final states are wanted, and leave on this rank.
         early: dq is walked before the gradients of states come in.
@@ -75,7 +76,7 @@ class DiagonalCall:
             NAME, self.text, p.B, p.T, p.H, p.docs,
             p.tiles.chunk, p.n_chunks, p.n_seg, (kind, p.K, p.V), self.ends,
             sparse=p.packed, keeps_final=p.packed and self.ends and self.gate is not None,
-            optional=frozenset({"g", "g_gamma"}), by_head=frozenset({"g"}),
+            optional=frozenset(() if self.gate is None else (self.gate,)), by_head=frozenset({"g"}),
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:
@@ -100,8 +101,7 @@ class DiagonalCall:
             "@reads": (_F32, self._sums(_count(p.K, p.tiles.dq.bk), p.tiles.dq.parts)),
             "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
             "@writes": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
-            "d.g": (_F32, (p.B, p.H, p.T)),
-            "d.g_gamma": (_F32, (p.B, p.H, p.T)),
+            f"d.{self.gate}": (_F32, (p.B, p.H, p.T)),
         }
         if name in found:
             return Buffer(*found[name])
@@ -121,7 +121,7 @@ class DiagonalCall:
         return kept.nbytes
 
     def own(self, name: str) -> bool:
-        return name in _OWN
+        return name in _OWN or (self.gate != "g" and name == f"d.{self.gate}")
 
     def saved(self, name: str) -> bool:
         return name in _SAVED

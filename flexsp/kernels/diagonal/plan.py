@@ -11,7 +11,7 @@ from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
-__all__ = ["NAME", "Plan", "decay_dtype", "make_plan"]
+__all__ = ["NAME", "Plan", "decay_dtype", "make_plan", "plan_of"]
 
 NAME = "the kernels of flexsp.ops (chunk_simple_gla and the others)"
 
@@ -39,12 +39,13 @@ class Plan:
 def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Plan:
     """Plan for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed), on the GPU that q is on."""
     sizes = (*q.shape, v.shape[-1], docs)
-    build = _build if all(type(n) is int for n in sizes) else _build.__wrapped__  # symbolic sizes have no hash
+    build = plan_of if all(type(n) is int for n in sizes) else plan_of.__wrapped__  # symbolic sizes have no hash
     return build(q.dtype, *sizes, of_device(q.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _build(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Plan:
+def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Plan:
+    """As `make_plan`, of sizes."""
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
     choice = tiles.choose(dtype, K, V, device, docs > 0)

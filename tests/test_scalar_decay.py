@@ -1,0 +1,122 @@
+"""Variants that the engine for scalar decays runs: linear attention, simple GLA and RetNet, as programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.kernels.diagonal.launches import DiagonalCall
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from flexsp.variants import linear, retnet, simple_gla
+from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
+
+__all__ = ["folder"]
+
+NAMES = ["linear", "simple_gla", "retnet"]
+MODULES = {"linear": linear, "simple_gla": simple_gla, "retnet": retnet}
+H, K, V = 2, 20, 24
+
+
+def runs(name: str, **options: Any) -> Run:
+    return Run(name, **({"lowering": "auto"} | options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_and_packed(name: str, folder: str) -> None:
+    """Against token loops, with initial states and gradients of final ones; any strides, half precision."""
+    packed = documents(150, 4)
+    check_runs(
+        folder,
+        runs(name, T=130, B=2, strided=True), runs(name, T=150, bounds=packed), runs(name, T=1), runs(name, T=0, B=2),
+        runs(name, T=150, bounds=(0, 0, 70, 70, 150), dtype=torch.bfloat16, segments=MANY_SEGMENTS),
+        runs(name, T=65, dtype=torch.bfloat16, segments=ONE_SEGMENT),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_over_ranks(name: str, folder: str) -> None:
+    lengths = (70, 0, 60)
+    check_runs(
+        folder, runs(name, T=130, lengths=lengths), runs(name, T=130, lengths=lengths, bounds=(0, 20, 20, 100, 130)),
+    )  # fmt: skip
+
+
+def test_gates_from_growth_to_closed(folder: str) -> None:
+    """Programs may have gates above 0, which the ops refuse."""
+    given = [(0.3, -0.2, 0.0), (-104.0, -1.0)]
+    check_runs(folder, *(runs("simple_gla", T=150, gates=gates) for gates in given))
+
+
+def tensors(name: str, lead: tuple[int, ...], T: int, width: int = K) -> dict[str, torch.Tensor]:
+    x = {key: torch.randn(*lead, T, H, V if key == "v" else width) for key in "qkv"}
+    gates = {"simple_gla": {"g": -torch.rand(*lead, T, H)}, "retnet": {"log_gamma": -torch.rand(H)}}
+    return x | gates.get(name, {})
+
+
+def called(sp: Any, name: str) -> list[str]:
+    """What is wrong of calls of one sequence, in graphs, and of what an engine leaves to the generated kernels."""
+    wrong, make = [], MODULES[name].make
+    model = make(H, K, V)
+
+    def right(what: str, got: Any, x: dict[str, torch.Tensor], of: Any = model, **given: Any) -> None:
+        leaves = [y.detach().double().requires_grad_() for y in x.values()]
+        o, final = of(**dict(zip(x, leaves, strict=True)), **given)
+        want = [o, final, *torch.autograd.grad(o.sum() + final.square().sum(), leaves)]
+        errors = [relative_error(a.double(), b) for a, b in zip(got, want, strict=True)]
+        if max(errors) > 1e-5 or any(a.shape != b.shape for a, b in zip(got, want, strict=True)):
+            wrong.append(f"{what}: {errors}")
+
+    def answer(call: Any, x: dict[str, torch.Tensor], **given: Any) -> list[torch.Tensor]:
+        leaves = {key: y.requires_grad_() for key, y in x.items()}
+        o, final = call(**leaves, **given)
+        return [o, final, *torch.autograd.grad(o.sum() + final.square().sum(), list(leaves.values()))]
+
+    bounds = torch.tensor([0, 30, 30, 77])
+    x = tensors(name, (), 77)
+    right("one sequence", answer(model, x), x)
+    right("one sequence of documents", answer(model, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
+    kinds = {type(call.recipe.call) for call in model._calls.values() if call.recipe is not None}
+    wrong += [] if kinds == {DiagonalCall} else [f"ran {kinds}"]
+    x = tensors(name, (1,), 77)
+    compiled = torch.compile(lambda **y: model(**y), fullgraph=True, backend="aot_eager")
+    right("graph", answer(compiled, x), x)
+    right("graph of documents", answer(compiled, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
+    others = [(make(H, K, V, chunk_size=16), x), (make(H, 300, V), tensors(name, (1,), 20, 300))]
+    others += [(model, x | {key: x[key].detach().bfloat16()}) for key in "kv"]
+    for variant, y in others:
+        if "scalar_decay" in (said := variant.runs(**y)):
+            wrong.append(f"{said}: {', '.join(f'{key} {tuple(z.shape)} {z.dtype}' for key, z in y.items())}")
+    if model.runs(**x) != "runs kernels of the engine scalar_decay":
+        wrong.append(model.runs(**x))
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls(name: str) -> None:
+    (wrong,) = run_ranks(called, 1, name, env=ENV, timeout=200)
+    assert not wrong, "\n".join(wrong)
+
+
+def scaled(sp: Any) -> str:
+    """The shipped functions with an input in place of their number."""
+    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
+    meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
+    meta |= {"scale": SymbTensor([h]), "prev_s": SymbTensor(["NS", h, k, v])}
+    model = LinearAttention(meta, linear.chunk, linear.decay, linear.merge)
+    return model.runs(**tensors("linear", (1,), 30), scale=torch.ones(H))
+
+
+def test_functions_with_other_inputs() -> None:
+    (said,) = run_ranks(scaled, 1, env=ENV)
+    assert said == "runs generated kernels"
+
+
+def test_explain(tmp_path: Path) -> None:
+    text = simple_gla.make(H, K, V, code_dir=tmp_path).explain()
+    assert "engine: scalar_decay runs whole calls; what follows is of those that it leaves to generated kernels" in text
+    assert "engine:" not in simple_gla.make(H, K, V, code_dir=tmp_path, lowering="generated").explain()

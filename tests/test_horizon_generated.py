@@ -79,9 +79,10 @@ def failures(sp: Any, name: str, kinds: tuple[str, ...], seed: int) -> list[str]
             segments = min(SEGMENTS) if kind.startswith("slow at") else segments
             with poisoned(segments, H):
                 got = results(model, x, state, bounds, torch.float32)
-            known = [at for at in got if kind != "huge" or at not in ("dg", "dlog_gamma")]  # sums of 1e4 in fp32
+            known = [at for at in got if kind != "huge" or at not in ("dg", "dlog_gamma")]
+            most = 1e-2 if kind == "huge" else 2e-5  # sums of 1e5 in fp32
             errors = {at: relative_error(got[at].double(), want[at]) for at in known}
-            wrong = {at: error for at, error in errors.items() if not error < 2e-5 and want[at].norm() > 1e-20}
+            wrong = {at: error for at, error in errors.items() if not error < most and want[at].norm() > 1e-20}
             if wrong:
                 found.append(f"{kind}, packed {bounds is not None}, segments {segments}: {wrong}")
     return found

@@ -35,7 +35,7 @@ def test_the_engine() -> None:
         B, H, K, V = random.randrange(1, 5), random.randrange(1, 40), random.randrange(1, 257), random.randrange(1, 257)
         docs = random.choice([0, 0, 1, random.randrange(2, 9)])
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
-        plan = engine._build(dtype, B, T, H, K, V, docs, replace(H200, programs=programs))
+        plan = engine.plan_of(dtype, B, T, H, K, V, docs, replace(H200, programs=programs))
         assert_covers(plan, T, docs, plan.tiles.chunk)
         most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"

@@ -86,6 +86,11 @@ def called(sp: Any, name: str) -> list[str]:
     compiled = torch.compile(lambda **y: model(**y), fullgraph=True, backend="aot_eager")
     right("graph", answer(compiled, x), x)
     right("graph of documents", answer(compiled, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
+    wide, y = make(H, 256, 256), {key: z[:, :20] if key != "log_gamma" else z for key, z in x.items()}
+    y |= {key: torch.randn(1, 20, H, 256) for key in "qkv"}
+    right("no kernels are generated", answer(wide, y), y, wide)
+    if "scalar_decay" not in (said := wide.runs(**y)) or "on a GPU a call with H = 2" not in wide.explain():
+        wrong.append(said)
     others = [(make(H, K, V, chunk_size=16), x), (make(H, 300, V), tensors(name, (1,), 20, 300))]
     others += [(model, x | {key: x[key].detach().bfloat16()}) for key in "kv"]
     for variant, y in others:

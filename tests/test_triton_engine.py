@@ -59,12 +59,12 @@ def one_walk() -> Iterator[None]:
 
     whole, choose = Tile(64, 16, 8, 1), tiles.choose
     tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
-    plan._build.cache_clear()
+    plan.plan_of.cache_clear()
     try:
         yield
     finally:
         tiles.choose = choose
-        plan._build.cache_clear()
+        plan.plan_of.cache_clear()
 
 
 # One rank ------------------------------------------------------------------------------------------------------------

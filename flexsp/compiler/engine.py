@@ -239,7 +239,7 @@ class Generated:
         except KeyError as error:
             return f"no input of the call tells the size {error}"
         except NotEmittable as error:
-            return str(error)
+            return None if self.lowering is not None and self.lowering.serves(self, sizes) else str(error)
         return None
 
     def plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,9 @@ class _ScalarDecay(Lowering):
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
         text = code.program.call_text(given.dtype, docs > 0)
         return DiagonalCall(plan, given.dtype, gate, numbers["scale"], initial, ends, waited_for_by_nobody(sp), text)
+
+    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
+        return code.chunk is None and max(sizes["K"], sizes["V"]) <= _MOST
 
     def refuses(self, call: GeneratedCall) -> str | None:
         return "it runs whole calls only"

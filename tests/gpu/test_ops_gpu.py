@@ -55,12 +55,12 @@ def test_every_tile_configuration(
     assert tiles in [table.choose(dtype, K, V, device) for device in (H200, A100)]
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
     monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 2)
-    plan._build.cache_clear()
+    plan.plan_of.cache_clear()
     problem = draw("simple_gla", T=sum(DOCUMENTS), H=2, K=K, V=V, documents=DOCUMENTS if packed else None)
     try:
         _assert_right(problem.rounded(dtype), dtype)
     finally:
-        plan._build.cache_clear()
+        plan.plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
@@ -85,7 +85,7 @@ def test_gates_from_zero_to_minus_ten_thousand(
 ) -> None:
     """Segments of eight chunks, of which the horizon leaves all (head 0) to one (heads 1 and 2) to walk."""
     monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 8)
-    plan._build.cache_clear()
+    plan.plan_of.cache_clear()
     problem = draw("simple_gla", T=sum(documents), H=4, K=64, V=64, documents=documents if packed else None)
     g = problem.tokens["g"]
     g[:, :, 0] = 0.0
@@ -94,7 +94,7 @@ def test_gates_from_zero_to_minus_ten_thousand(
     try:
         found = solve_all(problem.rounded(dtype), dtype, CUDA)
     finally:
-        plan._build.cache_clear()
+        plan.plan_of.cache_clear()
     assert all(x.isfinite().all() for answer in found for x in answer.values())
     _assert_right(problem.rounded(dtype), dtype, found)
 

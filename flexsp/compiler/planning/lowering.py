@@ -52,6 +52,10 @@ class Lowering:
         """
         return None
 
+    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
+        """Whether `call` runs calls of such sizes of inputs and states, by name, though no kernels are generated."""
+        return False
+
     def refuses(self, call: GeneratedCall) -> str | None:
         """Why such a call runs the generated launches alone, or None."""
         return None

@@ -82,7 +82,8 @@ def failures(sp: Any, name: str, kinds: tuple[str, ...], seed: int) -> list[str]
             known = [at for at in got if kind != "huge" or at not in ("dg", "dlog_gamma")]
             most = 1e-2 if kind == "huge" else 2e-5  # sums of 1e5 in fp32
             errors = {at: relative_error(got[at].double(), want[at]) for at in known}
-            wrong = {at: error for at, error in errors.items() if not error < most and want[at].norm() > 1e-20}
+            limits = {at: max(most, 1e-3) if want[at].numel() <= H else most for at in known}  # sums that may cancel
+            wrong = {at: x for at, x in errors.items() if not x < limits[at] and want[at].norm() > 1e-20}
             if wrong:
                 found.append(f"{kind}, packed {bounds is not None}, segments {segments}: {wrong}")
     return found

@@ -273,6 +273,14 @@ KINDS: dict[str, tuple[Function, str]] = {
     "by a method": (lambda prev_s, chunk_state, g: (prev_s * 0.5).where(g.sum() < 99, chunk_state), "scalar"),
     "filled": (lambda prev_s, chunk_state, g: prev_s.masked_fill(g.sum() > 0, 2.0) + chunk_state, "scalar"),
     "a number added": (lambda prev_s, chunk_state: 1 - torch.add(prev_s / 2, chunk_state, alpha=3), "scalar"),
+    "by keywords": (
+        lambda prev_s, chunk_state: torch.cat(tensors=[torch.rsub(prev_s[:1], other=2.0), prev_s[1:]]) + chunk_state,
+        "dense",
+    ),
+    "where by keywords": (
+        lambda prev_s, chunk_state, g: prev_s.where(condition=g.sum() > 0, other=chunk_state),
+        "not affine",
+    ),
     "not used": (lambda prev_s, chunk_state: chunk_state * 2 + prev_s.size(0), "scalar"),
 }  # fmt: skip
 

@@ -99,8 +99,13 @@ class Flows:
         what, args = named(node), node.args
         if what in ("add", "sub", "rsub"):
             new[node].args = tuple(zero(x) for x in args)
+            if "other" in node.kwargs:
+                new[node].kwargs = new[node].kwargs | {"other": zero(node.kwargs["other"])}
         elif what in ("cat", "stack"):
-            new[node].args = ([zero(x) for x in args[0]], *new[node].args[1:])
+            if args:
+                new[node].args = ([zero(x) for x in args[0]], *new[node].args[1:])
+            else:
+                new[node].kwargs = new[node].kwargs | {"tensors": [zero(x) for x in node.kwargs["tensors"]]}
         elif node.target is primitives.joined:
             new[node].args = tuple(zero(x) for x in args)
         elif what == "masked_fill":
@@ -153,12 +158,12 @@ class Flows:
         return joined if what in _ALIGNED or what == "expand_as" else _CURVED
 
     def _by_factor(self, node: Node, what: str, first: Flow | None, others: list[Any]) -> Flow:
-        if what == "where":
+        if what == "where" and not node.kwargs:
             mask, *parts = node.args
             if node.op == "call_method":
                 mask, parts = node.args[1], [node.args[0], *node.args[2:]]
             flows = [flow for x in parts if (flow := self._of(x)) is not None]
-            return _CURVED if self._of(mask) or node.kwargs else self._scaled(node, _join(flows), mask)
+            return _CURVED if self._of(mask) else self._scaled(node, _join(flows), mask)
         if node.kwargs or len(node.args) < 2 or (first is not None and others):
             return _CURVED
         if first is not None:

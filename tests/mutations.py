@@ -223,7 +223,7 @@ _COMPILER = [
          "tests/test_compiler.py::test_kind_of_transition"),
         ("turned=not flow.turned)", "turned=flow.turned)", "a transpose of the state is not seen",
          _KIND),
-        ("new[node].args = tuple(zero(x) for x in args)\n        elif what in", "pass\n        elif what in",
+        ("new[node].args = tuple(zero(x) for x in args)\n            if \"other\"", "pass\n            if \"other\"",
          "what is added to a state counts as a factor", _KIND + "[a number added]"),
         ("(*new[node].args[:2], 0.0)", "new[node].args", "what fills a state counts as a factor", _KIND + "[filled]"),
         ("mask = 1 if node.op", "mask = 0 if node.op", "a mask is taken for a state", _KIND + "[by a method]"),

@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, matmul_out_fp32
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, matmul_out_fp32, register_lowering
+from flexsp.variants.delta_rule import DELTA_RULE
 
 
 def chunk(k, v, b):
@@ -23,6 +24,9 @@ def decay(prev_s, k, w, chunk_state):
 def merge(q, k, u, w, chunk_state, scale):
     errors = u - w @ chunk_state
     return ((q @ k.T).tril(0) @ errors + q @ chunk_state) * scale
+
+
+register_lowering(DELTA_RULE, chunk, decay, merge)
 
 
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:

@@ -1,0 +1,88 @@
+"""Gradients of a chunk's q, k, beta and g, given the states around it (docs/math.md, section 4)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.delta.prepare import load_numbers
+from flexsp.kernels.delta.walks import load_gates
+from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, load_state, mm, power, store_rows
+from flexsp.runtime.launch import begin
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_chunks"])
+def grads(
+    q, k, do, beta, g, dv, errors, gates, entering, leaving, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, do_sb, do_st, do_sh, w_sb, w_st, w_sh, g_sb, g_st, g_sh, T, H, n_chunks, scale,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dq, dk [B, T, H, K], dbeta and dg [B, T, H], a chunk a program.
+
+    errors N^T, entering S^T and leaving dS^T of every chunk are [B H, chunks, V, C or K]; dv is that of `back`.
+    """
+    begin(PDL)
+    c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b = row // H
+    h = row % H
+    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+    at = row * n_chunks + c
+    do += b * do_sb + h * do_sh + start * do_st
+    dv += ((b * T + start) * H + h) * V
+    bc, end = load_gates(gates, at, C, GATED)
+    w = load_numbers(beta + b * w_sb + h * w_sh + start * w_st, w_st, length, C).to(tl.float32)
+    to_q = tl.zeros([C, BK], tl.float32)
+    to_k = tl.zeros([C, BK], tl.float32)
+    to_p = tl.zeros([C, BK], tl.float32)
+    reads = tl.zeros([C, C], tl.float32)
+    pairs = tl.zeros([C, C], tl.float32)
+    through = 0.0
+    for v0 in tl.static_range(0, V, BV):
+        oc = load_rows(do, do_st, length, v0, C, V, BV)
+        yc = load_rows(dv, H * V, length, v0, C, V, BV)
+        N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
+        S = load_state(entering + at * V * K, v0, 0, True, V, K, BV, BK).to(entering.dtype.element_ty)
+        dS = load_state(leaving + at * V * K, v0, 0, True, V, K, BV, BK).to(leaving.dtype.element_ty)
+        reads += mm(oc, N, DOT, PREC)
+        pairs += mm(yc, N, DOT, PREC)
+        to_q += mm(oc, S, DOT, PREC)
+        to_k += mm(yc, S, DOT, PREC)
+        to_p += mm(tl.trans(N), dS, DOT, PREC)
+        if GATED:
+            through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
+    i = tl.arange(0, C)
+    below = i[:, None] > i[None, :]
+    now = i[:, None] == i[None, :]
+    if GATED:
+        decay = power(tl.where(below | now, bc[:, None] - bc[None, :], float("-inf")))
+        reads = reads * decay * scale
+        pairs = tl.where(below, -pairs * decay, 0.0)
+        to_q = to_q * (power(bc) * scale)[:, None]
+        to_k = -to_k * power(bc)[:, None]
+        to_p = to_p * power(end - bc)[:, None]
+    else:
+        reads = tl.where(below | now, reads * scale, 0.0)
+        pairs = tl.where(below, -pairs, 0.0)
+        to_q = to_q * scale
+        to_k = -to_k
+    qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
+    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
+    if GATED:
+        through = through * power(end) + tl.sum(tl.sum(to_p * pc.to(tl.float32), axis=1), axis=0)
+    to_q += mm(reads, pc, DOT, PREC)
+    to_k += mm(pairs, pc, DOT, PREC)
+    to_p += mm(tl.trans(reads), qc, DOT, PREC) + mm(tl.trans(pairs), kc, DOT, PREC)
+    wide = kc.to(tl.float32)
+    written = tl.sum(to_p * wide, axis=1)
+    store_rows(dq + ((b * T + start) * H + h) * K, to_q, H * K, length, 0, C, K, BK)
+    store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
+    to = (b * T + start + i) * H + h
+    tl.store(dbeta + to, written.to(dbeta.dtype.element_ty), mask=i < length)
+    if GATED:
+        sums = tl.sum(to_q * qc.to(tl.float32), axis=1) + tl.sum(to_k * wide, axis=1)
+        sums -= tl.sum(to_p * pc.to(tl.float32), axis=1)
+        to_g = tl.cumsum(sums, axis=0, reverse=True) + through
+        gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(tl.float32)
+        tl.store(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g).to(dg.dtype.element_ty), mask=i < length)

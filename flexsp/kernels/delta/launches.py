@@ -1,0 +1,224 @@
+"""The launches of one call of the delta engine: prepare -> (summarize -> scan) -> output, and the same backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flexsp.kernels.delta import grads, prepare, walks
+from flexsp.kernels.delta.plan import Plan
+from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
+from flexsp.kernels.primitives import dots
+
+__all__ = ["DeltaCall"]
+
+_F32 = torch.float32
+_SAVED = ("@states", "@A", "@gates", "@inverse")
+_OWN = (*_SAVED, "@dstates", "@entering", "@leaving", "@errors")
+_KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (
+        prepare.prepare, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeltaCall:
+    """A call of the delta engine, as `flexsp.kernels.launches.Call` describes it.
+
+    A pointer that a kernel does not use is that of q. Buffers: ``@states`` and ``@dstates`` at the edges of the rank,
+    ``@A`` its matrix, ``@gates`` cumulative log2 decay within chunks, ``@inverse`` of chunks, and in the backward pass
+    what `walks` keeps of every chunk.
+
+    Attributes:
+        dtype: of q, k and v.
+        beta: the name of the input beta.
+        gate: that of the log gates, None where the state does not decay.
+        initial: initial states are given on this rank.
+        ends: final states are wanted, and leave on this rank.
+        text: what ranks compare of the call.
+        name: of the variant, for messages.
+    """
+
+    plan: Plan
+    dtype: torch.dtype
+    beta: str
+    gate: str | None
+    types: tuple[torch.dtype, torch.dtype]
+    scale: float
+    initial: bool
+    ends: bool
+    text: str
+    name: str
+
+    @cached_property
+    def facts(self) -> Facts:
+        p = self.plan
+        return Facts(
+            self.name, self.text, p.B, p.T, p.H, p.docs, p.tiles.chunk, p.n_chunks, p.n_seg, ("dense", p.K, p.V),
+            self.ends, sparse=p.docs > 0,
+        )  # fmt: skip
+
+    def kernel(self, spec: LaunchSpec) -> Any:
+        return _KERNELS[spec.kind]
+
+    def look(self, frame: Any) -> None:
+        """Nothing can be wrong that nobody looked at."""
+
+    # Buffers
+
+    def buffer(self, name: str) -> Buffer:
+        p, C = self.plan, self.plan.tiles.chunk
+        half = self.dtype if self.dtype == torch.bfloat16 else _F32
+        chunks = p.B * p.H, p.n_chunks
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "@states": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
+            "@dstates": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
+            "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
+            "@gates": (_F32 if half == torch.bfloat16 else torch.float64, (*chunks, C)),
+            "@inverse": (half, (*chunks, C, C)),
+            "@entering": (half, (*chunks, p.V, p.K)),
+            "@leaving": (half, (*chunks, p.V, p.K)),
+            "@errors": (half, (*chunks, p.V, C)),
+            f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
+            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
+        }
+        if name in found:
+            return Buffer(*found[name])
+        if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
+            return Buffer(_F32, (p.docs or p.B, p.H, p.K, p.V))
+        width = p.K if name.removeprefix("d.") in ("q", "k") else p.V
+        return Buffer(self.dtype, (p.B, p.T, p.H, width))
+
+    def own(self, name: str) -> bool:
+        return name in _OWN
+
+    def saved(self, name: str) -> bool:
+        return name in _SAVED
+
+    # Launches
+
+    def forward(self) -> list[LaunchSpec]:
+        p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
+        launches = [self._prepare()]
+        given = "@initial" if self.initial else None
+        if p.scanned:
+            launches += [self._summarize(given), scan("@states", "@A", None, reverse=False)]
+        within = given if in_walk else None
+        states, final = "@states" if p.scanned else None, "@final" if self.ends else None
+        output = self._launch(
+            "output", p.tiles.output, ["q", "k", "v", self.beta, "@inverse", self._gates, "@o", states, within, final],
+            ("@o", *named(final)), ["q", "k", "v", self.beta], scaled=True,
+            ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
+        )  # fmt: skip
+        launches.append(output)
+        return launches if p.n_chunks else self._of_no_tokens(launches)
+
+    def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+        """The forward pass of a shard without tokens, whose transition is the unit."""
+        if not self.plan.scanned:
+            ends = copied("@final", "@initial") if self.initial else zeroed("@final")
+            return [*launches, *([ends] if self.ends else [])]
+        steps = [unit("@A"), zeroed("@states")]
+        if self.initial and not self.plan.docs:
+            steps.append(copied("@states", "@initial", 0))
+        return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
+
+    def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
+        """All gradients of inputs are computed, whichever are `wanted`."""
+        p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
+        initial = "@initial" if self.initial and in_walk else None
+        after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
+        last, beta = after if in_walk else None, self.beta
+        states, dstates = ("@states", "@dstates") if p.scanned else (None, None)
+        tiles, of = p.tiles, ["@inverse", self._gates]
+        launches = [self._launch(
+            "states", tiles.states, ["k", "v", beta, *of, "@errors", states, initial, "@entering"],
+            ("@errors", "@entering"), ["k", "v", beta], ENTERS=p.scanned, BOUNDARY=initial is not None,
+        )]  # fmt: skip
+        if p.scanned:
+            collect = self._launch(
+                "collect", tiles.back, ["q", "k", "@do", beta, *of, "@dstates", after], ("@dstates",),
+                ["q", "k", "do", beta], scaled=True, BOUNDARY=after is not None,
+            )  # fmt: skip
+            launches += [collect, scan("@dstates", "@A", None, reverse=True)]
+        launches.append(self._launch(
+            "back", tiles.back, ["q", "k", "@do", beta, *of, "d.v", dstates, last, to, "@leaving"],
+            ("d.v", "@leaving", *named(to)), ["q", "k", "do", beta], scaled=True,
+            ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
+        ))  # fmt: skip
+        launches.append(self._grads())
+        if p.n_chunks:
+            return launches
+        if not p.scanned:
+            first = copied("@dinitial", "@dfinal") if dfinal else zeroed("@dinitial")
+            return [first] if dinitial else []
+        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not p.docs else []
+        return [zeroed("@dstates"), *given, *launches, *([copied("@dinitial", "@dstates", None, 0)] if dinitial else [])]
+
+    @property
+    def _gates(self) -> str | None:
+        return None if self.gate is None else "@gates"
+
+    def _of_gate(self) -> int | str:
+        return 0 if self.gate is None else self.gate
+
+    def _spec(
+        self, kind: str, how: Launch, grid: tuple[int, ...], pointers: Sequence[str | None], writes: Sequence[str],
+        numbers: Sequence[int | float | str], constants: dict[str, Any],
+    ) -> LaunchSpec:  # fmt: skip
+        p = self.plan
+        reads = tuple(x for x in named(*pointers) if x not in writes)
+        sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
+        constants = sizes | {"GATED": self.gate is not None, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        table = "@table" if p.docs else "q"
+        return LaunchSpec(
+            kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
+            how.options,
+        )  # fmt: skip
+
+    def _strides(self, names: Sequence[str | None]) -> list[int | str]:
+        """Those of a token's numbers are 0 where there is no such input."""
+        return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
+
+    def _prepare(self) -> LaunchSpec:
+        p, names = self.plan, ["k", self.beta, self.gate]
+        writes = named("@inverse", self._gates)
+        return self._spec(
+            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, "@inverse", self._gates], writes,
+            [*self._strides(names), p.T, p.H], {},
+        )  # fmt: skip
+
+    def _launch(
+        self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str], inputs: Sequence[str],
+        scaled: bool = False, **flags: bool,
+    ) -> LaunchSpec:  # fmt: skip
+        """A walk over the chunks of segments."""
+        p = self.plan
+        panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
+        numbers = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, *([self.scale] if scaled else [])]
+        grid = panels, p.B * p.H, p.n_seg
+        return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
+
+    def _summarize(self, given: str | None) -> LaunchSpec:
+        return self._launch(
+            "summarize", self.plan.tiles.states,
+            ["k", "v", self.beta, "@inverse", self._gates, "@states", given, "@A"], ("@states", "@A"),
+            ["k", "v", self.beta], BOUNDARY=given is not None,
+        )  # fmt: skip
+
+    def _grads(self) -> LaunchSpec:
+        p, how = self.plan, self.plan.tiles.grads
+        gate = None if self.gate is None else f"d.{self.gate}"
+        pointers = ["q", "k", "@do", self.beta, self.gate, "d.v", "@errors", self._gates, "@entering", "@leaving"]
+        writes = named("d.q", "d.k", f"d.{self.beta}", gate)
+        numbers = [*self._strides(["q", "k", "do", self.beta, self.gate]), p.T, p.H, p.n_chunks, self.scale]
+        return self._spec(
+            "grads", how, (p.n_chunks, p.B * p.H, 1), [*pointers, "d.q", "d.k", f"d.{self.beta}", gate], writes,
+            numbers, {"V": p.V, "BV": how.cols},
+        )  # fmt: skip

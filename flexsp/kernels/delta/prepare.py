@@ -1,0 +1,115 @@
+"""What the delta engine makes of a chunk before any state is known: its gates, and the inverse of I + G.
+
+G_ij = k_i . k_j e^{b_i - b_j} beta_j below the diagonal, with the cumulative gates b (docs/math.md, section 4).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power
+from flexsp.runtime.launch import begin
+
+_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def load_numbers(base, stride_t, length, C: tl.constexpr):
+    """One number a token of a chunk [C], zero outside."""
+    rows = tl.arange(0, C)
+    return tl.load(base + rows * stride_t, mask=rows < length, other=0.0)
+
+
+@triton.jit
+def _blocks(x, lower, C: tl.constexpr, N: tl.constexpr):
+    """Blocks [C / N, N, N] on the diagonal of x [C, C]; if `lower` those left of them."""
+    m = tl.arange(0, C // N)
+    of = m[:, None] - 1 if lower else m[:, None]
+    chosen = (of == m[None, :])[:, None, :, None]
+    return tl.sum(tl.where(chosen, tl.reshape(x, [C // N, N, C // N, N]), 0.0), axis=2)
+
+
+@triton.jit
+def _every_second(x, odd: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
+    """The even, or the odd, matrices of x [2 PAIRS, N, N]."""
+    chosen = (tl.arange(0, 2) == odd)[None, :, None, None]
+    return tl.sum(tl.where(chosen, tl.reshape(x, [PAIRS, 2, N, N]), 0.0), axis=1)
+
+
+@triton.jit
+def _substituted(x, COUNT: tl.constexpr):
+    """Inverses of I + x, for matrices x [COUNT, 16, 16] that are zero on and above the diagonal."""
+    i = tl.arange(0, _BLOCK)[None, :, None]
+    j = tl.arange(0, _BLOCK)[None, None, :]
+    turned = tl.permute(x, (0, 2, 1))
+    found = tl.where(i == j, 1.0, 0.0) + tl.zeros([COUNT, _BLOCK, _BLOCK], tl.float32)
+    for row in tl.static_range(1, _BLOCK):
+        left = tl.sum(tl.where(j == row, turned, 0.0), axis=2)
+        new = tl.sum(left[:, :, None] * found, axis=1)
+        found = tl.where(i == row, found - new[:, None, :], found)
+    return found
+
+
+@triton.jit
+def _joined(a, b, d, PAIRS: tl.constexpr, N: tl.constexpr):
+    """[[a, 0], [b, d]] of matrices [PAIRS, N, N]."""
+    lower = (tl.arange(0, 2) == 1)[None, :, None, None, None]
+    right = (tl.arange(0, 2) == 1)[None, None, None, :, None]
+    a = a[:, None, :, None, :]
+    b = b[:, None, :, None, :]
+    d = d[:, None, :, None, :]
+    whole = tl.where(lower, tl.where(right, d, b), tl.where(right, 0.0, a))
+    return tl.reshape(whole, [PAIRS, 2 * N, 2 * N])
+
+
+@triton.jit
+def unit_inverse(x, C: tl.constexpr):
+    """Inverse of I + x, for x [C, C] that is zero on and above the diagonal; in fp32 throughout.
+
+    Blocks of 16 by substitution, then [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    """
+    LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2
+    found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK)
+    for level in tl.static_range(LEVELS):
+        N: tl.constexpr = 16 << level
+        PAIRS: tl.constexpr = C // (32 << level)
+        a = _every_second(found, 0, PAIRS, N)
+        d = _every_second(found, 1, PAIRS, N)
+        b = _every_second(_blocks(x, True, C, N), 1, PAIRS, N)
+        b = -tl.dot(d, tl.dot(b, a, input_precision="tf32x3"), input_precision="tf32x3")
+        found = _joined(a, b, d, PAIRS, N)
+    return tl.reshape(found, [C, C])
+
+
+@triton.jit(do_not_specialize=["T", "H"])
+def prepare(
+    k, beta, g, inverse, gates, table, k_sb, k_st, k_sh, w_sb, w_st, w_sh, g_sb, g_st, g_sh, T, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inverse [B H, chunks, C, C] of I + G, and gates [B H, chunks, C], cumulative log2 decay.
+
+    Rows past a chunk's length repeat its last gate.
+    """
+    begin(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // H
+    h = row % H
+    start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    i = tl.arange(0, C)
+    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    w = load_numbers(beta + b * w_sb + h * w_sh + start * w_st, w_st, length, C).to(tl.float32)
+    x = mm(kc, tl.trans(kc), DOT, PREC) * w[None, :]
+    below = i[:, None] > i[None, :]
+    if GATED:
+        gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(gates.dtype.element_ty)
+        gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
+        total = tl.cumsum(gate * LOG2E, axis=0)
+        tl.store(gates + at * C + i, total)
+        x = x * power(tl.where(below, total[:, None] - total[None, :], float("-inf")))
+    else:
+        x = tl.where(below, x, 0.0)
+    found = unit_inverse(x, C)
+    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found.to(inverse.dtype.element_ty))

@@ -1,0 +1,324 @@
+"""Walks of the delta engine over the chunks of a segment, with the state in registers.
+
+A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = M^-1 (V - e^b K S): M^-1 and the cumulative
+gates b come from `prepare`. States are held transposed, [BV, BK >= K], so they enter products from registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.delta.prepare import load_numbers
+from flexsp.kernels.primitives import (
+    chunk_info,
+    load_rows,
+    load_state,
+    mm,
+    power,
+    store_columns,
+    store_state,
+)
+from flexsp.runtime.launch import begin
+
+
+@triton.jit
+def load_square(base, C: tl.constexpr):
+    i = tl.arange(0, C)
+    return tl.load(base + i[:, None] * C + i[None, :])
+
+
+@triton.jit
+def load_gates(gates, chunk, C: tl.constexpr, GATED: tl.constexpr):
+    """Cumulative log2 decay [C] of a chunk, and its last value; zeros where nothing decays."""
+    if GATED:
+        b = tl.load(gates + chunk * C + tl.arange(0, C))
+        end = tl.load(gates + chunk * C + C - 1)
+    else:
+        b = tl.zeros([C], tl.float32)
+        end = 0.0
+    return b, end
+
+
+@triton.jit
+def _errors(S, kc, vc, inverse, b, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
+    """N^T [BV, C] for values vc [C, BV]."""
+    read = mm(S, tl.trans(kc), DOT, PREC)
+    if GATED:
+        read = read * power(b)[None, :]
+    return mm(tl.trans(vc).to(tl.float32) - read, tl.trans(inverse), DOT, PREC)
+
+
+@triton.jit
+def _after(S, kc, errors, w, b, end, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
+    """The state after a chunk."""
+    if GATED:
+        S = S * power(end)
+        w = w * power(end - b)
+    return S + mm(errors * w[None, :], kc, DOT, PREC)
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def summarize(
+    k, v, beta, inverse, gates, states, boundary, A, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, w_sb, w_st, w_sh, T, H,
+    n_seg, n_chunks, per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """What each segment leaves of a state of zeros, into the slot behind it, and its matrix A [B, n_seg, H, K, K].
+
+    Programs beyond the panels of the state's columns walk the unit matrix, with values of zeros: what it becomes is A.
+    """
+    begin(PDL)
+    panel, row, seg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    panels: tl.constexpr = (V + BV - 1) // BV
+    of_state = panel < panels
+    v0 = (panel if of_state else panel - panels) * BV
+    b = row // H
+    h = row % H
+    k += b * k_sb + h * k_sh
+    v += b * v_sb + h * v_sh
+    beta += b * w_sb + h * w_sh
+    slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
+    unit = (v0 + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
+    S = tl.where(unit & (not of_state), 1.0, 0.0)
+    for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            if first:
+                S = tl.zeros([BV, BK], tl.float32)
+                if BOUNDARY:
+                    S = load_state(boundary + (doc * H + h) * K * V, 0, v0, of_state, K, V, BK, BV, True)
+        bc, end = load_gates(gates, at, C, GATED)
+        w = load_numbers(beta + start * w_st, w_st, length, C).to(tl.float32)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length if of_state else 0, v0, C, V, BV)
+        errors = _errors(S, kc, vc, load_square(inverse + at * C * C, C), bc, DOT, PREC, GATED)
+        S = _after(S, kc, errors, w, bc, end, DOT, PREC, GATED)
+    if of_state:
+        store_state(slot + H * K * V, S, 0, v0, True, K, V, BK, BV, True)
+        if seg == 0:
+            edge = tl.zeros([BV, BK], tl.float32)
+            if BOUNDARY and not PACKED:
+                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
+            store_state(slot, edge, 0, v0, True, K, V, BK, BV, True)
+    else:
+        store_state(A + ((b * n_seg + seg) * H + h) * K * K, S, 0, v0, True, K, K, BK, BV, True)
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def output(
+    q, k, v, beta, inverse, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st,
+    v_sh, w_sb, w_st, w_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
+    BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """o = scale (tril(q k^T . E) beta N + e^b q S)."""
+    begin(PDL)
+    v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b = row // H
+    h = row % H
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h * k_sh
+    v += b * v_sb + h * v_sh
+    beta += b * w_sb + h * w_sh
+    rows = tl.arange(0, C)
+    later = rows[None, :] >= rows[:, None]
+    S = tl.zeros([BV, BK], tl.float32)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    elif BOUNDARY and not PACKED:
+        S = load_state(initial + row * K * V, 0, v0, True, K, V, BK, BV, True)
+    for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            if first:
+                S = tl.zeros([BV, BK], tl.float32)
+                if BOUNDARY:
+                    S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        bc, end = load_gates(gates, at, C, GATED)
+        w = load_numbers(beta + start * w_st, w_st, length, C).to(tl.float32)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
+        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        errors = _errors(S, kc, vc, load_square(inverse + at * C * C, C), bc, DOT, PREC, GATED)
+        scores = mm(kc, tl.trans(qc), DOT, PREC) * (w * scale)[:, None]
+        oc = mm(S, tl.trans(qc), DOT, PREC) * scale
+        if GATED:
+            scores = scores * power(tl.where(later, bc[None, :] - bc[:, None], float("-inf")))
+            oc = oc * power(bc)[None, :]
+        else:
+            scores = tl.where(later, scores, 0.0)
+        oc += mm(errors, scores, DOT, PREC)
+        S = _after(S, kc, errors, w, bc, end, DOT, PREC, GATED)
+        store_columns(o + ((b * T + start) * H + h) * V, oc, H * V, length, v0, C, V, BV)
+        if PACKED and LEAVES:
+            store_state(final + (doc * H + h) * K * V, S, 0, v0, last, K, V, BK, BV, True)
+    if LEAVES and not PACKED:
+        store_state(final + row * K * V, S, 0, v0, seg == n_seg - 1, K, V, BK, BV, True)
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def states(
+    k, v, beta, inverse, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, w_sb,
+    w_st, w_sh, T, H, n_seg, n_chunks, per_seg,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
+    BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and its errors N^T [.., V, C]."""
+    begin(PDL)
+    v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b = row // H
+    h = row % H
+    k += b * k_sb + h * k_sh
+    v += b * v_sb + h * v_sh
+    beta += b * w_sb + h * w_sh
+    S = tl.zeros([BV, BK], tl.float32)
+    if ENTERS:
+        S = load_state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    elif BOUNDARY and not PACKED:
+        S = load_state(initial + row * K * V, 0, v0, True, K, V, BK, BV, True)
+    for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            if first:
+                S = tl.zeros([BV, BK], tl.float32)
+                if BOUNDARY:
+                    S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        bc, end = load_gates(gates, at, C, GATED)
+        w = load_numbers(beta + start * w_st, w_st, length, C).to(tl.float32)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
+        errors = _errors(S, kc, vc, load_square(inverse + at * C * C, C), bc, DOT, PREC, GATED)
+        store_state(entering + at * V * K, S, v0, 0, True, V, K, BV, BK)
+        store_state(kept_errors + at * V * C, errors, v0, 0, True, V, C, BV, C)
+        S = _after(S, kc, errors, w, bc, end, DOT, PREC, GATED)
+
+
+@triton.jit
+def _before(
+    dS, qc, kc, doc_, inverse, w, b, end, scale, later, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """(gradient of the state before a chunk, that of its values [BV, C]); doc_ [C, BV] is that of its outputs."""
+    scores = mm(kc, tl.trans(qc), DOT, PREC) * scale
+    dN = mm(dS, tl.trans(kc), DOT, PREC)
+    given = tl.trans(doc_)
+    if GATED:
+        scores = scores * power(tl.where(later, b[None, :] - b[:, None], float("-inf")))
+        dN = dN * power(end - b)[None, :]
+        weighted = given.to(tl.float32) * (power(b) * scale)[None, :]
+    else:
+        scores = tl.where(later, scores, 0.0)
+        weighted = given.to(tl.float32) * scale
+    dN += mm(given, tl.trans(scores), DOT, PREC)
+    dV = mm(dN * w[None, :], inverse, DOT, PREC)
+    back = dV
+    if GATED:
+        dS = dS * power(end)
+        back = back * power(b)[None, :]
+    dS += mm(weighted, qc, DOT, PREC)
+    dS -= mm(back, kc, DOT, PREC)
+    return dS, dV
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def collect(
+    q, k, do, beta, inverse, gates, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh,
+    w_sb, w_st, w_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What each segment adds to the gradient of the state that enters it, into its slot of dstates."""
+    begin(PDL)
+    v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b = row // H
+    h = row % H
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h * k_sh
+    do += b * do_sb + h * do_sh
+    beta += b * w_sb + h * w_sh
+    rows = tl.arange(0, C)
+    later = rows[None, :] >= rows[:, None]
+    slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
+    dS = tl.zeros([BV, BK], tl.float32)
+    c1 = tl.minimum((seg + 1) * per_seg, n_chunks)
+    for n in range(seg * per_seg, c1):
+        c = c1 - 1 - (n - seg * per_seg)
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            if last:
+                dS = tl.zeros([BV, BK], tl.float32)
+                if BOUNDARY:
+                    dS = load_state(boundary + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        bc, end = load_gates(gates, at, C, GATED)
+        w = load_numbers(beta + start * w_st, w_st, length, C).to(tl.float32)
+        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        found = load_square(inverse + at * C * C, C)
+        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, DOT, PREC, GATED)
+        if PACKED:
+            dS = tl.where(first, 0.0, dS)
+    store_state(slot, dS, 0, v0, True, K, V, BK, BV, True)
+    if seg == n_seg - 1:
+        edge = tl.zeros([BV, BK], tl.float32)
+        if BOUNDARY and not PACKED:
+            edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
+        store_state(slot + H * K * V, edge, 0, v0, True, K, V, BK, BV, True)
+
+
+@triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def back(
+    q, k, do, beta, inverse, gates, dv, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    do_sb, do_st, do_sh, w_sb, w_st, w_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
+    BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dv, and the gradient of the state that leaves each chunk, transposed: leaving [B H, chunks, V, K]."""
+    begin(PDL)
+    v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b = row // H
+    h = row % H
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h * k_sh
+    do += b * do_sb + h * do_sh
+    beta += b * w_sb + h * w_sh
+    rows = tl.arange(0, C)
+    later = rows[None, :] >= rows[:, None]
+    dS = tl.zeros([BV, BK], tl.float32)
+    if ENTERS:
+        dS = load_state(dstates + ((b * (n_seg + 1) + seg + 1) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+    elif BOUNDARY and not PACKED:
+        dS = load_state(dfinal + row * K * V, 0, v0, True, K, V, BK, BV, True)
+    c1 = tl.minimum((seg + 1) * per_seg, n_chunks)
+    for n in range(seg * per_seg, c1):
+        c = c1 - 1 - (n - seg * per_seg)
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            if last:
+                dS = tl.zeros([BV, BK], tl.float32)
+                if BOUNDARY:
+                    dS = load_state(dfinal + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        store_state(leaving + at * V * K, dS, v0, 0, True, V, K, BV, BK)
+        bc, end = load_gates(gates, at, C, GATED)
+        w = load_numbers(beta + start * w_st, w_st, length, C).to(tl.float32)
+        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        found = load_square(inverse + at * C * C, C)
+        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, DOT, PREC, GATED)
+        store_columns(dv + ((b * T + start) * H + h) * V, dV, H * V, length, v0, C, V, BV)
+        if PACKED:
+            if LEAVES:
+                store_state(dinitial + (doc * H + h) * K * V, dS, 0, v0, first, K, V, BK, BV, True)
+            dS = tl.where(first, 0.0, dS)
+    if LEAVES and not PACKED:
+        store_state(dinitial + row * K * V, dS, 0, v0, seg == 0, K, V, BK, BV, True)

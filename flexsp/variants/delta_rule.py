@@ -1,0 +1,66 @@
+"""The delta engine runs whole calls of DeltaNet and Gated DeltaNet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.compiler import Lowering
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.kernels.launches import Call
+    from flexsp.kernels.recipe import Given
+
+__all__ = ["DELTA_RULE"]
+
+_F32 = torch.float32
+
+
+class _DeltaRule(Lowering):
+    """Of inputs q, k, v, a number beta a token and, where the state decays, g; "scale" is a number.
+
+    Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
+    """
+
+    name = "delta_rule"
+
+    def call(
+        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+    ) -> Call | None:  # fmt: skip
+        from flexsp.kernels.delta.launches import DeltaCall
+        from flexsp.kernels.delta.plan import MOST, plan_of
+
+        dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
+        names = set(dtypes) - {"q", "k", "v"}
+        gate = "g" if "g" in names else None
+        beta = next(iter(names - {"g"}), None)
+        if beta is None or len(names) > 2:
+            return None
+        dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2})
+        if {name: len(shape) for name, shape in given.shapes.items()} != dims:
+            return None  # inputs of other kinds than those of the shipped variants
+        K, V = given.shapes["q"][-1], given.shapes["v"][-1]
+        alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
+        if code.chunk is not None or not alike or max(K, V) > MOST:
+            return None
+        chained = sp is not None and sp.world_size > 1
+        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, chained)
+        text = code.program.call_text(given.dtype, docs > 0)
+        types = dtypes[beta], _F32 if gate is None else dtypes[gate]
+        return DeltaCall(
+            plan, given.dtype, beta, gate, types, numbers["scale"], initial, ends, text, code.program.merge.name
+        )
+
+    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
+        return False
+
+    def refuses(self, call: GeneratedCall) -> str | None:
+        return "it runs whole calls only"
+
+
+DELTA_RULE = _DeltaRule()

@@ -1,0 +1,41 @@
+"""Variants that the delta engine runs: DeltaNet and Gated DeltaNet, against token loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.test_generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
+
+__all__ = ["folder"]
+
+NAMES = ["deltanet", "gated_deltanet"]
+
+
+def runs(name: str, **options: object) -> Run:
+    return Run(name, **({"lowering": "auto"} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_and_packed(name: str, folder: str) -> None:
+    """Against token loops, with initial states and gradients of final ones; any strides, half precision."""
+    packed = documents(150, 4)
+    check_runs(
+        folder,
+        runs(name, T=130, B=2, strided=True), runs(name, T=150, bounds=packed), runs(name, T=1), runs(name, T=0, B=2),
+        runs(name, T=150, bounds=(0, 0, 70, 70, 150), dtype=torch.bfloat16, segments=MANY_SEGMENTS),
+        runs(name, T=65, dtype=torch.bfloat16, segments=ONE_SEGMENT), runs(name, T=0, bounds=(0, 0, 0)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_over_ranks(name: str, folder: str) -> None:
+    lengths = (70, 0, 60)
+    check_runs(
+        folder, runs(name, T=130, lengths=lengths), runs(name, T=130, lengths=lengths, bounds=(0, 20, 20, 100, 130)),
+    )  # fmt: skip
+
+
+def test_gates_from_growth_to_closed(folder: str) -> None:
+    given = [(0.3, -0.2, 0.0), (-104.0, -1.0)]
+    check_runs(folder, *(runs("gated_deltanet", T=150, gates=gates) for gates in given))

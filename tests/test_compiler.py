@@ -459,6 +459,7 @@ def build(changes: dict[str, Any] | None = None, **options: Any) -> LinearAttent
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "control flow": ({"chunk_mode": variants.branching}, "control flow depends on a tensor"),
+    "no gradients": ({"chunk_mode": variants.without_gradients}, r"computes at .*variants.py:\d+ .* without gradients"),
     "in place": ({"chunk_mode": variants.in_place}, r"add_ changes a tensor in place at .*variants.py:\d+ \(return"),
     "item assignment": ({"chunk_mode": variants.item}, "assigns to part of a tensor"),
     "operator": ({"chunk_mode": variants.unsupported}, r"operator 'fft_fft' at .*variants.py:\d+ .*not supported"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +123,79 @@ def scaled(sp: Any) -> str:
 def test_functions_with_other_inputs() -> None:
     (said,) = run_ranks(scaled, 1, env=ENV)
     assert said == "runs generated kernels"
+
+
+def far_gates(sp: Any) -> list[str]:
+    """Gates whose gradients go past a chunk that decays by far: later ones grow, or the state before is large."""
+    wrong = []
+    cases = [
+        (torch.bfloat16, {70: 10.0, 130: -10.0}, 0.0, 192, 1e-2),
+        (torch.float32, {70: 20.0, 130: -22.0}, 0.0, 192, 1e-5),
+        (torch.bfloat16, {70: -10.0}, 1e4, 128, 2e-2), (torch.float32, {70: -25.0}, 1e10, 128, 1e-5),
+        (torch.float16, {70: -22.0}, 1e10, 128, 1e-5),
+    ]  # fmt: skip
+    for dtype, gates, before, first, bound in cases:
+        torch.manual_seed(0)
+        x = {name: torch.randn(1, 256, 1, 16).to(dtype) for name in "qkv"} | {"g": torch.zeros(1, 256, 1)}
+        for token, gate in gates.items():
+            x["g"][0, token] = gate
+        state, do = before * torch.randn(1, 1, 16, 16), torch.randn(1, 256, 1, 16).to(dtype)
+        do[:, :first] = 0
+        found = []
+        for wide in (torch.float64, None):
+            leaves = {name: y.to(wide or y.dtype).requires_grad_() for name, y in x.items()}
+            o, _ = simple_gla.make(1, 16, 16, dtype)(**leaves, prev_s=state.to(wide or state.dtype))
+            found.append(torch.autograd.grad(o, leaves["g"], do.to(o.dtype))[0].double())
+        if (error := relative_error(found[1], found[0])) > bound:
+            wrong.append(f"{dtype} {gates} {before}: {error}")
+    return wrong
+
+
+def test_gradients_of_gates_before_strong_decay() -> None:
+    (wrong,) = run_ranks(far_gates, 1, env=ENV, timeout=200)
+    assert not wrong, "\n".join(wrong)
+
+
+def odd_inputs(sp: Any) -> list[str]:
+    """Inputs that the functions do not take, and sizes of other names: as the functions in PyTorch say."""
+    wrong, h = [], ConstExpr("H", H)
+    for sizes in (("K", "V", 20), ("D", "E", 20), ("D", "E", 256)):
+        k, v = (ConstExpr(name, sizes[2]) for name in sizes[:2])
+        meta: dict[str, Any] = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
+        meta |= {"scale": 0.5, "prev_s": SymbTensor(["NS", h, k, v])}
+        unused = {"g": SymbTensor(["T", h])} if sizes[0] == "K" else {}
+        model = LinearAttention(meta | unused, linear.chunk, linear.decay, linear.merge)
+        x = {name: torch.randn(1, 70, H, sizes[2]) for name in "qkv"} | {name: -torch.rand(1, 70, H) for name in unused}
+        o, want = model(**x)[0], model(**{name: y.double() for name, y in x.items()})[0]
+        if relative_error(o.double(), want) > 1e-5:
+            wrong.append(f"{sizes}: {relative_error(o.double(), want)}")
+        model.explain()
+    other = simple_gla.make(H, 256, 256, fallback="pytorch")
+    x = {name: torch.randn(1, 20, H, 256) for name in "qkv"} | {"g": -torch.rand(1, 20, H)}
+    x["k"] = x["k"].bfloat16()
+    if "runs in PyTorch" not in other.runs(**x) or not other(**x)[0].isfinite().all():
+        wrong.append(other.runs(**x))
+    return wrong
+
+
+def test_inputs_of_other_kinds() -> None:
+    (wrong,) = run_ranks(odd_inputs, 1, env=ENV, timeout=200)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_in_another_process(tmp_path: Path) -> None:
+    """Which never imported the variants."""
+    (tmp_path / "model").write_bytes(pickle.dumps(simple_gla.make(H, 16, 16)))
+    script = (
+        "import pickle, sys, torch\n"
+        f"model = pickle.load(open({str(tmp_path / 'model')!r}, 'rb'))\n"
+        "assert 'flexsp.variants.scalar_decay' not in sys.modules\n"
+        f"x = {{name: torch.ones(1, 20, {H}, 16) for name in 'qkv'}} | {{'g': torch.zeros(1, 20, {H})}}\n"
+        "assert model.runs(**x) == 'runs kernels of the engine scalar_decay', model.runs(**x)\n"
+        "assert model(**x)[0].isfinite().all()\n"
+    )
+    env = os.environ | ENV | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
 
 
 def test_explain(tmp_path: Path) -> None:

@@ -165,7 +165,8 @@ def test_how_parts_act_on_each_other(given: type, kind: str) -> None:
 
 def test_parts_too_large() -> None:
     def told(name: str, K: int, V: int, ranks: bool) -> str | None:
-        return kernels[name].refuses({"K": K, "V": V}, torch.bfloat16, False, ranks)
+        sizes, meta = {"K": K, "V": V}, kernels[name].program.meta
+        return kernels[name].refuses(sizes, meta.looks(sizes, 1), False, ranks)
 
     kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels for name in SIZES
                if name != "plain"}  # fmt: skip

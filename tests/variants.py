@@ -281,6 +281,14 @@ KINDS: dict[str, tuple[Function, str]] = {
         lambda prev_s, chunk_state, g: prev_s.where(condition=g.sum() > 0, other=chunk_state),
         "not affine",
     ),
+    "twice": (lambda prev_s, chunk_state: prev_s + prev_s + chunk_state, "scalar"),
+    "a sum of three": (lambda prev_s, chunk_state: sum([prev_s] * 3) + chunk_state, "scalar"),
+    "real": (lambda prev_s, chunk_state, g: prev_s.real * g.sum() + chunk_state, "scalar"),
+    "real, far off": (
+        lambda prev_s, chunk_state, g: torch.where(g.sum() > 99, (prev_s * 2).real, prev_s) + chunk_state,
+        "scalar",
+    ),
+    "turned twice by attributes": (lambda prev_s, chunk_state, k: (prev_s.H * k.sum(0)).mT + chunk_state, "vector"),
     "not used": (lambda prev_s, chunk_state: chunk_state * 2 + prev_s.size(0), "scalar"),
 }  # fmt: skip
 
@@ -403,6 +411,12 @@ def doubled(k: Any, v: Any, factor: float = 2.0) -> Any:
 
 def branching(k: Any, v: Any) -> Any:
     return k.T @ v if k.sum() > 0 else v.T @ k
+
+
+def without_gradients(k: Any, v: Any) -> Any:
+    with torch.no_grad():
+        k = k * 2
+    return k.T @ v
 
 
 def in_place(k: Any, v: Any) -> Any:

@@ -12,7 +12,7 @@ import triton
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.dispatch import recipe_of
 from flexsp.compiler.engine import Generated
-from flexsp.compiler.frontend.meta import ConstExpr, InputMeta, SymbTensor
+from flexsp.compiler.frontend.meta import InputMeta
 from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.runtime.launch import workers
 
@@ -33,17 +33,14 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
     device = of_device() if torch.cuda.is_available() else of_arch(target.arch)
     jobs: dict[Any, Future[Any]] = {}
     choices = meta.sizes()
-    lead = next(iter(meta.tokens.values())).dtype
     for values in itertools.product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
         with planned_for(device):
-            refused = code.refuses(sizes, lead, on_gpu=False)
+            refused = code.refuses(sizes, meta.looks(sizes, 1), on_gpu=False)
         if refused is None:
             for T, docs in itertools.product(_AHEAD, (0, 4)):
-                given = {
-                    name: torch.empty(_lengths(what, sizes, T), dtype=what.dtype, device="meta")
-                    for name, what in (meta.tokens | meta.params).items()
-                }
+                looks = meta.looks(sizes, T)
+                given = {x: torch.empty(shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
                 bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
                 with planned_for(device):
                     recipe = recipe_of(code, given, None, bounds, None)
@@ -51,9 +48,3 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
                     if (facts := launch.facts(frame)) not in jobs:
                         jobs[facts] = workers().submit(launch.build, launch.described(frame), target)
     return len({job.result().hash for job in jobs.values()})
-
-
-def _lengths(what: SymbTensor, sizes: dict[str, int], T: int) -> list[int]:
-    """The sizes of a tensor of T tokens; heads that are not given are 32."""
-    names = [x.name if isinstance(x, ConstExpr) else x for x in what.shape]
-    return [x if isinstance(x, int) else T if x == "T" else sizes.get(x, 32) for x in names]

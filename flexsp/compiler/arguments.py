@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools as ft
 import os
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, sp_over
 from flexsp.compiler.frontend.meta import STATE
+from flexsp.compiler.planning.lowering import Looks
 from flexsp.exceptions import check_dense, fail
 
-__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "ranks_of", "signature_of"]
+__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "looks", "ranks_of", "signature_of", "widest"]
 
 
 def check_initial(
@@ -94,3 +96,14 @@ def ranks_of(sp_group: Any) -> SequenceParallel | None:
         ranks = torch.distributed.get_process_group_ranks(sp_group)
         raise ValueError(f"sp_group: call flexsp.init_sequence_parallel(group) first; none is open over ranks {ranks}")
     return found
+
+
+def looks(tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, Looks]:
+    """Of inputs [B, T, H, ...] and [H, ...]."""
+    of_tokens = {name: (x.dtype, tuple(x.shape[1:])) for name, x in tokens.items()}
+    return of_tokens | {name: (x.dtype, tuple(x.shape)) for name, x in params.items()}
+
+
+def widest(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype of states: float64 if an input is, else float32."""
+    return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)

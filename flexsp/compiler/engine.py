@@ -30,7 +30,7 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradients
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.compiler.planning.launches import Plan
-from flexsp.compiler.planning.lowering import Lowering, lowering_named
+from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named
 from flexsp.compiler.planning.plan import CHUNKS, choose_plan
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
@@ -223,9 +223,9 @@ class Generated:
         return len(self.layout.state) == 1 and all(cols not in kernel.contracted for kernel in self.kernels.values())
 
     def refuses(
-        self, sizes: Mapping[str, int], dtype: torch.dtype, on_gpu: bool, ranks: bool = False
+        self, sizes: Mapping[str, int], inputs: Mapping[str, Looks], on_gpu: bool, ranks: bool = False
     ) -> str | None:  # fmt: skip
-        """Why a call with these sizes, over ranks or not, runs in PyTorch, or None."""
+        """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
         if self.layout.parts:
             rows, cols = self.layout.numbers(sizes)
             if max(rows, cols) > MOST:
@@ -234,12 +234,13 @@ class Generated:
                 return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
+        dtype = inputs[next(iter(self.program.meta.tokens))][0]
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
         except KeyError as error:
             return f"no input of the call tells the size {error}"
         except NotEmittable as error:
-            return None if self.lowering is not None and self.lowering.serves(self, sizes) else str(error)
+            return None if self.lowering is not None and self.lowering.serves(self, inputs) else str(error)
         return None
 
     def plan(

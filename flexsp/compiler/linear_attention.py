@@ -15,14 +15,23 @@ import torch
 from flexsp.comm.derivatives import transformed, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
 from flexsp.compiler import graph
-from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
+from flexsp.compiler.arguments import (
+    aligned,
+    boundaries,
+    check_boundaries,
+    check_initial,
+    looks,
+    ranks_of,
+    signature_of,
+    widest,
+)
 from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import Program, check
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.lowering import lowering_of
+from flexsp.compiler.planning.lowering import Looks, lowering_of
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
@@ -200,9 +209,9 @@ class LinearAttention:
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
         odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
         odd = odd or transformed() or (cu_seqlens is not None and cu_seqlens.dim() != 1)
-        if odd or not _asks_for_kernels(first.is_cuda, _widest(*tokens.values(), *params.values())):
+        if odd or not _asks_for_kernels(first.is_cuda, widest(*tokens.values(), *params.values())):
             return False
-        return self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, several) is None
+        return self._refusal(self._known(tokens, params), looks(tokens, params), first.is_cuda, several) is None
 
     def prepared(
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -349,7 +358,7 @@ class LinearAttention:
         meta = self.program.meta
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
-        wide = _widest(*tokens.values(), *params.values())
+        wide = widest(*tokens.values(), *params.values())
         names = self._known(tokens, params)
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
@@ -360,7 +369,7 @@ class LinearAttention:
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
-        code = self._kernels(first, wide, names, group, (*inputs.values(), prev_s))
+        code = self._kernels(first, wide, names, looks(tokens, params), group, (*inputs.values(), prev_s))
         recipe = None
         if code is not None:
             from flexsp.compiler.dispatch import recipe_of
@@ -401,8 +410,8 @@ class LinearAttention:
         return self.program
 
     def _kernels(
-        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], group: SequenceParallel | None,
-        given: tuple[torch.Tensor | None, ...],
+        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], looks: dict[str, Looks],
+        group: SequenceParallel | None, given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
         if not _asks_for_kernels(first.is_cuda, wide):
@@ -410,7 +419,7 @@ class LinearAttention:
         if transformed() or any(x is not None and aligned(x) is None for x in given):
             reason: str | None = "kernels have no derivatives in forward mode and no transforms of torch.func"
         else:
-            reason = self._refusal(names, first.dtype, first.is_cuda, group is not None and group.world_size > 1)
+            reason = self._refusal(names, looks, first.is_cuda, group is not None and group.world_size > 1)
         if reason is None:
             code = self._generated
             assert not isinstance(code, str)
@@ -422,10 +431,10 @@ class LinearAttention:
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
         return None
 
-    def _refusal(self, names: dict[str, int], dtype: torch.dtype, on_gpu: bool, ranks: bool) -> str | None:
-        """Why no kernels run calls with these sizes, or None."""
+    def _refusal(self, names: dict[str, int], looks: dict[str, Looks], on_gpu: bool, ranks: bool) -> str | None:
+        """Why no kernels run calls with inputs of these sizes, by name, that look so; or None."""
         code = self._generated
-        return code if isinstance(code, str) else code.refuses(names, dtype, on_gpu, ranks)
+        return code if isinstance(code, str) else code.refuses(names, looks, on_gpu, ranks)
 
     def runs(
         self, *, prev_s: torch.Tensor | None = None, sp: SequenceParallel | bool | None = None, **inputs: torch.Tensor
@@ -437,13 +446,13 @@ class LinearAttention:
         """
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
-        wide = _widest(*tokens.values(), *params.values())
+        wide = widest(*tokens.values(), *params.values())
         if not _asks_for_kernels(first.is_cuda, wide):
             why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
             return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         ranks = group is not None and group.world_size > 1
-        reason = self._refusal(self._known(tokens, params), first.dtype, first.is_cuda, ranks)
+        reason = self._refusal(self._known(tokens, params), looks(tokens, params), first.is_cuda, ranks)
         recipe = None if self.lowering is None or reason else self.checked(inputs, prev_s, None, group).recipe
         engine = None if recipe is None else getattr(recipe.call, "lowering", self.lowering)
         return self._outcome(reason) if engine is None else f"runs kernels of the engine {self.lowering}"
@@ -477,7 +486,7 @@ class LinearAttention:
         code = self._generated
         sizes, dtype = self._largest(), next(iter(self.program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
-        reason = self._refusal(sizes, dtype, torch.cuda.is_available(), False)
+        reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available(), False)
         lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
         lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
         if not isinstance(code, str):
@@ -555,11 +564,6 @@ class LinearAttention:
         if prev_s is None or prev_s.dim() <= at or prev_s.shape[at] not in choices:
             raise ValueError(f"{STATE}: expected, since no input tells {size.name} of {list(choices)}")
         return prev_s.shape[at]
-
-
-def _widest(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype of states: float64 if an input is, else float32."""
-    return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def _asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:

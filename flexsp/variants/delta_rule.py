@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,11 +35,8 @@ class _DeltaRule(Lowering):
         from flexsp.kernels.delta.plan import MOST, plan_of
 
         dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
-        names = set(dtypes) - {"q", "k", "v"}
-        gate = "g" if "g" in names else None
-        beta = next(iter(names - {"g"}), None)
-        if beta is None or len(names) > 2:
-            return None
+        arguments = code.program.chunk.arguments
+        beta, gate = "beta" if "beta" in arguments else "b", "g" if "g" in arguments else None
         dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2})
         if {name: len(shape) for name, shape in given.shapes.items()} != dims:
             return None  # inputs of other kinds than those of the shipped variants
@@ -55,9 +51,6 @@ class _DeltaRule(Lowering):
         return DeltaCall(
             plan, given.dtype, beta, gate, types, numbers["scale"], initial, ends, text, code.program.merge.name
         )
-
-    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
-        return False
 
     def refuses(self, call: GeneratedCall) -> str | None:
         return "it runs whole calls only"

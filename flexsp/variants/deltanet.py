@@ -2,7 +2,15 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, matmul_out_fp32, register_lowering
+from flexsp.compiler import (
+    ConstExpr,
+    LinearAttention,
+    SymbTensor,
+    cache_result,
+    identity,
+    matmul_out_fp32,
+    register_lowering,
+)
 from flexsp.variants.delta_rule import DELTA_RULE
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler import Lowering
+from flexsp.compiler.planning.lowering import Looks
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -21,6 +22,11 @@ __all__ = ["SCALAR_DECAY"]
 _MOST = 256
 _F32 = torch.float32
 _GATES = {"g": 2, "log_gamma": 1}  # their dimensions for one sequence
+
+
+def _gate(code: Generated) -> str | None:
+    """The input that the state decays by; one that the functions do not take is not looked at."""
+    return next((name for name in _GATES if name in code.program.decay.arguments), None)
 
 
 class _ScalarDecay(Lowering):
@@ -39,21 +45,22 @@ class _ScalarDecay(Lowering):
         from flexsp.kernels.diagonal.launches import DiagonalCall
         from flexsp.kernels.diagonal.plan import plan_of
 
-        dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
-        gate = next((name for name in _GATES if name in dtypes), None)
-        K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        dims = {"q": 3, "k": 3, "v": 3} | ({} if gate is None else {gate: _GATES[gate]})
-        if {name: len(shape) for name, shape in given.shapes.items()} != dims:
-            return None  # inputs of other kinds than those of the shipped variants
-        alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and (gate is None or dtypes[gate] in (given.dtype, _F32))
-        if code.chunk is not None or not alike or max(K, V) > _MOST:
+        looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
+        if not self.serves(code, looks):
             return None
+        K, V = given.shapes["q"][-1], given.shapes["v"][-1]
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
-        text = code.program.call_text(given.dtype, docs > 0)
-        return DiagonalCall(plan, given.dtype, gate, numbers["scale"], initial, ends, waited_for_by_nobody(sp), text)
+        text, scale = code.program.call_text(given.dtype, docs > 0), code.program.meta.numbers["scale"]
+        return DiagonalCall(plan, given.dtype, _gate(code), scale, initial, ends, waited_for_by_nobody(sp), text)
 
-    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
-        return code.chunk is None and max(sizes["K"], sizes["V"]) <= _MOST
+    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+        gate = _gate(code)
+        dims = {"q": 3, "k": 3, "v": 3} | ({} if gate is None else {gate: _GATES[gate]})
+        if code.chunk is not None or {name: len(shape) for name, (_, shape) in inputs.items()} != dims:
+            return False
+        (dtype, (*_, K)), (of_v, (*_, V)) = inputs["q"], inputs["v"]
+        alike = dtype == inputs["k"][0] == of_v and (gate is None or inputs[gate][0] in (dtype, _F32))
+        return alike and max(K, V) <= _MOST
 
     def refuses(self, call: GeneratedCall) -> str | None:
         return "it runs whole calls only"

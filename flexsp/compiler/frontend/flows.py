@@ -20,7 +20,7 @@ from flexsp.compiler.frontend.trace import Traced, named
 __all__ = ["PARTS", "Flow", "Flows", "values_of"]
 
 PARTS = 4  # a breadth for each part, each a number or one a row
-_NO_VALUES = {"size", "dim", "ones_like", "zeros_like", "getattr", identity.__name__}
+_NO_VALUES = {"size", "dim", "ones_like", "zeros_like", identity.__name__}
 _ALIGNED = {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view", to_floating.__name__}
 _TURNS = {"permute", "t", "transpose"}
 _MOVES = {"cat", "cumsum", "diag", "diagonal", "flip", "getitem", "mean", "stack", "sum"}
@@ -133,8 +133,8 @@ class Flows:
         what, joined = named(node), _join(flows)
         first = self._of(node.args[0]) if node.args else None
         others = [x for x in (*node.args[1:], *node.kwargs.values()) if self._of(x) is not None]
-        if what == "getattr" and node.args[1] in ("T", "mT"):
-            return self._turned(node, joined)
+        if what == "getattr":
+            return self._attribute(node, joined)
         if node.target is primitives.part_of and first is not None:
             return Flow(first.level, first.breadth, first.turned, int(str(node.args[1])))
         if node.target is primitives.joined:
@@ -142,7 +142,7 @@ class Flows:
         if what in _NO_VALUES or (what == "expand_as" and first is None):
             return None
         if what in ("add", "sub", "rsub"):
-            plain = what == "add" or (what == "sub" and not others)
+            plain = (what == "add" and (first is None or not others)) or (what == "sub" and not others)
             return joined if plain and not node.kwargs else self._scaled(node, joined, -1)
         if what in ("mul", "div", "truediv", "where", "masked_fill"):
             return self._by_factor(node, what, first, others)
@@ -156,6 +156,13 @@ class Flows:
         if what in _TURNS:
             return self._turned(node, joined)
         return joined if what in _ALIGNED or what == "expand_as" else _CURVED
+
+    def _attribute(self, node: Node, flow: Flow) -> Flow | None:
+        if not isinstance(self.values[node], torch.Tensor):
+            return None  # shape, dtype and the like
+        if node.args[1] in ("T", "mT", "H", "mH"):
+            return self._turned(node, flow)
+        return flow if node.args[1] == "real" else _CURVED
 
     def _by_factor(self, node: Node, what: str, first: Flow | None, others: list[Any]) -> Flow:
         if what == "where" and not node.kwargs:

@@ -125,6 +125,15 @@ class InputMeta:
         """Sizes of one head's state: (K, V) or (K,)."""
         return tuple(self.state.shape[2:])
 
+    def looks(self, sizes: Mapping[str, int], T: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each input of T tokens, at these sizes by name; heads that are not given are 32."""
+        found = {}
+        for name, what in (self.tokens | self.params).items():
+            names = [x.name if isinstance(x, ConstExpr) else x for x in what.shape]
+            shape = [x if isinstance(x, int) else T if x == "T" else sizes.get(x, 32) for x in names]
+            found[name] = what.dtype, tuple(shape)
+        return found
+
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Every ConstExpr with its choices; ValueError where one name has two different lists."""
         found: dict[str, tuple[int, ...]] = {}

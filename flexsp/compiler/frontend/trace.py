@@ -101,6 +101,7 @@ class _Tracer(torch.fx.Tracer):
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
             frame = frame.f_back
         file, line = frame.f_code.co_filename, frame.f_lineno
+        node.meta["grad"] = torch.is_grad_enabled()
         node.meta["line"] = f"{file}:{line} ({linecache.getline(file, line).strip()})"
         return node
 
@@ -178,7 +179,8 @@ def _plain(
 
 def _graph(function: Callable[..., torch.Tensor], role: str, name: str) -> Graph:
     try:
-        return _Tracer().trace(function)
+        with torch.enable_grad():
+            return _Tracer().trace(function)
     except torch.fx.proxy.TraceError as error:
         raise CompileError(
             role,
@@ -243,6 +245,8 @@ def _check(node: Node, role: str, name: str) -> None:
         raise CompileError(
             role, name, f"uses a tensor that is no argument at {location(user)}; give it as an input of input_meta"
         )
+    if not node.meta.get("grad", True):
+        raise CompileError(role, name, f"computes at {at} without gradients; every input has one")
     what = named(node)
     if what in ("setitem", "iadd", "isub", "imul") or (what.endswith("_") and what not in _NAMES and what[-2:] != "__"):
         raise CompileError(role, name, f"{what} changes a tensor in place at {at}; use the form that returns a new one")

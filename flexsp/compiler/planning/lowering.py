@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.recipe import Given
 
-__all__ = ["Lowering", "lowering_named", "lowering_of", "register_lowering", "replaced"]
+__all__ = ["Looks", "Lowering", "lowering_named", "lowering_of", "register_lowering", "replaced"]
 
+Looks = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of an input, without the sequences."""
 Functions = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
@@ -52,8 +55,8 @@ class Lowering:
         """
         return None
 
-    def serves(self, code: Generated, sizes: Mapping[str, int]) -> bool:
-        """Whether `call` runs calls of such sizes of inputs and states, by name, though no kernels are generated."""
+    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+        """Whether `call` runs all calls with such inputs, by name, where no kernels are generated for their sizes."""
         return False
 
     def refuses(self, call: GeneratedCall) -> str | None:
@@ -97,7 +100,9 @@ def register_lowering(lowering: Lowering, *functions: Callable[..., torch.Tensor
     """
     if len(functions) != 3 or not all(callable(x) for x in functions):
         fail("functions", "chunk, decay and merge", f"{len(functions)} arguments")
-    if not lowering.name.isidentifier():
+    if not isinstance(lowering, Lowering):
+        fail("lowering", "an instance of a class made from Lowering", repr(lowering))
+    if not isinstance(lowering.name, str) or not lowering.name.isidentifier():
         fail("lowering.name", "one word", repr(lowering.name))
     chunk, decay, merge = functions
     others = _by_name.get(lowering.name, lowering), _by_functions.get((chunk, decay, merge), lowering)
@@ -118,6 +123,8 @@ def lowering_of(*functions: Any) -> str | None:
 
 def lowering_named(name: str) -> Lowering:
     """The lowering of this name, which another process may have registered: ValueError where it is not known here."""
+    if name not in _by_name:  # those of the shipped variants
+        importlib.import_module("flexsp.variants")
     if name not in _by_name:
         fail("lowering", f"one that this process registers ({', '.join(_by_name) or 'none'})", repr(name))
     return _by_name[name]

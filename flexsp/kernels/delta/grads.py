@@ -38,7 +38,7 @@ def grads(
     reads = tl.zeros([C, C], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
     through = 0.0
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         oc = load_rows(do, do_st, length, v0, C, V, BV)
         yc = load_rows(dv, H * V, length, v0, C, V, BV)
         N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
@@ -53,36 +53,36 @@ def grads(
             through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
     i = tl.arange(0, C)
     below = i[:, None] > i[None, :]
-    now = i[:, None] == i[None, :]
-    if GATED:
-        decay = power(tl.where(below | now, bc[:, None] - bc[None, :], float("-inf")))
-        reads = reads * decay * scale
-        pairs = tl.where(below, -pairs * decay, 0.0)
-        to_q = to_q * (power(bc) * scale)[:, None]
-        to_k = -to_k * power(bc)[:, None]
-        to_p = to_p * power(end - bc)[:, None]
-    else:
-        reads = tl.where(below | now, reads * scale, 0.0)
-        pairs = tl.where(below, -pairs, 0.0)
-        to_q = to_q * scale
-        to_k = -to_k
+    both = i[:, None] >= i[None, :]
     qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
     if GATED:
+        decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
+        reads = (reads * decay * scale).to(DOT)
+        pairs = tl.where(below, -pairs * decay, 0.0).to(DOT)
+        to_q = to_q * (power(bc) * scale)[:, None]
+        to_k = to_k * (-power(bc))[:, None]
+        to_p = to_p * power(end - bc)[:, None]
         through = through * power(end) + tl.sum(tl.sum(to_p * pc.to(tl.float32), axis=1), axis=0)
+    else:
+        reads = tl.where(both, reads * scale, 0.0).to(DOT)
+        pairs = tl.where(below, -pairs, 0.0).to(DOT)
+        to_q = to_q * scale
+        to_k = -to_k
     to_q += mm(reads, pc, DOT, PREC)
-    to_k += mm(pairs, pc, DOT, PREC)
-    to_p += mm(tl.trans(reads), qc, DOT, PREC) + mm(tl.trans(pairs), kc, DOT, PREC)
-    wide = kc.to(tl.float32)
-    written = tl.sum(to_p * wide, axis=1)
     store_rows(dq + ((b * T + start) * H + h) * K, to_q, H * K, length, 0, C, K, BK)
-    store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
+    sums = tl.sum(to_q * qc.to(tl.float32), axis=1)
+    to_p += mm(tl.trans(reads), qc, DOT, PREC)
+    to_p += mm(tl.trans(pairs), kc, DOT, PREC)
+    sums -= tl.sum(to_p * pc.to(tl.float32), axis=1)
+    wide = kc.to(tl.float32)
     to = (b * T + start + i) * H + h
-    tl.store(dbeta + to, written.to(dbeta.dtype.element_ty), mask=i < length)
+    tl.store(dbeta + to, tl.sum(to_p * wide, axis=1).to(dbeta.dtype.element_ty), mask=i < length)
+    to_k += mm(pairs, pc, DOT, PREC)
+    sums += tl.sum(to_k * wide, axis=1)
+    store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
     if GATED:
-        sums = tl.sum(to_q * qc.to(tl.float32), axis=1) + tl.sum(to_k * wide, axis=1)
-        sums -= tl.sum(to_p * pc.to(tl.float32), axis=1)
         to_g = tl.cumsum(sums, axis=0, reverse=True) + through
         gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(tl.float32)
         tl.store(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g).to(dg.dtype.element_ty), mask=i < length)

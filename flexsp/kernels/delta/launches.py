@@ -159,7 +159,8 @@ class DeltaCall:
             first = copied("@dinitial", "@dfinal") if dfinal else zeroed("@dinitial")
             return [first] if dinitial else []
         given = [copied("@dstates", "@dfinal", -1)] if dfinal and not p.docs else []
-        return [zeroed("@dstates"), *given, *launches, *([copied("@dinitial", "@dstates", None, 0)] if dinitial else [])]
+        left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
+        return [zeroed("@dstates"), *given, *launches, *left]
 
     @property
     def _gates(self) -> str | None:
@@ -201,7 +202,8 @@ class DeltaCall:
         """A walk over the chunks of segments."""
         p = self.plan
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
-        numbers = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, *([self.scale] if scaled else [])]
+        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
+        numbers += [self.scale] if scaled else []
         grid = panels, p.B * p.H, p.n_seg
         return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
 

@@ -64,6 +64,17 @@ def _joined(a, b, d, PAIRS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _merged(found, x, C: tl.constexpr, N: tl.constexpr):
+    """Inverses of blocks of 2 N, from those of blocks of N and x."""
+    PAIRS: tl.constexpr = C // (2 * N)
+    a = _every_second(found, 0, PAIRS, N)
+    d = _every_second(found, 1, PAIRS, N)
+    b = _every_second(_blocks(x, True, C, N), 1, PAIRS, N)
+    b = -tl.dot(d, tl.dot(b, a, input_precision="tf32x3"), input_precision="tf32x3")
+    return _joined(a, b, d, PAIRS, N)
+
+
+@triton.jit
 def unit_inverse(x, C: tl.constexpr):
     """Inverse of I + x, for x [C, C] that is zero on and above the diagonal; in fp32 throughout.
 
@@ -72,13 +83,7 @@ def unit_inverse(x, C: tl.constexpr):
     LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2
     found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK)
     for level in tl.static_range(LEVELS):
-        N: tl.constexpr = 16 << level
-        PAIRS: tl.constexpr = C // (32 << level)
-        a = _every_second(found, 0, PAIRS, N)
-        d = _every_second(found, 1, PAIRS, N)
-        b = _every_second(_blocks(x, True, C, N), 1, PAIRS, N)
-        b = -tl.dot(d, tl.dot(b, a, input_precision="tf32x3"), input_precision="tf32x3")
-        found = _joined(a, b, d, PAIRS, N)
+        found = _merged(found, x, C, 16 << level)
     return tl.reshape(found, [C, C])
 
 

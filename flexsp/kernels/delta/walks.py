@@ -1,7 +1,8 @@
 """Walks of the delta engine over the chunks of a segment, with the state in registers.
 
-A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = M^-1 (V - e^b K S): M^-1 and the cumulative
-gates b come from `prepare`. States are held transposed, [BV, BK >= K], so they enter products from registers.
+A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = M^-1 (V - e^b K S): M^-1 and the
+cumulative gates b come from `prepare`. States are held transposed, [BV, BK >= K], so they enter products from
+registers.
 """
 
 from __future__ import annotations
@@ -41,12 +42,24 @@ def load_gates(gates, chunk, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _errors(S, kc, vc, inverse, b, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
-    """N^T [BV, C] for values vc [C, BV]."""
-    read = mm(S, tl.trans(kc), DOT, PREC)
-    if GATED:
-        read = read * power(b)[None, :]
-    return mm(tl.trans(vc).to(tl.float32) - read, tl.trans(inverse), DOT, PREC)
+def _scores(qc, kc, b, later, scale, length, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
+    """scale k q^T decayed, zero where a query is before its key: [keys, queries]."""
+    if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
+        x = mm(kc, tl.trans(qc), DOT, PREC)
+        if GATED:
+            x = x * (power(tl.where(later, b[None, :] - b[:, None], float("-inf"))) * scale)
+        else:
+            x = tl.where(later, x * scale, 0.0)
+        x = x.to(DOT)
+    else:
+        x = tl.zeros([kc.shape[0], kc.shape[0]], DOT)
+    return x
+
+
+@triton.jit
+def _errors(S, uc, wc, DOT: tl.constexpr, PREC: tl.constexpr):
+    """N^T = U^T - S^T W^T, [BV, C]."""
+    return tl.trans(uc).to(tl.float32) - mm(S, tl.trans(wc), DOT, PREC)
 
 
 @triton.jit
@@ -85,7 +98,7 @@ def summarize(
     for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
                 S = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
@@ -134,7 +147,7 @@ def output(
     for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
                 S = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
@@ -144,15 +157,10 @@ def output(
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
+        scores = _scores(qc, kc, bc, later, scale, length, DOT, PREC, GATED)
+        oc = mm(S, tl.trans(qc), DOT, PREC) * (power(bc) * scale)[None, :]
         errors = _errors(S, kc, vc, load_square(inverse + at * C * C, C), bc, DOT, PREC, GATED)
-        scores = mm(kc, tl.trans(qc), DOT, PREC) * (w * scale)[:, None]
-        oc = mm(S, tl.trans(qc), DOT, PREC) * scale
-        if GATED:
-            scores = scores * power(tl.where(later, bc[None, :] - bc[:, None], float("-inf")))
-            oc = oc * power(bc)[None, :]
-        else:
-            scores = tl.where(later, scores, 0.0)
-        oc += mm(errors, scores, DOT, PREC)
+        oc += mm(errors * w[None, :], scores, DOT, PREC)
         S = _after(S, kc, errors, w, bc, end, DOT, PREC, GATED)
         store_columns(o + ((b * T + start) * H + h) * V, oc, H * V, length, v0, C, V, BV)
         if PACKED and LEAVES:
@@ -185,7 +193,7 @@ def states(
     for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
                 S = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
@@ -202,18 +210,17 @@ def states(
 
 @triton.jit
 def _before(
-    dS, qc, kc, doc_, inverse, w, b, end, scale, later, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr,
+    dS, qc, kc, doc_, inverse, w, b, end, scale, later, length, DOT: tl.constexpr, PREC: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """(gradient of the state before a chunk, that of its values [BV, C]); doc_ [C, BV] is that of its outputs."""
-    scores = mm(kc, tl.trans(qc), DOT, PREC) * scale
+    scores = _scores(qc, kc, b, later, scale, length, DOT, PREC, GATED)
     dN = mm(dS, tl.trans(kc), DOT, PREC)
     given = tl.trans(doc_)
     if GATED:
-        scores = scores * power(tl.where(later, b[None, :] - b[:, None], float("-inf")))
         dN = dN * power(end - b)[None, :]
         weighted = given.to(tl.float32) * (power(b) * scale)[None, :]
     else:
-        scores = tl.where(later, scores, 0.0)
         weighted = given.to(tl.float32) * scale
     dN += mm(given, tl.trans(scores), DOT, PREC)
     dV = mm(dN * w[None, :], inverse, DOT, PREC)
@@ -251,7 +258,7 @@ def collect(
         c = c1 - 1 - (n - seg * per_seg)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 dS = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
@@ -262,7 +269,7 @@ def collect(
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         found = load_square(inverse + at * C * C, C)
-        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, DOT, PREC, GATED)
+        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, length, DOT, PREC, GATED)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
     store_state(slot, dS, 0, v0, True, K, V, BK, BV, True)
@@ -302,7 +309,7 @@ def back(
         c = c1 - 1 - (n - seg * per_seg)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
-        if PACKED:
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 dS = tl.zeros([BV, BK], tl.float32)
                 if BOUNDARY:
@@ -314,7 +321,7 @@ def back(
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         found = load_square(inverse + at * C * C, C)
-        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, DOT, PREC, GATED)
+        dS, dV = _before(dS, qc, kc, oc, found, w, bc, end, scale, later, length, DOT, PREC, GATED)
         store_columns(dv + ((b * T + start) * H + h) * V, dV, H * V, length, v0, C, V, BV)
         if PACKED:
             if LEAVES:

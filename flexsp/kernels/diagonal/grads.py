@@ -232,12 +232,13 @@ def gate_grad_kernel(
     pairs, reads, writes, edges, doc_edges, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
-    C: tl.constexpr, DROP: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr, DROP: tl.constexpr, ROUNDING: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    FINAL: tl.constexpr, PDL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 
-    A chunk whose total log2 decay is below DROP lets nothing measurable straddle it: the carried rounding ends there.
+    What is left of it behind a chunk that decays strongly is dropped if it is no more than the rounding carried so far,
+    ROUNDING of each chunk's sums: true values there may be smaller than it by any factor.
     """
     begin(PDL)
     row = tl.program_id(0)
@@ -249,6 +250,7 @@ def gate_grad_kernel(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     straddle = 0.0
+    carried = 0.0  # squares of the sums that went into it
     for i in tl.static_range(TILES):
         straddle += tl.load(edges + (i * (tl.num_programs(0) // H) + b) * n_seg * H + seg * H + h)
     for n in tl.range(c0, c1, num_stages=4):
@@ -260,6 +262,7 @@ def gate_grad_kernel(
             if FINAL:
                 edge = tl.load(doc_edges + doc * H + h)
             straddle = tl.where(last, edge, straddle)
+            carried = tl.where(last, 0.0, carried)
         bc, b_end = DECAY(gate, c, C)
         valid = rows < length
         pair = tl.zeros([C], tl.float32)
@@ -273,8 +276,15 @@ def gate_grad_kernel(
             previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
-        straddle = tl.where(b_end < DROP, 0.0, straddle - tl.sum(write, axis=0))
+        written = tl.sum(write, axis=0)
+        carried += straddle * straddle + written * written
+        straddle -= written
+        noise = (b_end < DROP) & (straddle * straddle <= ROUNDING * ROUNDING * carried)
+        straddle = tl.where(noise, 0.0, straddle)
+        carried = tl.where(noise, 0.0, carried)
         after = pair + tl.cumsum(read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
         tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
-        straddle += tl.sum(read, axis=0)
+        gained = tl.sum(read, axis=0)
+        carried += gained * gained
+        straddle += gained

@@ -36,6 +36,18 @@ def test_over_ranks(name: str, folder: str) -> None:
     )  # fmt: skip
 
 
-def test_gates_from_growth_to_closed(folder: str) -> None:
-    given = [(0.3, -0.2, 0.0), (-104.0, -1.0)]
-    check_runs(folder, *(runs("gated_deltanet", T=150, gates=gates) for gates in given))
+GATES = {"as models have them": None, "strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2, 0.0),
+         "closed": (-104.0, -1.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_segments(gates: str, folder: str) -> None:
+    """With a horizon within a segment and beyond all; documents over segments; over ranks."""
+    given = {"gates": GATES[gates], "segments": MANY_SEGMENTS}
+    bounds = (0, 0, 30, 400, 410, 520)
+    check_runs(folder, runs("gated_deltanet", T=520, **given), runs("gated_deltanet", T=520, bounds=bounds, **given))
+    lengths = (330, 0, 190)
+    check_runs(
+        folder, runs("gated_deltanet", T=520, lengths=lengths, **given),
+        runs("gated_deltanet", T=520, lengths=lengths, bounds=bounds, **given),
+    )  # fmt: skip

@@ -31,6 +31,7 @@ class _DeltaRule(Lowering):
     def call(
         self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
+        from flexsp.devices import of_device
         from flexsp.kernels.delta.launches import DeltaCall
         from flexsp.kernels.delta.plan import MOST, plan_of
 
@@ -45,7 +46,8 @@ class _DeltaRule(Lowering):
         if code.chunk is not None or not alike or max(K, V) > MOST:
             return None
         chained = sp is not None and sp.world_size > 1
-        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, chained)
+        device = of_device(given.device)
+        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device)
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]
         return DeltaCall(

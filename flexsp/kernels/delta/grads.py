@@ -13,14 +13,14 @@ from flexsp.runtime.launch import begin
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    q, k, do, beta, g, dv, errors, gates, entering, leaving, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, do_sb, do_st, do_sh, w_sb, w_st, w_sh, g_sb, g_st, g_sh, T, H, n_chunks, scale,
+    q, k, do, beta, g, inverse, errors, derrors, gates, entering, leaving, dq, dk, dv, dbeta, dg, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, w_sb, w_st, w_sh, g_sb, g_st, g_sh, T, H, n_chunks, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K], dbeta and dg [B, T, H], a chunk a program.
+    """dq, dk [B, T, H, K], dv [B, T, H, V], dbeta and dg [B, T, H], a chunk a program.
 
-    errors N^T, entering S^T and leaving dS^T of every chunk are [B H, chunks, V, C or K]; dv is that of `back`.
+    Of every chunk: errors N^T and their gradients, entering S^T and leaving dS^T are [B H, chunks, V, C or K].
     """
     begin(PDL)
     c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -38,9 +38,14 @@ def grads(
     reads = tl.zeros([C, C], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
     through = 0.0
+    i = tl.arange(0, C)
+    turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
     for v0 in range(0, V, BV):
         oc = load_rows(do, do_st, length, v0, C, V, BV)
-        yc = load_rows(dv, H * V, length, v0, C, V, BV)
+        dN = load_state(derrors + at * V * C, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+        yc = mm(turned, tl.trans(dN), DOT, PREC)
+        store_rows(dv, yc, H * V, length, v0, C, V, BV)
+        yc = yc.to(DOT)
         N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
         S = load_state(entering + at * V * K, v0, 0, True, V, K, BV, BK).to(entering.dtype.element_ty)
         dS = load_state(leaving + at * V * K, v0, 0, True, V, K, BV, BK).to(leaving.dtype.element_ty)
@@ -51,7 +56,6 @@ def grads(
         to_p += mm(tl.trans(N), dS, DOT, PREC)
         if GATED:
             through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
-    i = tl.arange(0, C)
     below = i[:, None] > i[None, :]
     both = i[:, None] >= i[None, :]
     qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import grads, prepare, walks
+from flexsp.kernels.delta import grads, join, prepare, walks
 from flexsp.kernels.delta.plan import Plan
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
@@ -17,12 +17,13 @@ from flexsp.kernels.primitives import dots
 __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@gates", "@inverse")
-_OWN = (*_SAVED, "@dstates", "@entering", "@leaving", "@errors")
+_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@inverse", "@u", "@w")
+_OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors")
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        prepare.prepare, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads
+        prepare.prepare, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads,
+        join.join,
     )
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ class DeltaCall:
     def facts(self) -> Facts:
         p = self.plan
         return Facts(
-            self.name, self.text, p.B, p.T, p.H, p.docs, p.tiles.chunk, p.n_chunks, p.n_seg, ("dense", p.K, p.V),
+            self.name, self.text, p.B, p.T, p.H, p.docs, p.tiles.chunk, p.n_chunks, 1, ("dense", p.K, p.V),
             self.ends, sparse=p.docs > 0,
         )  # fmt: skip
 
@@ -80,11 +81,19 @@ class DeltaCall:
             "@states": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
             "@dstates": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
+            "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
+            "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
+            "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
+            "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),
+            "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
             "@gates": (_F32 if half == torch.bfloat16 else torch.float64, (*chunks, C)),
             "@inverse": (half, (*chunks, C, C)),
             "@entering": (half, (*chunks, p.V, p.K)),
             "@leaving": (half, (*chunks, p.V, p.K)),
             "@errors": (half, (*chunks, p.V, C)),
+            "@derrors": (half, (*chunks, p.V, C)),
+            "@u": (half, (*chunks, C, p.V)),
+            "@w": (half, (*chunks, C, p.K)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
             f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
         }
@@ -108,12 +117,12 @@ class DeltaCall:
         launches = [self._prepare()]
         given = "@initial" if self.initial else None
         if p.scanned:
-            launches += [self._summarize(given), scan("@states", "@A", None, reverse=False)]
+            launches += [self._summarize(given), *self._scan("@states", reverse=False)]
         within = given if in_walk else None
         states, final = "@states" if p.scanned else None, "@final" if self.ends else None
         output = self._launch(
-            "output", p.tiles.output, ["q", "k", "v", self.beta, "@inverse", self._gates, "@o", states, within, final],
-            ("@o", *named(final)), ["q", "k", "v", self.beta], scaled=True,
+            "output", p.tiles.output, ["q", "k", self.beta, "@u", "@w", self._gates, "@o", states, within, final],
+            ("@o", *named(final)), ["q", "k", self.beta], scaled=True,
             ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
         )  # fmt: skip
         launches.append(output)
@@ -136,20 +145,20 @@ class DeltaCall:
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         last, beta = after if in_walk else None, self.beta
         states, dstates = ("@states", "@dstates") if p.scanned else (None, None)
-        tiles, of = p.tiles, ["@inverse", self._gates]
+        tiles, of = p.tiles, ["@w", self._gates]
         launches = [self._launch(
-            "states", tiles.states, ["k", "v", beta, *of, "@errors", states, initial, "@entering"],
-            ("@errors", "@entering"), ["k", "v", beta], ENTERS=p.scanned, BOUNDARY=initial is not None,
+            "states", tiles.states, ["k", beta, "@u", *of, "@errors", states, initial, "@entering"],
+            ("@errors", "@entering"), ["k", beta], ENTERS=p.scanned, BOUNDARY=initial is not None,
         )]  # fmt: skip
         if p.scanned:
             collect = self._launch(
-                "collect", tiles.back, ["q", "k", "@do", beta, *of, "@dstates", after], ("@dstates",),
+                "collect", tiles.back, ["q", "k", "@do", beta, *of, self._bounds, "@dstates", after], ("@dstates",),
                 ["q", "k", "do", beta], scaled=True, BOUNDARY=after is not None,
             )  # fmt: skip
-            launches += [collect, scan("@dstates", "@A", None, reverse=True)]
+            launches += [collect, *self._scan("@dstates", reverse=True)]
         launches.append(self._launch(
-            "back", tiles.back, ["q", "k", "@do", beta, *of, "d.v", dstates, last, to, "@leaving"],
-            ("d.v", "@leaving", *named(to)), ["q", "k", "do", beta], scaled=True,
+            "back", tiles.back, ["q", "k", "@do", beta, *of, "@derrors", dstates, last, to, "@leaving"],
+            ("@derrors", "@leaving", *named(to)), ["q", "k", "do", beta], scaled=True,
             ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         ))  # fmt: skip
         launches.append(self._grads())
@@ -166,8 +175,38 @@ class DeltaCall:
     def _gates(self) -> str | None:
         return None if self.gate is None else "@gates"
 
-    def _of_gate(self) -> int | str:
-        return 0 if self.gate is None else self.gate
+    @property
+    def _bounds(self) -> str | None:
+        return "@bounds" if self.gate is not None and self.plan.scanned else None
+
+    @property
+    def _alive(self) -> str | None:
+        return None if self.gate is None else "@alive"
+
+    def _scan(self, states: str, reverse: bool) -> list[LaunchSpec]:
+        """What enters segments, from what each of them leaves."""
+        edges, p = ("@dedges" if reverse else "@edges"), self.plan
+        if p.n_seg == 1:
+            return [scan(states, "@A", None, reverse=reverse)]
+        if not p.ranks:
+            return [self._join(states, states, p.n_seg + 1, None, reverse)]
+        whole = self._join(states, edges, 2, "@total", reverse, WHOLE=True)
+        return [whole, scan(edges, "@total", None, reverse=reverse), self._join(states, edges, 2, None, reverse)]
+
+    def _join(
+        self, states: str, edges: str, slots: int, total: str | None, reverse: bool, WHOLE: bool = False
+    ) -> LaunchSpec:
+        p, how = self.plan, Launch(min(32, self.plan.tiles.output.cols), 4, 1)
+        panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if WHOLE and not reverse else 0)
+        pointers = [states, "@A", self._alive, edges, total if not reverse else None]
+        writes = named(edges, pointers[-1]) if WHOLE else (states,)
+        reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
+        constants = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "V": p.V, "BV": how.cols}
+        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.gate is not None}
+        return LaunchSpec(
+            "join", how, (panels, p.B * p.H, 1), tuple(x or "q" for x in pointers), reads, writes,
+            (p.H, p.n_seg, slots), constants, how.options,
+        )  # fmt: skip
 
     def _spec(
         self, kind: str, how: Launch, grid: tuple[int, ...], pointers: Sequence[str | None], writes: Sequence[str],
@@ -188,11 +227,11 @@ class DeltaCall:
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
     def _prepare(self) -> LaunchSpec:
-        p, names = self.plan, ["k", self.beta, self.gate]
-        writes = named("@inverse", self._gates)
+        p, names, how = self.plan, ["k", "v", self.beta, self.gate], self.plan.tiles.prepare
+        made = ["@inverse", "@u", "@w", self._gates, self._bounds]
         return self._spec(
-            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, "@inverse", self._gates], writes,
-            [*self._strides(names), p.T, p.H], {},
+            "prepare", how, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
+            [*self._strides(names), p.T, p.H], {"V": p.V, "BV": how.cols, "BOUNDS": self._bounds is not None},
         )  # fmt: skip
 
     def _launch(
@@ -210,17 +249,19 @@ class DeltaCall:
     def _summarize(self, given: str | None) -> LaunchSpec:
         return self._launch(
             "summarize", self.plan.tiles.states,
-            ["k", "v", self.beta, "@inverse", self._gates, "@states", given, "@A"], ("@states", "@A"),
-            ["k", "v", self.beta], BOUNDARY=given is not None,
+            ["k", self.beta, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
+            ("@states", "@A", *named(self._alive)),
+            ["k", self.beta], BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _grads(self) -> LaunchSpec:
         p, how = self.plan, self.plan.tiles.grads
         gate = None if self.gate is None else f"d.{self.gate}"
-        pointers = ["q", "k", "@do", self.beta, self.gate, "d.v", "@errors", self._gates, "@entering", "@leaving"]
-        writes = named("d.q", "d.k", f"d.{self.beta}", gate)
+        pointers = ["q", "k", "@do", self.beta, self.gate, "@inverse", "@errors", "@derrors", self._gates]
+        pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", f"d.{self.beta}", gate]
+        writes = named("d.q", "d.k", "d.v", f"d.{self.beta}", gate)
         numbers = [*self._strides(["q", "k", "do", self.beta, self.gate]), p.T, p.H, p.n_chunks, self.scale]
         return self._spec(
-            "grads", how, (p.n_chunks, p.B * p.H, 1), [*pointers, "d.q", "d.k", f"d.{self.beta}", gate], writes,
-            numbers, {"V": p.V, "BV": how.cols},
+            "grads", how, (p.n_chunks, p.B * p.H, 1), pointers, writes, numbers,
+            {"V": p.V, "BV": how.cols},
         )  # fmt: skip

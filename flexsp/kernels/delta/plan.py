@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flexsp.devices import MOST_HEADS
+from flexsp.devices import MOST_HEADS, Device
 from flexsp.kernels.launches import Launch
 
 __all__ = ["MOST", "Plan", "Tiles", "plan_of"]
 
 MOST = 128
 """Of K and V."""
+_LEAST = 4  # chunks of a segment
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is cut. `scanned`: states come from elsewhere, over ranks."""
+    """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several."""
 
     B: int
     T: int
@@ -40,31 +41,40 @@ class Plan:
     docs: int
     tiles: Tiles
     n_chunks: int
-    scanned: bool
+    per_seg: int
+    n_seg: int
+    ranks: bool
 
     @property
-    def per_seg(self) -> int:
-        return max(1, self.n_chunks)
-
-    @property
-    def n_seg(self) -> int:
-        return 1
+    def scanned(self) -> bool:
+        """States enter segments from elsewhere."""
+        return self.ranks or self.n_seg > 1
 
 
-def _choose(dtype: torch.dtype, V: int) -> Tiles:
+def _choose(dtype: torch.dtype, V: int, gated: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one."""
     wide = 16 if V <= 16 else 32 if V <= 32 else 64
     if dtype == torch.bfloat16:
-        walk = Launch(min(wide, 32), 4, 2)
-        return Tiles(64, Launch(0, 4, 1), walk, walk, walk, Launch(wide, 8, 1))
+        walk = Launch(wide if gated else min(wide, 32), 4, 2)
+        return Tiles(64, Launch(wide, 4, 1), walk, walk, walk, Launch(wide, 8, 1))
     walk = Launch(min(wide, 32), 4, 1)
-    return Tiles(32, Launch(0, 4, 1), walk, walk, walk, Launch(min(wide, 32), 8, 1))
+    return Tiles(32, Launch(min(wide, 32), 4, 1), walk, walk, walk, Launch(min(wide, 32), 8, 1))
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, scanned: bool) -> Plan:
-    """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed."""
+def plan_of(
+    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device
+) -> Plan:  # fmt: skip
+    """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
+
+    A head is cut into segments where the state decays: then most of them need no matrix (`walks.within_horizon`).
+    Where it does not, columns of the state are spread over more programs instead.
+    """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
-    tiles = _choose(dtype, V)
-    return Plan(B, T, H, K, V, docs, tiles, -(-T // tiles.chunk) + docs, scanned)
+    tiles = _choose(dtype, V, gated)
+    n_chunks = -(-T // tiles.chunk) + docs
+    programs = max(1, B * H * -(-V // tiles.output.cols))
+    wanted = max(1, min(n_chunks // _LEAST, -(-device.programs // programs))) if gated else 1
+    per_seg = max(1, -(-n_chunks // wanted))
+    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power
+from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power, store_rows
 from flexsp.runtime.launch import begin
 
-_BLOCK = tl.constexpr(16)
+_BLOCK = tl.constexpr(4)
 
 
 @triton.jit
@@ -38,17 +38,26 @@ def _every_second(x, odd: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _substituted(x, COUNT: tl.constexpr):
-    """Inverses of I + x, for matrices x [COUNT, 16, 16] that are zero on and above the diagonal."""
-    i = tl.arange(0, _BLOCK)[None, :, None]
-    j = tl.arange(0, _BLOCK)[None, None, :]
+def _substituted(x, COUNT: tl.constexpr, N: tl.constexpr):
+    """Inverses of I + x, for matrices x [COUNT, N, N] that are zero on and above the diagonal."""
+    i = tl.arange(0, N)[None, :, None]
+    j = tl.arange(0, N)[None, None, :]
     turned = tl.permute(x, (0, 2, 1))
-    found = tl.where(i == j, 1.0, 0.0) + tl.zeros([COUNT, _BLOCK, _BLOCK], tl.float32)
-    for row in tl.static_range(1, _BLOCK):
+    found = tl.where(i == j, 1.0, 0.0) + tl.zeros([COUNT, N, N], tl.float32)
+    for row in tl.static_range(1, N):
         left = tl.sum(tl.where(j == row, turned, 0.0), axis=2)
         new = tl.sum(left[:, :, None] * found, axis=1)
         found = tl.where(i == row, found - new[:, None, :], found)
     return found
+
+
+@triton.jit
+def _product(a, b, N: tl.constexpr):
+    """Products of matrices [.., N, N] in fp32."""
+    if N < 16:
+        return tl.sum(a[:, :, :, None] * b[:, None, :, :], axis=2)
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -70,30 +79,33 @@ def _merged(found, x, C: tl.constexpr, N: tl.constexpr):
     a = _every_second(found, 0, PAIRS, N)
     d = _every_second(found, 1, PAIRS, N)
     b = _every_second(_blocks(x, True, C, N), 1, PAIRS, N)
-    b = -tl.dot(d, tl.dot(b, a, input_precision="tf32x3"), input_precision="tf32x3")
-    return _joined(a, b, d, PAIRS, N)
+    return _joined(a, -_product(d, _product(b, a, N), N), d, PAIRS, N)
 
 
 @triton.jit
 def unit_inverse(x, C: tl.constexpr):
     """Inverse of I + x, for x [C, C] that is zero on and above the diagonal; in fp32 throughout.
 
-    Blocks of 16 by substitution, then [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    Blocks of 4 by substitution, then [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     """
-    LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2
-    found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK)
+    LEVELS: tl.constexpr = 2 if C == 16 else 3 if C == 32 else 4
+    found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK, _BLOCK)
     for level in tl.static_range(LEVELS):
-        found = _merged(found, x, C, 16 << level)
+        found = _merged(found, x, C, 4 << level)
     return tl.reshape(found, [C, C])
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def prepare(
-    k, beta, g, inverse, gates, table, k_sb, k_st, k_sh, w_sb, w_st, w_sh, g_sb, g_st, g_sh, T, H,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    k, v, beta, g, inverse, u, w, gates, bounds, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh,
+    g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inverse [B H, chunks, C, C] of I + G, and gates [B H, chunks, C], cumulative log2 decay.
+    """M^-1 [B H, chunks, C, C] of M = I + G, U = M^-1 V, W = M^-1 e^b K, and gates [B H, chunks, C], log2 of e^b.
+
+    BOUNDS: also bounds [B H, 2, chunks], log2 of how the chunk changes a state at most, and of how it makes one grow
+    at most; a token changes it by no more than e^g max(1, |1 - beta |k|^2|).
 
     Rows past a chunk's length repeat its last gate.
     """
@@ -105,16 +117,29 @@ def prepare(
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
-    w = load_numbers(beta + b * w_sb + h * w_sh + start * w_st, w_st, length, C).to(tl.float32)
-    x = mm(kc, tl.trans(kc), DOT, PREC) * w[None, :]
+    strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
+    x = mm(kc, tl.trans(kc), DOT, PREC)
+    squares = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
+    x = x * strength[None, :]
     below = i[:, None] > i[None, :]
     if GATED:
         gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(gates.dtype.element_ty)
         gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
         total = tl.cumsum(gate * LOG2E, axis=0)
         tl.store(gates + at * C + i, total)
+        if BOUNDS:
+            most = (gate * LOG2E).to(tl.float32) + tl.log2(tl.maximum(tl.abs(1.0 - strength * squares), 1.0))
+            to = bounds + row * 2 * tl.num_programs(0) + tl.program_id(0)
+            tl.store(to, tl.sum(most, axis=0))
+            tl.store(to + tl.num_programs(0), tl.sum(tl.maximum(most, 0.0), axis=0))
         x = x * power(tl.where(below, total[:, None] - total[None, :], float("-inf")))
     else:
         x = tl.where(below, x, 0.0)
-    found = unit_inverse(x, C)
-    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found.to(inverse.dtype.element_ty))
+    found = unit_inverse(x, C).to(inverse.dtype.element_ty)
+    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found)
+    if GATED:
+        kc = kc * power(total)[:, None]
+    store_rows(w + at * C * K, mm(found, kc, DOT, PREC), K, C, 0, C, K, BK)
+    for v0 in range(0, V, BV):
+        vc = load_rows(v + b * v_sb + h * v_sh + start * v_st, v_st, length, v0, C, V, BV)
+        store_rows(u + at * C * V, mm(found, vc, DOT, PREC), V, C, v0, C, V, BV)

@@ -17,12 +17,12 @@ from flexsp.kernels.primitives import dots
 __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@inverse", "@u", "@w")
+_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w")
 _OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors")
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        prepare.prepare, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads,
+        prepare.prepare, prepare.values, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads,
         join.join,
     )
 }  # fmt: skip
@@ -83,6 +83,7 @@ class DeltaCall:
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
             "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
+            "@strength": (_F32, (*chunks, C)),
             "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
@@ -114,15 +115,15 @@ class DeltaCall:
 
     def forward(self) -> list[LaunchSpec]:
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
-        launches = [self._prepare()]
+        launches = [self._prepare(), self._values()]
         given = "@initial" if self.initial else None
         if p.scanned:
             launches += [self._summarize(given), *self._scan("@states", reverse=False)]
         within = given if in_walk else None
         states, final = "@states" if p.scanned else None, "@final" if self.ends else None
         output = self._launch(
-            "output", p.tiles.output, ["q", "k", self.beta, "@u", "@w", self._gates, "@o", states, within, final],
-            ("@o", *named(final)), ["q", "k", self.beta], scaled=True,
+            "output", p.tiles.output, ["q", "k", "@strength", "@u", "@w", self._gates, "@o", states, within, final],
+            ("@o", *named(final)), ["q", "k"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
         )  # fmt: skip
         launches.append(output)
@@ -143,22 +144,22 @@ class DeltaCall:
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
         initial = "@initial" if self.initial and in_walk else None
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
-        last, beta = after if in_walk else None, self.beta
+        last = after if in_walk else None
         states, dstates = ("@states", "@dstates") if p.scanned else (None, None)
         tiles, of = p.tiles, ["@w", self._gates]
         launches = [self._launch(
-            "states", tiles.states, ["k", beta, "@u", *of, "@errors", states, initial, "@entering"],
-            ("@errors", "@entering"), ["k", beta], ENTERS=p.scanned, BOUNDARY=initial is not None,
+            "states", tiles.states, ["k", "@strength", "@u", *of, "@errors", states, initial, "@entering"],
+            ("@errors", "@entering"), ["k"], ENTERS=p.scanned, BOUNDARY=initial is not None,
         )]  # fmt: skip
         if p.scanned:
             collect = self._launch(
-                "collect", tiles.back, ["q", "k", "@do", beta, *of, self._bounds, "@dstates", after], ("@dstates",),
-                ["q", "k", "do", beta], scaled=True, BOUNDARY=after is not None,
+                "collect", tiles.back, ["q", "k", "@do", "@strength", *of, self._bounds, "@dstates", after], ("@dstates",),
+                ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
             )  # fmt: skip
             launches += [collect, *self._scan("@dstates", reverse=True)]
         launches.append(self._launch(
-            "back", tiles.back, ["q", "k", "@do", beta, *of, "@derrors", dstates, last, to, "@leaving"],
-            ("@derrors", "@leaving", *named(to)), ["q", "k", "do", beta], scaled=True,
+            "back", tiles.back, ["q", "k", "@do", "@strength", *of, "@derrors", dstates, last, to, "@leaving"],
+            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         ))  # fmt: skip
         launches.append(self._grads())
@@ -227,11 +228,18 @@ class DeltaCall:
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
     def _prepare(self) -> LaunchSpec:
-        p, names, how = self.plan, ["k", "v", self.beta, self.gate], self.plan.tiles.prepare
-        made = ["@inverse", "@u", "@w", self._gates, self._bounds]
+        p, names = self.plan, ["k", self.beta, self.gate]
+        made = ["@inverse", "@strength", self._gates, self._bounds]
         return self._spec(
-            "prepare", how, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            [*self._strides(names), p.T, p.H], {"V": p.V, "BV": how.cols, "BOUNDS": self._bounds is not None},
+            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
+            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None},
+        )  # fmt: skip
+
+    def _values(self) -> LaunchSpec:
+        p, how = self.plan, self.plan.tiles.values
+        return self._spec(
+            "values", how, (p.n_chunks, p.B * p.H, 1), ["k", "v", "@inverse", self._gates, "@u", "@w"], ("@u", "@w"),
+            ["k", "v", p.T, p.H], {"V": p.V, "BV": how.cols},
         )  # fmt: skip
 
     def _launch(
@@ -249,18 +257,18 @@ class DeltaCall:
     def _summarize(self, given: str | None) -> LaunchSpec:
         return self._launch(
             "summarize", self.plan.tiles.states,
-            ["k", self.beta, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
+            ["k", "@strength", "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
-            ["k", self.beta], BOUNDARY=given is not None,
+            ["k"], BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _grads(self) -> LaunchSpec:
         p, how = self.plan, self.plan.tiles.grads
         gate = None if self.gate is None else f"d.{self.gate}"
-        pointers = ["q", "k", "@do", self.beta, self.gate, "@inverse", "@errors", "@derrors", self._gates]
+        pointers = ["q", "k", "@do", self.gate, "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", f"d.{self.beta}", gate]
         writes = named("d.q", "d.k", "d.v", f"d.{self.beta}", gate)
-        numbers = [*self._strides(["q", "k", "do", self.beta, self.gate]), p.T, p.H, p.n_chunks, self.scale]
+        numbers = [*self._strides(["q", "k", "do", self.gate]), p.T, p.H, p.n_chunks, self.scale]
         return self._spec(
             "grads", how, (p.n_chunks, p.B * p.H, 1), pointers, writes, numbers,
             {"V": p.V, "BV": how.cols},

@@ -23,6 +23,7 @@ class Tiles:
 
     chunk: int
     prepare: Launch
+    values: Launch
     output: Launch
     states: Launch
     back: Launch
@@ -54,11 +55,12 @@ class Plan:
 def _choose(dtype: torch.dtype, V: int, gated: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one."""
     wide = 16 if V <= 16 else 32 if V <= 32 else 64
+    whole = max(wide, 64 if V <= 64 else 128)
     if dtype == torch.bfloat16:
         walk = Launch(wide if gated else min(wide, 32), 4, 2)
-        return Tiles(64, Launch(wide, 4, 1), walk, walk, walk, Launch(wide, 8, 1))
+        return Tiles(64, Launch(0, 1, 1), Launch(wide, 4, 1), walk, walk, walk, Launch(whole, 8, 1))
     walk = Launch(min(wide, 32), 4, 1)
-    return Tiles(32, Launch(min(wide, 32), 4, 1), walk, walk, walk, Launch(min(wide, 32), 8, 1))
+    return Tiles(32, Launch(0, 4, 1), Launch(min(wide, 32), 4, 1), walk, walk, walk, Launch(whole, 8, 1))
 
 
 @functools.lru_cache(maxsize=4096)

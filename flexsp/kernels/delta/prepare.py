@@ -11,7 +11,7 @@ import triton.language as tl
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power, store_rows
 from flexsp.runtime.launch import begin
 
-_BLOCK = tl.constexpr(4)
+_BLOCK = tl.constexpr(int(__import__("os").environ.get("XB","4")))
 
 
 @triton.jit
@@ -88,21 +88,20 @@ def unit_inverse(x, C: tl.constexpr):
 
     Blocks of 4 by substitution, then [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     """
-    LEVELS: tl.constexpr = 2 if C == 16 else 3 if C == 32 else 4
+    LEVELS: tl.constexpr = (2 if C == 16 else 3 if C == 32 else 4) - (2 if _BLOCK == 16 else 0)
     found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK, _BLOCK)
     for level in tl.static_range(LEVELS):
-        found = _merged(found, x, C, 4 << level)
+        found = _merged(found, x, C, _BLOCK << level)
     return tl.reshape(found, [C, C])
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def prepare(
-    k, v, beta, g, inverse, u, w, gates, bounds, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh,
-    g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATED: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    k, beta, g, inverse, strength, gates, bounds, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh,
+    T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """M^-1 [B H, chunks, C, C] of M = I + G, U = M^-1 V, W = M^-1 e^b K, and gates [B H, chunks, C], log2 of e^b.
+    """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 
     BOUNDS: also bounds [B H, 2, chunks], log2 of how the chunk changes a state at most, and of how it makes one grow
     at most; a token changes it by no more than e^g max(1, |1 - beta |k|^2|).
@@ -117,10 +116,11 @@ def prepare(
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
-    strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
+    given = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
+    tl.store(strength + at * C + i, given)
     x = mm(kc, tl.trans(kc), DOT, PREC)
     squares = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
-    x = x * strength[None, :]
+    x = x * given[None, :]
     below = i[:, None] > i[None, :]
     if GATED:
         gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(gates.dtype.element_ty)
@@ -128,7 +128,7 @@ def prepare(
         total = tl.cumsum(gate * LOG2E, axis=0)
         tl.store(gates + at * C + i, total)
         if BOUNDS:
-            most = (gate * LOG2E).to(tl.float32) + tl.log2(tl.maximum(tl.abs(1.0 - strength * squares), 1.0))
+            most = (gate * LOG2E).to(tl.float32) + tl.log2(tl.maximum(tl.abs(1.0 - given * squares), 1.0))
             to = bounds + row * 2 * tl.num_programs(0) + tl.program_id(0)
             tl.store(to, tl.sum(most, axis=0))
             tl.store(to + tl.num_programs(0), tl.sum(tl.maximum(most, 0.0), axis=0))
@@ -137,8 +137,26 @@ def prepare(
         x = tl.where(below, x, 0.0)
     found = unit_inverse(x, C).to(inverse.dtype.element_ty)
     tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found)
+
+
+@triton.jit(do_not_specialize=["T", "H"])
+def values(
+    k, v, inverse, gates, u, w, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`."""
+    begin(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // H
+    h = row % H
+    start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    i = tl.arange(0, C)
+    found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
+    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     if GATED:
-        kc = kc * power(total)[:, None]
+        kc = (kc * power(tl.load(gates + at * C + i))[:, None]).to(DOT)
     store_rows(w + at * C * K, mm(found, kc, DOT, PREC), K, C, 0, C, K, BK)
     for v0 in range(0, V, BV):
         vc = load_rows(v + b * v_sb + h * v_sh + start * v_st, v_st, length, v0, C, V, BV)

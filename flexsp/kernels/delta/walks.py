@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import load_numbers
 from flexsp.kernels.primitives import (
     chunk_info,
     load_rows,
@@ -94,7 +93,7 @@ def _after(S, kc, errors, beta, b, end, DOT: tl.constexpr, PREC: tl.constexpr, G
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    k, beta, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh, T, H,
+    k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H,
     n_seg, n_chunks, per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr,
@@ -111,7 +110,6 @@ def summarize(
     b = row // H
     h = row % H
     k += b * k_sb + h * k_sh
-    beta += b * beta_sb + h * beta_sh
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
     unit = (v0 + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
     S = tl.where(unit & (not of_state), 1.0, 0.0)
@@ -132,7 +130,7 @@ def summarize(
                 if BOUNDARY:
                     S = load_state(boundary + (doc * H + h) * K * V, 0, v0, of_state, K, V, BK, BV, True)
         bc, end = load_gates(gates, at, C, GATED)
-        strength = load_numbers(beta + start * beta_st, beta_st, length, C).to(tl.float32)
+        strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C if of_state else 0, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
@@ -151,8 +149,7 @@ def summarize(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
-    q, k, beta, u, w, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, beta_sb, beta_st,
-    beta_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, strengths, u, w, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
@@ -164,7 +161,6 @@ def output(
     h = row % H
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
-    beta += b * beta_sb + h * beta_sh
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     S = tl.zeros([BV, BK], tl.float32)
@@ -181,7 +177,7 @@ def output(
                 if BOUNDARY:
                     S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
         bc, end = load_gates(gates, at, C, GATED)
-        strength = load_numbers(beta + start * beta_st, beta_st, length, C).to(tl.float32)
+        strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
@@ -200,7 +196,7 @@ def output(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
-    k, beta, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh, T,
+    k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T,
     H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
@@ -212,7 +208,6 @@ def states(
     b = row // H
     h = row % H
     k += b * k_sb + h * k_sh
-    beta += b * beta_sb + h * beta_sh
     S = tl.zeros([BV, BK], tl.float32)
     if ENTERS:
         S = load_state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
@@ -227,7 +222,7 @@ def states(
                 if BOUNDARY:
                     S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
         bc, end = load_gates(gates, at, C, GATED)
-        strength = load_numbers(beta + start * beta_st, beta_st, length, C).to(tl.float32)
+        strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
@@ -261,8 +256,8 @@ def _before(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
-    q, k, do, beta, w, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh,
-    beta_sb, beta_st, beta_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, do, strengths, w, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +269,6 @@ def collect(
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh
-    beta += b * beta_sb + h * beta_sh
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
@@ -294,7 +288,7 @@ def collect(
                 if BOUNDARY:
                     dS = load_state(boundary + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
         bc, end = load_gates(gates, at, C, GATED)
-        strength = load_numbers(beta + start * beta_st, beta_st, length, C).to(tl.float32)
+        strength = tl.load(strengths + at * C + tl.arange(0, C))
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
@@ -312,8 +306,8 @@ def collect(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
-    q, k, do, beta, w, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    do_sb, do_st, do_sh, beta_sb, beta_st, beta_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, do, strengths, w, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
@@ -326,7 +320,6 @@ def back(
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh
-    beta += b * beta_sb + h * beta_sh
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     dS = tl.zeros([BV, BK], tl.float32)
@@ -346,7 +339,7 @@ def back(
                     dS = load_state(dfinal + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
         store_state(leaving + at * V * K, dS, v0, 0, True, V, K, BV, BK)
         bc, end = load_gates(gates, at, C, GATED)
-        strength = load_numbers(beta + start * beta_st, beta_st, length, C).to(tl.float32)
+        strength = tl.load(strengths + at * C + tl.arange(0, C))
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)

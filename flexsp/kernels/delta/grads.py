@@ -42,21 +42,23 @@ def grads(
     N = load_state(errors + at * V * C, 0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
     dN = load_state(derrors + at * V * C, 0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
-    y = mm(turned, tl.trans(dN), DOT, PREC)
-    store_rows(dv + ((b * T + start) * H + h) * V, y, H * V, length, 0, C, V, BV)
-    y = y.to(DOT)
+    y = tl.zeros([C, BV], DOT)
+    if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
+        values = mm(turned, tl.trans(dN), DOT, PREC)
+        store_rows(dv + ((b * T + start) * H + h) * V, values, H * V, length, 0, C, V, BV)
+        y = values.to(DOT)
     oc = load_rows(do + b * do_sb + h * do_sh + start * do_st, do_st, length, 0, C, V, BV)
     below = i[:, None] > i[None, :]
     both = i[:, None] >= i[None, :]
-    reads = mm(oc, N, DOT, PREC)
-    pairs = mm(y, N, DOT, PREC)
-    if GATED:
-        decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
-        reads = (reads * decay * scale).to(DOT)
-        pairs = tl.where(below, -pairs * decay, 0.0).to(DOT)
-    else:
-        reads = tl.where(both, reads * scale, 0.0).to(DOT)
-        pairs = tl.where(below, -pairs, 0.0).to(DOT)
+    reads = tl.zeros([C, C], DOT)
+    pairs = tl.zeros([C, C], DOT)
+    if length >= 0:
+        decay = tl.where(both, scale, 0.0)
+        if GATED:
+            decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
+        reads = (mm(oc, N, DOT, PREC) * (decay * scale if GATED else decay)).to(DOT)
+        pairs = mm(y, N, DOT, PREC)
+        pairs = tl.where(below, -pairs * decay if GATED else -pairs, 0.0).to(DOT)
     qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below

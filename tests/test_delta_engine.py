@@ -9,6 +9,7 @@ from tests.test_generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, do
 
 __all__ = ["folder"]
 
+BF16 = torch.bfloat16
 NAMES = ["deltanet", "gated_deltanet"]
 
 
@@ -25,6 +26,7 @@ def test_batched_and_packed(name: str, folder: str) -> None:
         runs(name, T=130, B=2, strided=True), runs(name, T=150, bounds=packed), runs(name, T=1), runs(name, T=0, B=2),
         runs(name, T=150, bounds=(0, 0, 70, 70, 150), dtype=torch.bfloat16, segments=MANY_SEGMENTS),
         runs(name, T=65, dtype=torch.bfloat16, segments=ONE_SEGMENT), runs(name, T=0, bounds=(0, 0, 0)),
+        runs(name, T=90, V=80, dtype=torch.bfloat16, bounds=(0, 20, 90)), runs(name, T=70, H=128, V=40, dtype=BF16),
     )  # fmt: skip
 
 

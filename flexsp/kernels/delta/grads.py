@@ -18,10 +18,9 @@ def grads(
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K], dv [B, T, H, V], dbeta and dg [B, T, H], a chunk a program with all columns, BV >= V.
+    """dq, dk [B, T, H, K], dv [B, T, H, V], dbeta and dg [B, T, H], a chunk a program.
 
     Of every chunk: errors N^T and their gradients, entering S^T and leaving dS^T are [B H, chunks, V, C or K].
-    One gradient after the other, since a multiprocessor holds more programs that way.
     """
     begin(PDL)
     c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -33,46 +32,53 @@ def grads(
     i = tl.arange(0, C)
     w = tl.load(strength + at * C + i)
     state = at * V * K
-    S = load_state(entering + state, 0, 0, True, V, K, BV, BK)
-    through = 0.0
-    if GATED:
-        dS = load_state(leaving + state, 0, 0, True, V, K, BV, BK)
-        through = tl.sum(tl.sum(S * dS, axis=1), axis=0) * power(end)
-    S = S.to(entering.dtype.element_ty)
-    N = load_state(errors + at * V * C, 0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
-    dN = load_state(derrors + at * V * C, 0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+    of_outputs = do + b * do_sb + h * do_sh + start * do_st
+    to_q = tl.zeros([C, BK], tl.float32)
+    to_k = tl.zeros([C, BK], tl.float32)
+    to_p = tl.zeros([C, BK], tl.float32)
+    reads = tl.zeros([C, C], tl.float32)
+    pairs = tl.zeros([C, C], tl.float32)
+    kept = tl.zeros([BV], tl.float32)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
-    y = tl.zeros([C, BV], DOT)
-    if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-        values = mm(turned, tl.trans(dN), DOT, PREC)
-        store_rows(dv + ((b * T + start) * H + h) * V, values, H * V, length, 0, C, V, BV)
-        y = values.to(DOT)
-    oc = load_rows(do + b * do_sb + h * do_sh + start * do_st, do_st, length, 0, C, V, BV)
+    for v0 in range(0, V, BV):
+        oc = load_rows(of_outputs, do_st, length, v0, C, V, BV)
+        dN = load_state(derrors + at * V * C, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+        N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
+        S = load_state(entering + state, v0, 0, True, V, K, BV, BK).to(entering.dtype.element_ty)
+        dS = load_state(leaving + state, v0, 0, True, V, K, BV, BK).to(leaving.dtype.element_ty)
+        y = mm(turned, tl.trans(dN), DOT, PREC)
+        store_rows(dv + ((b * T + start) * H + h) * V, y, H * V, length, v0, C, V, BV)
+        y = y.to(DOT)
+        reads += mm(oc, N, DOT, PREC)
+        pairs += mm(y, N, DOT, PREC)
+        to_q += mm(oc, S, DOT, PREC)
+        to_k += mm(y, S, DOT, PREC)
+        to_p += mm(tl.trans(N), dS, DOT, PREC)
+        if GATED:
+            kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
     below = i[:, None] > i[None, :]
     both = i[:, None] >= i[None, :]
-    reads = tl.zeros([C, C], DOT)
-    pairs = tl.zeros([C, C], DOT)
-    if length >= 0:
-        decay = tl.where(both, scale, 0.0)
-        if GATED:
-            decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
-        reads = (mm(oc, N, DOT, PREC) * (decay * scale if GATED else decay)).to(DOT)
-        pairs = mm(y, N, DOT, PREC)
-        pairs = tl.where(below, -pairs * decay if GATED else -pairs, 0.0).to(DOT)
     qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
-    to_q = mm(oc, S, DOT, PREC) * (power(bc) * scale)[:, None]
+    through = 0.0
+    if GATED:
+        decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
+        reads = (reads * decay * scale).to(DOT)
+        pairs = tl.where(below, -pairs * decay, 0.0).to(DOT)
+        to_q = to_q * (power(bc) * scale)[:, None]
+        to_k = to_k * (-power(bc))[:, None]
+        to_p = to_p * power(end - bc)[:, None]
+        through = tl.sum(kept, axis=0) * power(end) + tl.sum(tl.sum(to_p * pc.to(tl.float32), axis=1), axis=0)
+    else:
+        reads = tl.where(both, reads * scale, 0.0).to(DOT)
+        pairs = tl.where(below, -pairs, 0.0).to(DOT)
+        to_q = to_q * scale
+        to_k = -to_k
     to_q += mm(reads, pc, DOT, PREC)
     store_rows(dq + ((b * T + start) * H + h) * K, to_q, H * K, length, 0, C, K, BK)
-    to_k = mm(y, S, DOT, PREC) * (-power(bc))[:, None]
     to_k += mm(pairs, pc, DOT, PREC)
-    sums = to_q * qc.to(tl.float32) + to_k * kc.to(tl.float32)
-    dS = load_state(leaving + state, 0, 0, True, V, K, BV, BK).to(leaving.dtype.element_ty)
-    to_p = mm(tl.trans(N), dS, DOT, PREC)
-    if GATED:
-        to_p = to_p * power(end - bc)[:, None]
-        through += tl.sum(tl.sum(to_p * pc.to(tl.float32), axis=1), axis=0)
+    sums = tl.sum(to_q * qc.to(tl.float32) + to_k * kc.to(tl.float32), axis=1)
     to_p += mm(tl.trans(reads), qc, DOT, PREC)
     to_p += mm(tl.trans(pairs), kc, DOT, PREC)
     store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
@@ -80,7 +86,7 @@ def grads(
     written = tl.sum(to_p * kc.to(tl.float32), axis=1)
     tl.store(dbeta + to, written.to(dbeta.dtype.element_ty), mask=i < length)
     if GATED:
-        sums = tl.sum(sums - to_p * pc.to(tl.float32), axis=1)
+        sums -= tl.sum(to_p * pc.to(tl.float32), axis=1)
         to_g = tl.cumsum(sums, axis=0, reverse=True) + through
         gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(tl.float32)
         tl.store(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g).to(dg.dtype.element_ty), mask=i < length)

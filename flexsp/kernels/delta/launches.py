@@ -17,13 +17,13 @@ from flexsp.kernels.primitives import dots
 __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w")
+_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores")
 _OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors")
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        prepare.prepare, prepare.values, walks.summarize, walks.output, walks.states, walks.collect, walks.back, grads.grads,
-        join.join,
+        prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
+        walks.back, grads.grads,
     )
 }  # fmt: skip
 
@@ -95,6 +95,7 @@ class DeltaCall:
             "@derrors": (half, (*chunks, p.V, C)),
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
+            "@scores": (half, (*chunks, C, C)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
             f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
         }
@@ -122,7 +123,8 @@ class DeltaCall:
         within = given if in_walk else None
         states, final = "@states" if p.scanned else None, "@final" if self.ends else None
         output = self._launch(
-            "output", p.tiles.output, ["q", "k", "@strength", "@u", "@w", self._gates, "@o", states, within, final],
+            "output", p.tiles.output,
+            ["q", "k", "@strength", "@u", "@w", "@scores", self._gates, "@o", states, within, final],
             ("@o", *named(final)), ["q", "k"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
         )  # fmt: skip
@@ -146,15 +148,16 @@ class DeltaCall:
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         last = after if in_walk else None
         states, dstates = ("@states", "@dstates") if p.scanned else (None, None)
-        tiles, of = p.tiles, ["@w", self._gates]
+        tiles, of = p.tiles, ["@w", "@scores", self._gates]
         launches = [self._launch(
-            "states", tiles.states, ["k", "@strength", "@u", *of, "@errors", states, initial, "@entering"],
+            "states", tiles.states,
+            ["k", "@strength", "@u", "@w", self._gates, "@errors", states, initial, "@entering"],
             ("@errors", "@entering"), ["k"], ENTERS=p.scanned, BOUNDARY=initial is not None,
         )]  # fmt: skip
         if p.scanned:
             collect = self._launch(
-                "collect", tiles.back, ["q", "k", "@do", "@strength", *of, self._bounds, "@dstates", after], ("@dstates",),
-                ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
+                "collect", tiles.back, ["q", "k", "@do", "@strength", *of, self._bounds, "@dstates", after],
+                ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
             )  # fmt: skip
             launches += [collect, *self._scan("@dstates", reverse=True)]
         launches.append(self._launch(
@@ -237,9 +240,10 @@ class DeltaCall:
 
     def _values(self) -> LaunchSpec:
         p, how = self.plan, self.plan.tiles.values
+        pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ("@u", "@w", "@scores")
         return self._spec(
-            "values", how, (p.n_chunks, p.B * p.H, 1), ["k", "v", "@inverse", self._gates, "@u", "@w"], ("@u", "@w"),
-            ["k", "v", p.T, p.H], {"V": p.V, "BV": how.cols},
+            "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], made,
+            ["q", "k", "v", p.T, p.H, self.scale], {"V": p.V, "BV": how.cols},
         )  # fmt: skip
 
     def _launch(

@@ -11,7 +11,7 @@ import triton.language as tl
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power, store_rows
 from flexsp.runtime.launch import begin
 
-_BLOCK = tl.constexpr(int(__import__("os").environ.get("XB","4")))
+_BLOCK = tl.constexpr(4)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def unit_inverse(x, C: tl.constexpr):
 
     Blocks of 4 by substitution, then [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     """
-    LEVELS: tl.constexpr = (2 if C == 16 else 3 if C == 32 else 4) - (2 if _BLOCK == 16 else 0)
+    LEVELS: tl.constexpr = 2 if C == 16 else 3 if C == 32 else 4
     found = _substituted(_blocks(x, False, C, _BLOCK), C // _BLOCK, _BLOCK)
     for level in tl.static_range(LEVELS):
         found = _merged(found, x, C, _BLOCK << level)
@@ -98,8 +98,8 @@ def unit_inverse(x, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "H"])
 def prepare(
     k, beta, g, inverse, strength, gates, bounds, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh,
-    T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, BOUNDS: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 
@@ -141,11 +141,13 @@ def prepare(
 
 @triton.jit(do_not_specialize=["T", "H"])
 def values(
-    k, v, inverse, gates, u, w, table, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+    q, k, v, inverse, strength, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
+    scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`."""
+    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`; and scores
+    scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
+    """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
     b = row // H
@@ -154,9 +156,17 @@ def values(
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
+    qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    x = mm(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
+    until = i[:, None] >= i[None, :]
     if GATED:
-        kc = (kc * power(tl.load(gates + at * C + i))[:, None]).to(DOT)
+        total = tl.load(gates + at * C + i)
+        x = x * power(tl.where(until, total[:, None] - total[None, :], float("-inf")))
+        kc = (kc * power(total)[:, None]).to(DOT)
+    else:
+        x = tl.where(until, x, 0.0)
+    tl.store(scores + at * C * C + i[:, None] * C + i[None, :], x.to(scores.dtype.element_ty))
     store_rows(w + at * C * K, mm(found, kc, DOT, PREC), K, C, 0, C, K, BK)
     for v0 in range(0, V, BV):
         vc = load_rows(v + b * v_sb + h * v_sh + start * v_st, v_st, length, v0, C, V, BV)

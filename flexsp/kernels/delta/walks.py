@@ -1,8 +1,9 @@
 """Walks of the delta engine over the chunks of a segment, with the state in registers.
 
-A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W and the cumulative
-gates b come from `prepare`. States are held transposed, [BV, BK >= K], so they enter products from
-registers.
+A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W, beta, the scores of
+queries and the cumulative gates b come from `prepare` and `values`. A state of 64 columns or more is held transposed,
+[BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at least. All
+that has the state's columns is held likewise.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from flexsp.kernels.primitives import (
     mm,
     power,
     store_columns,
+    store_rows,
     store_state,
 )
 from flexsp.runtime.launch import begin
 
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
 _MANY = tl.constexpr(128)
+_TURNED = tl.constexpr(64)
 
 
 @triton.jit
@@ -61,40 +64,89 @@ def within_horizon(bounds, n_chunks, c0, c1, REVERSE: tl.constexpr):
     return walked, ~(total <= HORIZON)
 
 
+# A state, or what has its columns: [BV, N], or [N, BV] where it is narrow
+
+
 @triton.jit
-def _scores(qc, kc, b, later, scale, length, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
-    """scale k q^T decayed, zero where a query is before its key: [keys, queries]."""
-    if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-        x = mm(kc, tl.trans(qc), DOT, PREC)
-        if GATED:
-            x = x * (power(tl.where(later, b[None, :] - b[:, None], float("-inf"))) * scale)
-        else:
-            x = tl.where(later, x * scale, 0.0)
-        x = x.to(DOT)
+def _turned(x):
+    """[BV, N] of [N, BV] in memory, where states are held transposed."""
+    return tl.trans(x) if x.shape[1] >= _TURNED else x
+
+
+@triton.jit
+def _by_token(x, BV: tl.constexpr):
+    """A number a token [C], to multiply with."""
+    return x[None, :] if BV >= _TURNED else x[:, None]
+
+
+@triton.jit
+def _state(base, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    return load_state(base, 0, v0, when, K, V, BK, BV, BV >= _TURNED)
+
+
+@triton.jit
+def _zeros(BK: tl.constexpr, BV: tl.constexpr):
+    return tl.zeros([BV, BK] if BV >= _TURNED else [BK, BV], tl.float32)
+
+
+@triton.jit
+def _put_state(base, S, v0, when, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    store_state(base, S, 0, v0, when, K, V, BK, BV, BV >= _TURNED)
+
+
+@triton.jit
+def _keep(base, x, v0, V: tl.constexpr, BV: tl.constexpr, N: tl.constexpr, BN: tl.constexpr):
+    """Stores it transposed, [V, N]."""
+    store_state(base, x, v0, 0, True, V, N, BV, BN, BV < _TURNED)
+
+
+@triton.jit
+def _put_rows(base, x, stride, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    if BV >= _TURNED:
+        store_columns(base, x, stride, length, v0, C, V, BV)
     else:
-        x = tl.zeros([kc.shape[0], kc.shape[0]], DOT)
-    return x
+        store_rows(base, x, stride, length, v0, C, V, BV)
 
 
 @triton.jit
-def _errors(S, uc, wc, DOT: tl.constexpr, PREC: tl.constexpr):
-    """N^T = U^T - S^T W^T, [BV, C]."""
-    return tl.trans(uc).to(tl.float32) - mm(S, tl.trans(wc), DOT, PREC)
+def _read(S, rows, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """rows [C, K] of the state."""
+    return mm(S, tl.trans(rows), DOT, PREC) if BV >= _TURNED else mm(rows, S, DOT, PREC)
 
 
 @triton.jit
-def _after(S, kc, errors, beta, b, end, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr):
+def _written(x, rows, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """rows^T x, as it is added to a state, for rows [C, K] or [C, C]."""
+    return mm(x, rows, DOT, PREC) if BV >= _TURNED else mm(tl.trans(rows), x, DOT, PREC)
+
+
+@triton.jit
+def _square(base, C: tl.constexpr):
+    i = tl.arange(0, C)
+    return tl.load(base + i[:, None] * C + i[None, :])
+
+
+@triton.jit
+def _errors(S, uc, wc, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """U - W S."""
+    return _turned(uc).to(tl.float32) - _read(S, wc, BV, DOT, PREC)
+
+
+@triton.jit
+def _after(
+    S, kc, errors, beta, b, end, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
     """The state after a chunk."""
     if GATED:
         S = S * power(end)
         beta = beta * power(end - b)
-    return S + mm(errors * beta[None, :], kc, DOT, PREC)
+    return S + _written(errors * _by_token(beta, BV), kc, BV, DOT, PREC)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H,
-    n_seg, n_chunks, per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
+    per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +163,7 @@ def summarize(
     h = row % H
     k += b * k_sb + h * k_sh
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    unit = (v0 + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
+    unit = _turned((v0 + tl.arange(0, BV))[None, :] == tl.arange(0, BK)[:, None])
     S = tl.where(unit & (not of_state), 1.0, 0.0)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -126,81 +178,79 @@ def summarize(
         at = row * n_chunks + c
         if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
-                S = tl.zeros([BV, BK], tl.float32)
+                S = _zeros(BK, BV)
                 if BOUNDARY:
-                    S = load_state(boundary + (doc * H + h) * K * V, 0, v0, of_state, K, V, BK, BV, True)
+                    S = _state(boundary + (doc * H + h) * K * V, v0, of_state, K, V, BK, BV)
         bc, end = load_gates(gates, at, C, GATED)
         strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C if of_state else 0, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        errors = _errors(S, uc, wc, DOT, PREC)
-        S = _after(S, kc, errors, strength, bc, end, DOT, PREC, GATED)
+        errors = _errors(S, uc, wc, BV, DOT, PREC)
+        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
     if of_state:
-        store_state(slot + H * K * V, S, 0, v0, True, K, V, BK, BV, True)
+        _put_state(slot + H * K * V, S, v0, True, K, V, BK, BV)
         if seg == 0:
-            edge = tl.zeros([BV, BK], tl.float32)
+            edge = _zeros(BK, BV)
             if BOUNDARY and not PACKED:
-                edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
-            store_state(slot, edge, 0, v0, True, K, V, BK, BV, True)
+                edge = _state(boundary + row * K * V, v0, True, K, V, BK, BV)
+            _put_state(slot, edge, v0, True, K, V, BK, BV)
     else:
-        store_state(A + ((b * n_seg + seg) * H + h) * K * K, S, 0, v0, True, K, K, BK, BV, True)
+        _put_state(A + ((b * n_seg + seg) * H + h) * K * K, S, v0, True, K, K, BK, BV)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
-    q, k, strengths, u, w, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, strengths, u, w, scores, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
+    n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """o = scale (tril(q k^T . E) beta N + e^b q S)."""
+    """o = scores N + scale e^b q S."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
     h = row % H
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
-    rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
-    S = tl.zeros([BV, BK], tl.float32)
+    S = _zeros(BK, BV)
     if ENTERS:
-        S = load_state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        S = _state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, v0, True, K, V, BK, BV)
     elif BOUNDARY and not PACKED:
-        S = load_state(initial + row * K * V, 0, v0, True, K, V, BK, BV, True)
+        S = _state(initial + row * K * V, v0, True, K, V, BK, BV)
     for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
-                S = tl.zeros([BV, BK], tl.float32)
+                S = _zeros(BK, BV)
                 if BOUNDARY:
-                    S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+                    S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = load_gates(gates, at, C, GATED)
         strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
-        scores = _scores(qc, kc, bc, later, scale, length, DOT, PREC, GATED)
-        oc = mm(S, tl.trans(qc), DOT, PREC) * (power(bc) * scale)[None, :]
-        errors = _errors(S, uc, wc, DOT, PREC)
-        oc += mm(errors * strength[None, :], scores, DOT, PREC)
-        S = _after(S, kc, errors, strength, bc, end, DOT, PREC, GATED)
-        store_columns(o + ((b * T + start) * H + h) * V, oc, H * V, length, v0, C, V, BV)
+        oc = _read(S, qc, BV, DOT, PREC) * _by_token(power(bc) * scale, BV)
+        errors = _errors(S, uc, wc, BV, DOT, PREC)
+        pc = _square(scores + at * C * C, C)
+        oc += _written(errors, tl.trans(pc), BV, DOT, PREC)
+        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
+        _put_rows(o + ((b * T + start) * H + h) * V, oc, H * V, length, v0, C, V, BV)
         if PACKED and LEAVES:
-            store_state(final + (doc * H + h) * K * V, S, 0, v0, last, K, V, BK, BV, True)
+            _put_state(final + (doc * H + h) * K * V, S, v0, last, K, V, BK, BV)
     if LEAVES and not PACKED:
-        store_state(final + row * K * V, S, 0, v0, seg == n_seg - 1, K, V, BK, BV, True)
+        _put_state(final + row * K * V, S, v0, seg == n_seg - 1, K, V, BK, BV)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
-    k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T,
-    H, n_seg, n_chunks, per_seg,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
-    BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
+    per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and its errors N^T [.., V, C]."""
     begin(PDL)
@@ -208,56 +258,53 @@ def states(
     b = row // H
     h = row % H
     k += b * k_sb + h * k_sh
-    S = tl.zeros([BV, BK], tl.float32)
+    S = _zeros(BK, BV)
     if ENTERS:
-        S = load_state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        S = _state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, v0, True, K, V, BK, BV)
     elif BOUNDARY and not PACKED:
-        S = load_state(initial + row * K * V, 0, v0, True, K, V, BK, BV, True)
+        S = _state(initial + row * K * V, v0, True, K, V, BK, BV)
     for c in range(seg * per_seg, tl.minimum((seg + 1) * per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if first:
-                S = tl.zeros([BV, BK], tl.float32)
+                S = _zeros(BK, BV)
                 if BOUNDARY:
-                    S = load_state(initial + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+                    S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = load_gates(gates, at, C, GATED)
         strength = tl.load(strengths + at * C + tl.arange(0, C))
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        errors = _errors(S, uc, wc, DOT, PREC)
-        store_state(entering + at * V * K, S, v0, 0, True, V, K, BV, BK)
-        store_state(kept_errors + at * V * C, errors, v0, 0, True, V, C, BV, C)
-        S = _after(S, kc, errors, strength, bc, end, DOT, PREC, GATED)
+        errors = _errors(S, uc, wc, BV, DOT, PREC)
+        _keep(entering + at * V * K, S, v0, V, BV, K, BK)
+        _keep(kept_errors + at * V * C, errors, v0, V, BV, C, C)
+        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
 
 
 @triton.jit
 def _before(
-    dS, qc, kc, wc, doc_, beta, b, end, scale, later, length, DOT: tl.constexpr, PREC: tl.constexpr,
+    dS, qc, kc, wc, pc, of_outputs, beta, b, end, scale, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the state before a chunk, and of its errors [BV, C]; doc_ [C, BV] is that of its outputs."""
-    scores = _scores(qc, kc, b, later, scale, length, DOT, PREC, GATED)
-    dN = mm(dS, tl.trans(kc), DOT, PREC)
-    given = tl.trans(doc_)
+    """Gradients of the state before a chunk, and of its errors; of_outputs [C, BV] is that of its outputs."""
+    given = _turned(of_outputs)
+    weighted = given.to(tl.float32) * _by_token(power(b) * scale, BV)
     if GATED:
-        dN = dN * power(end - b)[None, :]
-        weighted = given.to(tl.float32) * (power(b) * scale)[None, :]
+        beta = beta * power(end - b)
+    dN = _read(dS, kc, BV, DOT, PREC) * _by_token(beta, BV)
+    dN += _written(given, pc, BV, DOT, PREC)
+    if GATED:
         dS = dS * power(end)
-    else:
-        weighted = given.to(tl.float32) * scale
-    dN += mm(given, tl.trans(scores), DOT, PREC)
-    dN = dN * beta[None, :]
-    dS += mm(weighted, qc, DOT, PREC)
-    dS -= mm(dN, wc, DOT, PREC)
+    dS += _written(weighted, qc, BV, DOT, PREC)
+    dS -= _written(dN, wc, BV, DOT, PREC)
     return dS, dN
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
-    q, k, do, strengths, w, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh,
-    T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, do, strengths, w, scores, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -269,10 +316,8 @@ def collect(
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh
-    rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    dS = tl.zeros([BV, BK], tl.float32)
+    dS = _zeros(BK, BV)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     if GATED:
@@ -284,30 +329,31 @@ def collect(
         at = row * n_chunks + c
         if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
-                dS = tl.zeros([BV, BK], tl.float32)
+                dS = _zeros(BK, BV)
                 if BOUNDARY:
-                    dS = load_state(boundary + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+                    dS = _state(boundary + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = load_gates(gates, at, C, GATED)
         strength = tl.load(strengths + at * C + tl.arange(0, C))
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        dS, dN = _before(dS, qc, kc, wc, oc, strength, bc, end, scale, later, length, DOT, PREC, GATED)
+        pc = _square(scores + at * C * C, C)
+        dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
-    store_state(slot, dS, 0, v0, True, K, V, BK, BV, True)
+    _put_state(slot, dS, v0, True, K, V, BK, BV)
     if seg == n_seg - 1:
-        edge = tl.zeros([BV, BK], tl.float32)
+        edge = _zeros(BK, BV)
         if BOUNDARY and not PACKED:
-            edge = load_state(boundary + row * K * V, 0, v0, True, K, V, BK, BV, True)
-        store_state(slot + H * K * V, edge, 0, v0, True, K, V, BK, BV, True)
+            edge = _state(boundary + row * K * V, v0, True, K, V, BK, BV)
+        _put_state(slot + H * K * V, edge, v0, True, K, V, BK, BV)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
-    q, k, do, strengths, w, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q, k, do, strengths, w, scores, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
@@ -320,13 +366,11 @@ def back(
     q += b * q_sb + h * q_sh
     k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh
-    rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
-    dS = tl.zeros([BV, BK], tl.float32)
+    dS = _zeros(BK, BV)
     if ENTERS:
-        dS = load_state(dstates + ((b * (n_seg + 1) + seg + 1) * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
+        dS = _state(dstates + ((b * (n_seg + 1) + seg + 1) * H + h) * K * V, v0, True, K, V, BK, BV)
     elif BOUNDARY and not PACKED:
-        dS = load_state(dfinal + row * K * V, 0, v0, True, K, V, BK, BV, True)
+        dS = _state(dfinal + row * K * V, v0, True, K, V, BK, BV)
     c1 = tl.minimum((seg + 1) * per_seg, n_chunks)
     for n in range(seg * per_seg, c1):
         c = c1 - 1 - (n - seg * per_seg)
@@ -334,21 +378,22 @@ def back(
         at = row * n_chunks + c
         if PACKED:  # noqa: SIM102 (a constexpr, then a value)
             if last:
-                dS = tl.zeros([BV, BK], tl.float32)
+                dS = _zeros(BK, BV)
                 if BOUNDARY:
-                    dS = load_state(dfinal + (doc * H + h) * K * V, 0, v0, True, K, V, BK, BV, True)
-        store_state(leaving + at * V * K, dS, v0, 0, True, V, K, BV, BK)
+                    dS = _state(dfinal + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
+        _keep(leaving + at * V * K, dS, v0, V, BV, K, BK)
         bc, end = load_gates(gates, at, C, GATED)
         strength = tl.load(strengths + at * C + tl.arange(0, C))
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        dS, dN = _before(dS, qc, kc, wc, oc, strength, bc, end, scale, later, length, DOT, PREC, GATED)
-        store_state(derrors + at * V * C, dN, v0, 0, True, V, C, BV, C)
+        pc = _square(scores + at * C * C, C)
+        dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
+        _keep(derrors + at * V * C, dN, v0, V, BV, C, C)
         if PACKED:
             if LEAVES:
-                store_state(dinitial + (doc * H + h) * K * V, dS, 0, v0, first, K, V, BK, BV, True)
+                _put_state(dinitial + (doc * H + h) * K * V, dS, v0, first, K, V, BK, BV)
             dS = tl.where(first, 0.0, dS)
     if LEAVES and not PACKED:
-        store_state(dinitial + row * K * V, dS, 0, v0, seg == 0, K, V, BK, BV, True)
+        _put_state(dinitial + row * K * V, dS, v0, seg == 0, K, V, BK, BV)

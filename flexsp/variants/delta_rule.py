@@ -23,7 +23,7 @@ _F32 = torch.float32
 class _DeltaRule(Lowering):
     """Of inputs q, k, v, a number beta a token and, where the state decays, g; "scale" is a number.
 
-    Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
+    Only on Hopper. Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
     """
 
     name = "delta_rule"
@@ -45,8 +45,9 @@ class _DeltaRule(Lowering):
         alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
         if code.chunk is not None or not alike or max(K, V) > MOST:
             return None
-        chained = sp is not None and sp.world_size > 1
-        device = of_device(given.device)
+        chained, device = sp is not None and sp.world_size > 1, of_device(given.device)
+        if device.capability[0] != 9:
+            return None
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device)
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]

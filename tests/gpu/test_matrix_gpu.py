@@ -70,3 +70,15 @@ def test_variants_that_an_engine_runs(
 ) -> None:  # fmt: skip
     documents = DOCUMENTS if layout == "packed" else None
     check_variant(name, size, size, dtype, folder, seed, documents, calls=CALLS, lowering="auto")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", [(16, 16), (64, 64), (128, 128), (40, 128), (128, 40)], ids=str)
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_variants_that_the_delta_engine_runs(
+    folder: Path, seed: int, name: str, size: tuple[int, int], dtype: torch.dtype, layout: str
+) -> None:  # fmt: skip
+    documents = DOCUMENTS if layout == "packed" else None
+    check_variant(name, *size, dtype, folder, seed, documents, calls=CALLS, lowering="auto")

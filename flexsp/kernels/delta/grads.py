@@ -40,7 +40,8 @@ def grads(
     pairs = tl.zeros([C, C], tl.float32)
     kept = tl.zeros([BV], tl.float32)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
-    for v0 in range(0, V, BV):
+    columns = tl.where(length >= 0, V, 0)  # V: Triton splits products over all warps in loops, which this one stays
+    for v0 in range(0, columns, BV):
         oc = load_rows(of_outputs, do_st, length, v0, C, V, BV)
         dN = load_state(derrors + at * V * C, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
         N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)

@@ -52,16 +52,18 @@ class Plan:
         return self.ranks or self.n_seg > 1
 
 
-def _choose(dtype: torch.dtype, V: int, few: bool) -> Tiles:
+def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
+    packed: a document sets the state anew, which takes registers and shared memory.
     few: heads and segments alone are too few programs, so columns of the state are spread over more.
     """
     block = max(16, 1 << (V - 1).bit_length())
     part, narrow = min(block, 64), min(block, 32)
     if dtype == torch.bfloat16:
-        walk = Launch(narrow, 4, 3) if few else Launch(block, 8 if block > 64 else 4, 2)
-        return Tiles(64, Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(part, 8, 3))
+        wide = part if packed else block
+        walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
+        return Tiles(64, Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1))
     walk = Launch(narrow, 4, 1)
     return Tiles(32, Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1))
 
@@ -77,7 +79,7 @@ def plan_of(
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
-    tiles = _choose(dtype, V, few=not gated and device.programs >= 2 * B * H)
+    tiles = _choose(dtype, K, V, docs > 0, few=not gated and device.programs >= 2 * B * H)
     n_chunks = -(-T // tiles.chunk) + docs
     programs = max(1, B * H * -(-V // tiles.output.cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-device.programs // programs))) if gated else 1

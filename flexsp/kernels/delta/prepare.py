@@ -15,6 +15,13 @@ _BLOCK = tl.constexpr(4)
 
 
 @triton.jit
+def sum_over(x, axis: tl.constexpr):
+    """The sum of products x, which must not be fused with the first addition between lanes: each lane would round the
+    other's product and not its own, and all must hold the same sum. `+ 0.0` is fused instead."""
+    return tl.sum(x + 0.0, axis=axis)
+
+
+@triton.jit
 def load_numbers(base, stride_t, length, C: tl.constexpr):
     """One number a token of a chunk [C], zero outside."""
     rows = tl.arange(0, C)
@@ -46,7 +53,7 @@ def _substituted(x, COUNT: tl.constexpr, N: tl.constexpr):
     found = tl.where(i == j, 1.0, 0.0) + tl.zeros([COUNT, N, N], tl.float32)
     for row in tl.static_range(1, N):
         left = tl.sum(tl.where(j == row, turned, 0.0), axis=2)
-        new = tl.sum(left[:, :, None] * found, axis=1)
+        new = sum_over(left[:, :, None] * found, 1)
         found = tl.where(i == row, found - new[:, None, :], found)
     return found
 
@@ -55,7 +62,7 @@ def _substituted(x, COUNT: tl.constexpr, N: tl.constexpr):
 def _product(a, b, N: tl.constexpr):
     """Products of matrices [.., N, N] in fp32."""
     if N < 16:
-        return tl.sum(a[:, :, :, None] * b[:, None, :, :], axis=2)
+        return sum_over(a[:, :, :, None] * b[:, None, :, :], 2)
     else:
         return tl.dot(a, b, input_precision="tf32x3")
 
@@ -128,10 +135,11 @@ def prepare(
         total = tl.cumsum(gate * LOG2E, axis=0)
         tl.store(gates + at * C + i, total)
         if BOUNDS:
-            most = (gate * LOG2E).to(tl.float32) + tl.log2(tl.maximum(tl.abs(1.0 - given * squares), 1.0))
+            growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0, propagate_nan=tl.PropagateNan.ALL)
+            most = (gate * LOG2E).to(tl.float32) + tl.log2(growth)
             to = bounds + row * 2 * tl.num_programs(0) + tl.program_id(0)
             tl.store(to, tl.sum(most, axis=0))
-            tl.store(to + tl.num_programs(0), tl.sum(tl.maximum(most, 0.0), axis=0))
+            tl.store(to + tl.num_programs(0), tl.sum(tl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
         x = x * power(tl.where(below, total[:, None] - total[None, :], float("-inf")))
     else:
         x = tl.where(below, x, 0.0)

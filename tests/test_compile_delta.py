@@ -1,0 +1,107 @@
+"""The delta engine's kernels compiled for sm_90 without a GPU: shared memory, spills, tensor-core instructions.
+
+`MAY_SPILL` has ptxas's stack frames, bytes a thread, of unpacked bf16 heads of 128; see tests/test_compile_diagonal.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flexsp.devices import H200
+from flexsp.runtime.triton_private import RELEASE
+from tests.marks import slow
+from tests.test_compile_diagonal import _summary, described
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bf16 128": {"K": 128, "V": 128},
+    "bf16 128, no decay": {"name": "deltanet", "K": 128, "V": 128},
+    "bf16 128, packed": {"K": 128, "V": 128, "packed": True},
+    "bf16 20, 24": {"K": 20, "V": 24, "packed": True},
+    "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
+    "bf16 64": {"K": 64, "V": 64},
+    "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
+}
+QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed"]
+SLOW = [name for name in CONFIGS if name not in QUICK]
+WALKS = {"output", "states", "back", "summarize", "collect"}
+MAY_SPILL = {(3, 6): {"prepare": 256, "output": 64, "back": 24, "grads": 256}}
+
+
+def compile_config(
+    name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False, H: int = 32
+) -> list[dict[str, Any]]:
+    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    import importlib
+
+    import torch
+
+    from flexsp.compiler.dispatch import recipe_of
+    from flexsp.kernels import operators, recipe
+    from flexsp.kernels.delta.launches import DeltaCall
+    from flexsp.testing.offline import compile_launches, record_launches
+
+    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
+    docs = 4 if packed else 0
+    looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 8192)
+    given = {x: torch.empty(1, *shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
+    for x in given.values():
+        x.requires_grad_()
+    state = torch.empty(docs or 1, H, K, V, device="meta").requires_grad_()
+    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if packed else None
+    operators.chunk_table = lambda *args: torch.empty(1, 5, dtype=torch.int32, device="meta")  # type: ignore[assignment]
+    with record_launches() as launches:
+        found = recipe_of(code, given, state, bounds, None)
+        assert isinstance(found.call, DeltaCall)
+        o, final = operators.run(found, None, [*given.values()], state, bounds, (0, 8192, 8192))
+        torch.autograd.backward([o, final], [torch.empty_like(o), state.detach()])
+    return [_summary(found) for found in compile_launches(launches)]
+
+
+@functools.cache
+def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
+    done = subprocess.run(
+        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compiled(name: str) -> list[dict[str, Any]]:
+    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def test_kernels(name: str) -> None:
+    """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
+    barrier is missing and no register is read that nothing wrote."""
+    found = compiled(name)
+    ends = {"summarize", "collect", "join"} if "no decay" not in name and "many" not in name else set()
+    want = {"prepare", "values", "output", "states", "back", "grads"} | ends
+    assert {kernel["name"] for kernel in found} == want, described(found)
+    assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
+    wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
+    assert not [x for x in found if any(x[what] for what in wrong)], described(found)
+
+
+@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay"])
+def test_products_of_training_shapes(name: str) -> None:
+    found, products = compiled(name), WALKS | {"values", "grads"}
+    assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
+    if RELEASE in MAY_SPILL:
+        over = [x["name"] for x in found if x["stack"] > MAY_SPILL[RELEASE].get(x["name"], 0)]
+        assert not over, f"{over} spill:\n{described(found)}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))

@@ -16,9 +16,54 @@ _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_
 _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
+_DELTA = "tests/test_delta_engine.py::"
+_DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
+_DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
+_DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
+_DELTA_SLOW = _DELTA + "test_segments[slow]"
 
 
 KERNELS = [
+    *_in(
+        "flexsp/kernels/delta/prepare.py",
+        ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
+        ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
+        ("_joined(a, -_product", "_joined(a, _product", "blocks of the inverse have the wrong sign", _DELTA_ALL),
+        ("growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0,", "growth = tl.maximum(0.0 * squares, 1.0,",
+         "the horizon knows no growth by large keys", _DELTA + "test_large_keys_have_no_horizon"),
+        ("(tl.load(strength + at * C + i) * scale)[None, :]", "(tl.load(strength + at * C + i) * scale)[:, None]",
+         "scores have the strength of queries", _DELTA_ALL),
+        ("kc = (kc * power(total)[:, None]).to(DOT)", "kc = kc.to(DOT)", "W has no decay", _DELTA_GATED),
+    ),
+    *_in(
+        "flexsp/kernels/delta/walks.py",
+        ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
+        ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA_SEGMENTS),
+        ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
+        ("S = tl.where(lives, S, 0.0)", "S = S", "the matrix of what decays is the unit", _DELTA_SEGMENTS),
+        ("beta = beta * power(end - b)\n    return", "beta = beta * power(b - end)\n    return",
+         "what is written grows", _DELTA_GATED),
+        ("dS -= _written(dN, wc", "dS += _written(dN, wc", "errors have no gradient of states", _DELTA_ALL),
+        ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
+         "gradients flow past a document's start in `collect`", _DELTA_SEGMENTS),
+        ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
+    ),
+    *_in(
+        "flexsp/kernels/delta/join.py",
+        ("n0 = n_seg if REVERSE else 0", "n0 = 0", "gradients enter at the wrong end", _DELTA_SLOW),
+        ("if lives:", "if not lives:", "matrices that are nothing are used, others not", _DELTA_SLOW),
+        ("at = inner[None, :] * K + rows[:, None] if REVERSE else", "at = rows[:, None] * K + inner[None, :] if REVERSE else",
+         "A is not turned backward", _DELTA_SLOW),
+    ),
+    *_in(
+        "flexsp/kernels/delta/grads.py",
+        ("tl.cumsum(sums, axis=0, reverse=True)", "tl.cumsum(sums, axis=0)", "dg sums the wrong way",
+         _DELTA_GATED),
+        ("tl.sum(tl.where(below, left[None, :], 0.0), axis=1) +", "tl.sum(left, axis=0) +",
+         "dg has what later tokens write", _DELTA_GATED),
+        ("to_k = to_k * (-power(bc))[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
+        ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
+    ),
     *_in(
         "flexsp/kernels/diagonal/summarize.py",
         ("slot = (b * (n_seg + 1) + seg + (0", "slot = (b * n_seg + seg + (0", "states of B > 1 overlap", _PLAIN),

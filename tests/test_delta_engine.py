@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.test_generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from flexsp.variants import gated_deltanet
+from tests.interpreted import poisoned
+from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
 
 __all__ = ["folder"]
 
@@ -53,3 +59,22 @@ def test_segments(gates: str, folder: str) -> None:
         folder, runs("gated_deltanet", T=520, lengths=lengths, **given),
         runs("gated_deltanet", T=520, lengths=lengths, bounds=bounds, **given),
     )  # fmt: skip
+
+
+def large_keys(sp: Any) -> str:
+    """Gates that close by far, and keys so large that states grow by more."""
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 520, 1, 16) for name in "qkv"} | {"beta": torch.ones(1, 520, 1)}
+    x["k"] = 2.9 * torch.nn.functional.normalize(x["k"], dim=-1)
+    x["g"] = torch.full((1, 520, 1), -1.95)
+    model, state = gated_deltanet.make(1, 16, 16), torch.randn(1, 1, 16, 16)
+    with poisoned(MANY_SEGMENTS, 1):
+        o, final = model(**x, prev_s=state)
+    want = model(**{name: y.double() for name, y in x.items()}, prev_s=state.double())
+    errors = [relative_error(a.double(), b) for a, b in zip((o, final), want, strict=True)]
+    return "" if max(errors) < 1e-3 else str(errors)
+
+
+def test_large_keys_have_no_horizon() -> None:
+    (wrong,) = run_ranks(large_keys, 1, env=ENV)
+    assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""Gradients of a chunk's q, k, beta and g, given the states around it (docs/math.md, section 4)."""
+"""Gradients of a chunk's q, k, beta and g, given the states around it (docs/math.md, section 7)."""
 
 from __future__ import annotations
 
@@ -58,36 +58,40 @@ def grads(
         if GATED:
             kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
     below = i[:, None] > i[None, :]
-    both = i[:, None] >= i[None, :]
     qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
     kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
-    through = 0.0
+    own = tl.sum(tl.where(i[:, None] == i[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
+    through = tl.zeros([C], tl.float32)
     if GATED:
-        decay = power(tl.where(both, bc[:, None] - bc[None, :], float("-inf")))
+        decay = power(tl.where(below, bc[:, None] - bc[None, :], float("-inf")))
         reads = (reads * decay * scale).to(DOT)
-        pairs = tl.where(below, -pairs * decay, 0.0).to(DOT)
+        pairs = (-pairs * decay).to(DOT)
         to_q = to_q * (power(bc) * scale)[:, None]
         to_k = to_k * (-power(bc))[:, None]
         to_p = to_p * power(end - bc)[:, None]
-        through = tl.sum(kept, axis=0) * power(end) + tl.sum(tl.sum(to_p * pc.to(tl.float32), axis=1), axis=0)
+        left = tl.sum(to_p * pc.to(tl.float32), axis=1)
+        through = tl.sum(tl.where(below, left[None, :], 0.0), axis=1) + tl.sum(kept, axis=0) * power(end)
     else:
-        reads = tl.where(both, reads * scale, 0.0).to(DOT)
+        reads = tl.where(below, reads * scale, 0.0).to(DOT)
         pairs = tl.where(below, -pairs, 0.0).to(DOT)
         to_q = to_q * scale
         to_k = -to_k
     to_q += mm(reads, pc, DOT, PREC)
+    sums = tl.sum(to_q * qc.to(tl.float32), axis=1)
+    to_q += own[:, None] * pc.to(tl.float32)
     store_rows(dq + ((b * T + start) * H + h) * K, to_q, H * K, length, 0, C, K, BK)
-    to_k += mm(pairs, pc, DOT, PREC)
-    sums = tl.sum(to_q * qc.to(tl.float32) + to_k * kc.to(tl.float32), axis=1)
-    to_p += mm(tl.trans(reads), qc, DOT, PREC)
-    to_p += mm(tl.trans(pairs), kc, DOT, PREC)
-    store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
+    by_pairs = mm(tl.trans(reads), qc, DOT, PREC)
+    by_pairs += mm(tl.trans(pairs), kc, DOT, PREC)
+    sums -= tl.sum(by_pairs * pc.to(tl.float32), axis=1)
+    to_p += by_pairs + own[:, None] * qc.to(tl.float32)
     to = (b * T + start + i) * H + h
     written = tl.sum(to_p * kc.to(tl.float32), axis=1)
     tl.store(dbeta + to, written.to(dbeta.dtype.element_ty), mask=i < length)
+    to_k += mm(pairs, pc, DOT, PREC)
+    sums += tl.sum(to_k * kc.to(tl.float32), axis=1)
+    store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, 0, C, K, BK)
     if GATED:
-        sums -= tl.sum(to_p * pc.to(tl.float32), axis=1)
         to_g = tl.cumsum(sums, axis=0, reverse=True) + through
         gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(tl.float32)
         tl.store(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g).to(dg.dtype.element_ty), mask=i < length)

@@ -10,10 +10,12 @@ import torch
 from flexsp.devices import MOST_HEADS, Device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["MOST", "Plan", "Tiles", "plan_of"]
+__all__ = ["LONG", "MOST", "Plan", "Tiles", "plan_of"]
 
 MOST = 128
 """Of K and V."""
+LONG = 256
+"""Chunks from which on heads are cut."""
 _LEAST = 4  # chunks of a segment
 
 
@@ -52,6 +54,10 @@ class Plan:
         return self.ranks or self.n_seg > 1
 
 
+def _chunk(dtype: torch.dtype) -> int:
+    return 64 if dtype == torch.bfloat16 else 32
+
+
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
@@ -63,9 +69,9 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        return Tiles(64, Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1))
+        return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1))
     walk = Launch(narrow, 4, 1)
-    return Tiles(32, Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1))
+    return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,14 +80,15 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
-    A head is cut into segments where the state decays: then most of them need no matrix (`walks.within_horizon`).
-    Where it does not, columns of the state are spread over more programs instead.
+    Long heads whose states decay are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
+    others, columns of the state are spread over more programs instead, where heads are few.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
-    tiles = _choose(dtype, K, V, docs > 0, few=not gated and device.programs >= 2 * B * H)
-    n_chunks = -(-T // tiles.chunk) + docs
+    n_chunks = -(-T // _chunk(dtype)) + docs
+    cut = gated and n_chunks >= LONG
+    tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H)
     programs = max(1, B * H * -(-V // tiles.output.cols))
-    wanted = max(1, min(n_chunks // _LEAST, -(-device.programs // programs))) if gated else 1
+    wanted = max(1, min(n_chunks // _LEAST, -(-device.programs // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
     return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks)

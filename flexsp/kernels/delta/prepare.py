@@ -1,6 +1,6 @@
 """What the delta engine makes of a chunk before any state is known: its gates, and the inverse of I + G.
 
-G_ij = k_i . k_j e^{b_i - b_j} beta_j below the diagonal, with the cumulative gates b (docs/math.md, section 4).
+G_ij = k_i . k_j e^{b_i - b_j} beta_j below the diagonal, with the cumulative gates b (docs/math.md, section 7).
 """
 
 from __future__ import annotations

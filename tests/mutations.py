@@ -195,10 +195,12 @@ _COMPILER = [
     ),
     *_in(
         "flexsp/variants/scalar_decay.py",
-        ("code.chunk is not None or not alike", "not alike", "a chunk size that is given is ignored", _SCALAR),
+        ("if name in code.program.decay.arguments)", "if name in code.program.meta.tokens)",
+         "a state decays by what its function does not take", "tests/test_scalar_decay.py::test_inputs_of_other_kinds"),
+        ("code.chunk is not None or {name", "{name", "a chunk size that is given is ignored", _SCALAR),
         ("!= dims:", "== []:", "inputs of another kind run by an engine",
          "tests/test_scalar_decay.py::test_functions_with_other_inputs"),
-        ("== dtypes[\"v\"] and", "== dtypes[\"q\"] and", "values of another dtype are read as keys", _SCALAR),
+        ("[0] == of_v and", "[0] == dtype and", "values of another dtype are read as keys", _SCALAR),
     ),
     *_in(
         "flexsp/compiler/graph.py",

@@ -14,17 +14,8 @@ import torch
 
 from flexsp.comm.derivatives import transformed, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
-from flexsp.compiler import graph
-from flexsp.compiler.arguments import (
-    aligned,
-    boundaries,
-    check_boundaries,
-    check_initial,
-    looks,
-    ranks_of,
-    signature_of,
-    widest,
-)
+from flexsp.compiler import arguments, graph
+from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import Program, check
@@ -209,9 +200,10 @@ class LinearAttention:
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
         odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
         odd = odd or transformed() or (cu_seqlens is not None and cu_seqlens.dim() != 1)
-        if odd or not _asks_for_kernels(first.is_cuda, widest(*tokens.values(), *params.values())):
+        if odd or not _asks_for_kernels(first.is_cuda, arguments.widest(*tokens.values(), *params.values())):
             return False
-        return self._refusal(self._known(tokens, params), looks(tokens, params), first.is_cuda, several) is None
+        looks = arguments.looks(tokens, params)
+        return self._refusal(self._known(tokens, params), looks, first.is_cuda, several) is None
 
     def prepared(
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -358,7 +350,7 @@ class LinearAttention:
         meta = self.program.meta
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
-        wide = widest(*tokens.values(), *params.values())
+        wide = arguments.widest(*tokens.values(), *params.values())
         names = self._known(tokens, params)
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
@@ -369,7 +361,7 @@ class LinearAttention:
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
-        code = self._kernels(first, wide, names, looks(tokens, params), group, (*inputs.values(), prev_s))
+        code = self._kernels(first, wide, names, arguments.looks(tokens, params), group, (*inputs.values(), prev_s))
         recipe = None
         if code is not None:
             from flexsp.compiler.dispatch import recipe_of
@@ -446,13 +438,13 @@ class LinearAttention:
         """
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
-        wide = widest(*tokens.values(), *params.values())
+        wide = arguments.widest(*tokens.values(), *params.values())
         if not _asks_for_kernels(first.is_cuda, wide):
             why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
             return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         ranks = group is not None and group.world_size > 1
-        reason = self._refusal(self._known(tokens, params), looks(tokens, params), first.is_cuda, ranks)
+        reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda, ranks)
         recipe = None if self.lowering is None or reason else self.checked(inputs, prev_s, None, group).recipe
         engine = None if recipe is None else getattr(recipe.call, "lowering", self.lowering)
         return self._outcome(reason) if engine is None else f"runs kernels of the engine {self.lowering}"

@@ -236,11 +236,12 @@ def cotangents_of(run: Run, problem: Problem) -> Cotangents:
     return found
 
 
-def check_runs(folder: str, *runs: Run) -> None:
+def check_runs(folder: str, *runs: Run, credit: Callable[[Run], dict[str, float]] = lambda run: {}) -> None:
     """The runs, all over as many ranks, against the token loop by the rule of flexsp.testing.compare.
 
     Of gradients of few numbers one answer in a hundred of a right kernel is outside its bound, since errors differ
-    from cotangent to cotangent. Then the kernels answer `DRAWS` of them, and the errors are averaged.
+    from cotangent to cotangent. Then the kernels answer `DRAWS` of them, and the errors are averaged. `credit`: errors
+    that the functions in PyTorch are credited with, by name.
     """
     problems = [problem_of(run) for run in runs]
     first = _answered(folder, runs, problems)
@@ -249,11 +250,11 @@ def check_runs(folder: str, *runs: Run) -> None:
         cotangents = cotangents_of(run, problem)
         want, low = wanted(run, problem, cotangents), of_functions(run, problem, cotangents)
         try:
-            check_functions([found], want, low)
+            check_functions([found], want, low, credit(run))
         except AssertionError:
             others = [replace(problem, do=do, dfinal=dfinal) for do, dfinal in cotangents[1:DRAWS]]
             try:
-                check_functions([found, *_answered(folder, [run] * len(others), others)], want, low)
+                check_functions([found, *_answered(folder, [run] * len(others), others)], want, low, credit(run))
             except AssertionError as error:
                 wrong += [f"{run}:", str(error)]
     assert not wrong, "\n".join(wrong)

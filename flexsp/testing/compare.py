@@ -185,7 +185,7 @@ def check_op(
 
 def check_functions(
     got: Sequence[Mapping[str, torch.Tensor]], want: Sequence[Mapping[str, torch.Tensor]],
-    low: Sequence[Mapping[str, torch.Tensor]], credit: float = 0.0,
+    low: Sequence[Mapping[str, torch.Tensor]], credit: float | Mapping[str, float] = 0.0,
 ) -> list[Report]:  # fmt: skip
     """Compare what kernels make of PyTorch functions with an oracle: outputs, final states, gradients by name.
 
@@ -193,12 +193,13 @@ def check_functions(
         got: what the kernels give, for one pair of cotangents or more.
         want: the oracle's, for the cotangents of ``got`` and then for a few more, `DRAWS` in all.
         low: what the functions give in PyTorch under `RoundedProducts`, for the same cotangents.
-        credit: an error that the reference is credited with in every tensor.
+        credit: an error that the reference is credited with in every tensor, or in those of these names.
 
     Raises:
         AssertionError: listing every tensor outside its bound.
     """
-    reports = judge(got, want, low, dict.fromkeys(want[0], credit))
+    credits = {name: credit if isinstance(credit, float) else credit.get(name, 0.0) for name in want[0]}
+    reports = judge(got, want, low, credits)
     _raise_unless_ok(reports)
     return reports
 

@@ -238,7 +238,7 @@ def gate_grad_kernel(
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 
     What is left of it behind a chunk that decays strongly is dropped if it is no more than the rounding carried so far,
-    ROUNDING of each chunk's sums: true values there may be smaller than it by any factor.
+    ROUNDING of what each token added: true values there may be smaller than it by any factor.
     """
     begin(PDL)
     row = tl.program_id(0)
@@ -250,9 +250,9 @@ def gate_grad_kernel(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     straddle = 0.0
-    carried = 0.0  # squares of the sums that went into it
     for i in tl.static_range(TILES):
         straddle += tl.load(edges + (i * (tl.num_programs(0) // H) + b) * n_seg * H + seg * H + h)
+    carried = straddle * straddle  # squares of what went into it
     for n in tl.range(c0, c1, num_stages=4):
         c = c1 - 1 - (n - c0)
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -262,7 +262,7 @@ def gate_grad_kernel(
             if FINAL:
                 edge = tl.load(doc_edges + doc * H + h)
             straddle = tl.where(last, edge, straddle)
-            carried = tl.where(last, 0.0, carried)
+            carried = tl.where(last, edge * edge, carried)
         bc, b_end = DECAY(gate, c, C)
         valid = rows < length
         pair = tl.zeros([C], tl.float32)
@@ -276,15 +276,13 @@ def gate_grad_kernel(
             previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
-        written = tl.sum(write, axis=0)
-        carried += straddle * straddle + written * written
-        straddle -= written
+        carried += tl.sum(write * write, axis=0)
+        straddle -= tl.sum(write, axis=0)
         noise = (b_end < DROP) & (straddle * straddle <= ROUNDING * ROUNDING * carried)
         straddle = tl.where(noise, 0.0, straddle)
         carried = tl.where(noise, 0.0, carried)
         after = pair + tl.cumsum(read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
         tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
-        gained = tl.sum(read, axis=0)
-        carried += gained * gained
-        straddle += gained
+        carried += tl.sum(read * read, axis=0)
+        straddle += tl.sum(read, axis=0)

@@ -292,7 +292,7 @@ class DiagonalCall:
         constants = {
             "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": dk.parts, "READ_PARTS": dq.parts,
             "C": p.tiles.chunk, "DROP": -14.0 if self.dtype == torch.bfloat16 else -30.0,
-            "ROUNDING": 2.0**-8 if self.dtype == torch.bfloat16 else 2.0**-18,
+            "ROUNDING": 2.0**-5 if self.dtype == torch.bfloat16 else 2.0**-16,
             "DECAY": primitives.decay_scalar, "PACKED": p.packed, "FINAL": dfinal is not None,
         }  # fmt: skip
         reads = ("@pairs", "@reads", "@writes", "@edges", ends, "@gates")

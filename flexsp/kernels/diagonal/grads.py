@@ -276,7 +276,7 @@ def gate_grad_kernel(
             previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
-        carried += tl.sum(write * write + 0.0, axis=0)  # `+ 0.0`: lanes must round alike, see `sum_over`
+        carried += tl.sum(tl.where(valid, write * write, 0.0), axis=0)  # not fused with the sum: see `sum_over`
         straddle -= tl.sum(write, axis=0)
         noise = (b_end < DROP) & (straddle * straddle <= ROUNDING * ROUNDING * carried)
         straddle = tl.where(noise, 0.0, straddle)
@@ -284,5 +284,5 @@ def gate_grad_kernel(
         after = pair + tl.cumsum(read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
         tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
-        carried += tl.sum(read * read + 0.0, axis=0)
+        carried += tl.sum(tl.where(valid, read * read, 0.0), axis=0)
         straddle += tl.sum(read, axis=0)

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from flexsp import ops
-from flexsp.testing.cases import CASES, Case, Shape, random_documents
+from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.oracles import token_loop
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+ALL = CASES | DELTA_CASES
+every_case = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
 
 
 def fresh(case: Case, shape: Shape) -> dict[str, Any]:
@@ -48,9 +49,10 @@ def some_heads_first(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_the_token_loop(case: Case, dtype: torch.dtype) -> None:
     T, K, V = random.choice([(67, 24, 17), (33, 5, 40), (90, 48, 1), (1, 16, 16)])
-    check_op(case.op, case.oracle, fresh(case, Shape(T=T, K=K, V=V, states=2)), dtype=dtype)
+    inputs = fresh(case, Shape(T=T, K=K, V=V, states=2))
+    check_op(case.op, case.oracle, inputs, dtype=dtype, credit=case.credit)
     if T > 1:  # the first output of normalised attention is v itself: no gradient to q and k but rounding
-        check_op(case.op, case.oracle, fresh(case, Shape(T=T, K=K, V=V)), dtype=dtype)
+        check_op(case.op, case.oracle, fresh(case, Shape(T=T, K=K, V=V)), dtype=dtype, credit=case.credit)
 
 
 @every_case
@@ -65,7 +67,8 @@ def test_documents_and_strides(case: Case, dtype: torch.dtype) -> None:
 
 @every_case
 def test_wide_heads(case: Case) -> None:
-    check_op(case.op, case.oracle, fresh(case, Shape(B=1, T=20, K=256, V=250, states=1)), dtype=torch.float32)
+    inputs = fresh(case, Shape(B=1, T=20, K=256, V=250, states=1))
+    check_op(case.op, case.oracle, inputs, dtype=torch.float32, credit=case.credit)
 
 
 @every_case
@@ -142,6 +145,42 @@ def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
     check_op(ops.recurrent_simple_gla, oracle, inputs, dtype=dtype, low_engine=float32_token_loop)
 
 
+# The recurrent delta rules, by the case of the chunked op.
+RECURRENT = {
+    "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule_in_kernel", "kda": "kda_in_kernel",
+    "gated_delta_product": "gated_delta_product",
+}  # fmt: skip
+
+
+def recurrent_delta(name: str, inputs: dict[str, Any]) -> Any:
+    if name == "gated_delta_product":
+        inputs = inputs | {key: inputs[key].flatten(1, 2) for key in ("k", "v", "beta")} | {"num_householder": 2}
+    return getattr(ops, f"recurrent_{name}")(**inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_delta_rules(name: str, dtype: torch.dtype) -> None:
+    case = DELTA_CASES[RECURRENT[name]]
+    inputs = fresh(case, Shape(T=21, states=2))
+    check_op(lambda **x: recurrent_delta(name, x), case.oracle, inputs, dtype=dtype, credit=case.credit)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_prompt_of_a_delta_rule_then_token_by_token(name: str) -> None:
+    case = DELTA_CASES[RECURRENT[name]]
+    inputs = fresh(case, Shape(T=50))
+    if name == "gated_delta_rule":
+        inputs["state_v_first"] = True
+    whole, last = case.op(**inputs, output_final_state=True)
+    cuts = slice(0, 40), slice(40, 50)
+    parts = [{n: x[:, at] if n in case.tokens else x for n, x in inputs.items()} for at in cuts]
+    first, state = case.op(**parts[0], output_final_state=True)
+    rest, state = recurrent_delta(name, parts[1] | {"initial_state": state, "output_final_state": True})
+    assert relative_error(torch.cat([first, rest], dim=1), whole) < EXACT
+    assert relative_error(state, last) < EXACT
+
+
 def test_prompt_in_chunks_then_token_by_token() -> None:
     inputs = fresh(CASES["simple_gla"], Shape(T=50))
     whole, last = ops.chunk_simple_gla(**inputs, output_final_state=True)
@@ -215,7 +254,9 @@ def test_a_nearly_closed_gate_in_decoding() -> None:
 
 def test_public_names() -> None:
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
-    assert {case.op.__name__ for case in CASES.values()} | {"recurrent_simple_gla"} == set(ops.__all__)
+    tested = {case.op.__name__ for case in ALL.values()} - {"_product_op"} | {"chunk_gated_delta_product"}
+    tested |= {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}
+    assert tested == set(ops.__all__)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-5, 3.0])

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import flexsp
 from flexsp import SequenceParallel, ops
 from flexsp.exceptions import PeerMismatch
-from flexsp.testing.cases import CASES, Case, Shape, random_documents, random_lengths
+from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents, random_lengths
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import RankFailure, run_ranks
 
 EXACT = 1e-12
+ALL = CASES | DELTA_CASES
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def local_inputs(case: Case, plan: Plan, rank: int) -> dict[str, Any]:
 
 
 def run_plans(sp: SequenceParallel, name: str, plans: list[Plan]) -> tuple[list[Plan], list[Any]]:
-    case, results = CASES[name], []
+    case, results = ALL[name], []
     for plan in plans:
         sp.set_lengths(plan.lengths if plan.announce else None)
         inputs = local_inputs(case, plan, sp.rank)
@@ -136,10 +137,10 @@ def check_against_one_rank(case: Case, plan: Plan, ranks: list[Any]) -> None:
 def check_plans(name: str, world_size: int, plans: list[Plan]) -> None:
     answers = run_ranks(run_plans, world_size, name, plans)
     for i, plan in enumerate(answers[0][0]):  # rank 0's plans, also under torchrun
-        check_against_one_rank(CASES[name], plan, [results[i] for _, results in answers])
+        check_against_one_rank(ALL[name], plan, [results[i] for _, results in answers])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_random_shards(world_size: int, packed: bool, name: str) -> None:

@@ -163,6 +163,16 @@ class SequenceParallel:
             raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {lengths!r}")
         self._lengths = values
 
+    @contextlib.contextmanager
+    def of_steps(self, n: int) -> Iterator[None]:
+        """Inside, calls have n rows for each token of `set_lengths`."""
+        outer = self._lengths
+        self._lengths = None if outer is None else [n * length for length in outer]
+        try:
+            yield
+        finally:
+            self._lengths = outer
+
     def partition(self, total: int) -> list[int]:
         """Balanced shard lengths of ``total`` tokens; the first ranks take the remainder. Sets nothing."""
         base, extra = divmod(check_integer("total", total), self.world_size)

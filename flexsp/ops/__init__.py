@@ -1,5 +1,9 @@
 """Functional API: one file a family, in the layout of flash-linear-attention plus ``sp``."""
 
+from flexsp.ops.delta_rule import chunk_delta_rule, recurrent_delta_rule
+from flexsp.ops.gated_delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
+from flexsp.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from flexsp.ops.kda import chunk_kda, recurrent_kda
 from flexsp.ops.lightning import chunk_lightning_attn
 from flexsp.ops.linear_attn import chunk_linear_attn
 from flexsp.ops.mamba2 import mamba2_ssd
@@ -7,10 +11,18 @@ from flexsp.ops.retention import chunk_retention
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_product",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_simple_gla",
     "mamba2_ssd",
+    "recurrent_delta_rule",
+    "recurrent_gated_delta_product",
+    "recurrent_gated_delta_rule",
+    "recurrent_kda",
     "recurrent_simple_gla",
 ]

@@ -12,7 +12,7 @@ import torch
 from flexsp import ops
 from flexsp.testing import oracles
 
-__all__ = ["CASES", "Case", "Shape", "random_documents", "random_lengths"]
+__all__ = ["CASES", "DELTA_CASES", "Case", "Shape", "random_documents", "random_lengths"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Case:
     """One way to call an op.
 
     ``tokens`` names the inputs that have one entry a token along dim 1, ``shared`` the parameters; what is left is
-    ``initial_state``.
+    ``initial_state``. ``credit`` is the float32 error that `check_op` credits the reference with: that of solving a
+    chunk's equations at once, where the reference goes token by token.
     """
 
     op: Callable[..., Any]
@@ -41,6 +42,7 @@ class Case:
     tokens: tuple[str, ...] = ("q", "k", "v")
     shared: tuple[str, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)
+    credit: float = 0.0
 
     def inputs(self, shape: Shape, seed: int) -> dict[str, Any]:
         """Arguments in float64, fresh for each seed."""
@@ -91,6 +93,34 @@ def _mamba2(s: Shape, r: torch.Generator, groups: int = 1, full: bool = False) -
     return made
 
 
+def _delta(
+    s: Shape, r: torch.Generator, groups: int = 1, gate: str = "", steps: int = 0, gate_in_kernel: bool = False
+) -> dict[str, Any]:
+    """`groups` heads share a key; gates a "head" or a "channel". With steps, k, v, beta are [B, T, steps, H, ...]."""
+    n, keys = [steps] if steps else [], s.H // groups
+    made = {"q": _normal(r, s.B, s.T, keys, s.K), "k": _normal(r, s.B, s.T, *n, keys, s.K)}
+    made |= {"v": _normal(r, s.B, s.T, *n, s.H, s.V), "beta": torch.rand(s.B, s.T, *n, s.H, generator=r).double()}
+    if gate:
+        raw = _normal(r, s.B, s.T, s.H, *([s.K] if gate == "channel" else []))
+        made["g"] = raw if gate_in_kernel else torch.nn.functional.logsigmoid(raw + 1)
+    if gate_in_kernel:
+        made["A_log"], made["dt_bias"] = 0.3 * _normal(r, s.H), _normal(r, *made["g"].shape[2:]).flatten()
+    if s.states:
+        made["initial_state"] = _normal(r, s.states, s.H, s.K, s.V)
+    return made
+
+
+def _product_op(**x: Any) -> Any:
+    n = x["k"].shape[2]
+    flat = {name: x[name].flatten(1, 2) for name in ("k", "v", "beta")}
+    return ops.chunk_gated_delta_product(**({"g": None} | x | flat), num_householder=n)
+
+
+def _product_oracle(**x: Any) -> Any:
+    n = x["k"].shape[2]
+    return oracles.delta_rule(**(x | {name: x[name].flatten(1, 2) for name in ("k", "v", "beta")}), steps=n)
+
+
 _LIGHTNING = {"layer_idx": 1, "num_layers": 4}
 _MAMBA_TOKENS = ("x", "dt", "B", "C")
 
@@ -111,6 +141,31 @@ CASES: dict[str, Case] = {
         constants={"dt_softplus": True},
     ),
 }
+
+_NORM = {"use_qk_l2norm_in_kernel": True}
+_IN_KERNEL = {**_NORM, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "use_gate_in_kernel": True}
+_delta_case = partial(Case, oracle=oracles.delta_rule, tokens=("q", "k", "v", "beta"), constants=_NORM, credit=1e-6)
+_gated_case = partial(_delta_case, tokens=("q", "k", "v", "beta", "g"))
+_in_kernel = partial(_gated_case, shared=("A_log", "dt_bias"), credit=6e-6)  # of sums of gates of several hundred
+
+DELTA_CASES: dict[str, Case] = {
+    "delta_rule": _delta_case(ops.chunk_delta_rule, make=_delta),
+    "gated_delta_rule": _gated_case(ops.chunk_gated_delta_rule, make=partial(_delta, gate="head")),
+    "gated_delta_rule_in_kernel": _in_kernel(
+        ops.chunk_gated_delta_rule, make=partial(_delta, groups=2, gate="head", gate_in_kernel=True),
+        constants=_IN_KERNEL,
+    ),
+    "kda": _gated_case(ops.chunk_kda, make=partial(_delta, gate="channel")),
+    "kda_in_kernel": _in_kernel(
+        ops.chunk_kda, make=partial(_delta, groups=2, gate="channel", gate_in_kernel=True),
+        constants={**_IN_KERNEL, "lower_bound": -4.0},
+    ),
+    "delta_product": _delta_case(_product_op, oracle=_product_oracle, make=partial(_delta, steps=3)),
+    "gated_delta_product": _gated_case(
+        _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="head", steps=2)
+    ),
+}  # fmt: skip
+"""The delta rules, which `CASES` leaves out: they run generated kernels, not the engine for scalar decays."""
 
 
 def random_documents(total: int, n: int, generator: torch.Generator) -> torch.Tensor:

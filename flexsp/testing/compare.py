@@ -36,7 +36,7 @@ FEW = 1024
 DRAWS = 4
 MIN_LOG_DECAY = -104.0
 
-WIDE = ("g", "g_gamma", "initial_state", "dt", "A", "D", "dt_bias")
+WIDE = ("g", "g_gamma", "initial_state", "dt", "A", "A_log", "D", "dt_bias")
 """Arguments that stay float32 when the op runs in float16 or bfloat16."""
 
 
@@ -139,6 +139,7 @@ def check_op(
     gradients: bool = True,
     seed: int = 0,
     low_engine: Engine | None = None,
+    credit: float = 0.0,
 ) -> list[Report]:
     """Compare ``op`` with its token-loop ``oracle``: outputs, final states, all gradients for random cotangents.
 
@@ -150,6 +151,7 @@ def check_op(
         arrange: changes the strides, not the values, of each input tensor before the op sees it.
         gradients: False compares the forward pass only.
         low_engine: what makes the low-precision reference, `low_precision` unless the op is another algorithm.
+        credit: an error that the reference is credited with in every tensor, where it is in float32.
 
     Returns:
         One Report a tensor.
@@ -178,7 +180,9 @@ def check_op(
         size = sizes(want)
         errors = [relative_error(a[x], b[x], size[x]) for a, b in zip(lows, want, strict=True) for x in a]
         worst = max((error for error in errors if error < 0.1), default=0.0)
-    reports = _judged(gots, want, lows, dict.fromkeys(_few(want[0]), worst))
+    least = dict.fromkeys(want[0], credit if dtype == torch.float32 else 0.0)
+    least |= dict.fromkeys(_few(want[0]), max(worst, *least.values()))
+    reports = _judged(gots, want, lows, least)
     _raise_unless_ok(reports)
     return reports
 
@@ -364,13 +368,22 @@ def low_precision(
     scale: float,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    steps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_loop` as matrix products with operands in q's dtype.
+    """`token_loop` as matrix products with operands in q's dtype; the loop itself in float32 for a delta rule.
 
     Quadratic form for each document, float32 accumulation and elementwise work, o in v's dtype, states float32; the
     backward pass by the formulas of docs/math.md, section 5, with the same rounding. Gates are summed as integers plus
     remainders, so that a gate of -104 costs the sums after it no precision.
     """
+    if beta is not None:
+        gates = None if g is None else _of_running_sums(g.float().clamp(min=MIN_LOG_DECAY))
+        o, final = token_loop(
+            q.float(), k.float(), v.float(), gates, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            beta=beta.float(), steps=steps,
+        )  # fmt: skip
+        return o.to(v.dtype), final
     B, T, H, K = q.shape
     V = v.shape[-1]
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
@@ -379,14 +392,22 @@ def low_precision(
         initial_state = torch.zeros(n, H, K, V, dtype=torch.float32, device=q.device)
     if g is None:
         g = torch.zeros(B, T, H, dtype=torch.float32, device=q.device)
-    o, finals = [], []
+    outputs, finals = [], []
     for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         here = [x[:, begin:end].transpose(1, 2) for x in (q, k, v, g)]
         state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
         out, final = _LowPrecisionFunction.apply(*here, state, scale)
-        o.append(out.transpose(1, 2))
+        outputs.append(out.transpose(1, 2))
         finals.append(final)
-    return torch.cat(o, dim=1), torch.cat(finals)
+    return torch.cat(outputs, dim=1), torch.cat(finals)
+
+
+def _of_running_sums(g: torch.Tensor) -> torch.Tensor:
+    """Gates as differences of their sums over 64 tokens, which round: what chunks see of them."""
+    sums = torch.cat([part.cumsum(1) for part in g.split(64, dim=1)], dim=1)
+    starts = torch.arange(g.shape[1], device=g.device) % 64 == 0
+    before = torch.nn.functional.pad(sums, [0, 0] * (g.dim() - 2) + [1, 0])[:, : g.shape[1]]
+    return sums - torch.where(starts.view(-1, *[1] * (g.dim() - 2)), 0.0, before)
 
 
 class _LowPrecisionFunction(torch.autograd.Function):

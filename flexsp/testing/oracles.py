@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Engine", "lightning_attn", "linear_attn", "mamba2_ssd", "retention", "simple_gla", "token_loop"]
+__all__ = [
+    "Engine", "delta_rule", "lightning_attn", "linear_attn", "mamba2_ssd", "retention", "simple_gla",
+    "token_loop",
+]  # fmt: skip
 
 Engine = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -26,10 +29,14 @@ def token_loop(
     scale: float,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    steps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, one token after the other.
 
-    q, k [B, T, H, K], v [B, T, H, V], g [B, T, H]; states [N, H, K, V], N = B or the number of packed documents.
+    With beta a delta rule: S_t = e^{g_t} S_{t-1}, to which each of the token's steps adds beta k (v - k S_t)^T.
+    q [B, T, H, K], k [B, T steps, H, K], v [B, T steps, H, V], g [B, T, H] or [B, T, H, K], beta [B, T steps, H];
+    states [N, H, K, V], N = B or the number of packed documents.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]
@@ -41,8 +48,12 @@ def token_loop(
             state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
         for t in range(begin, end):
             if g is not None:
-                state = g[:, t, :, None, None].exp() * state
-            state = state + k[:, t, :, :, None] * v[:, t, :, None, :]
+                state = g[:, t].exp().view(B, H, -1, 1) * state
+            for s in range(t * steps, (t + 1) * steps):
+                key, new = k[:, s, :, :, None], v[:, s]
+                if beta is not None:
+                    new = beta[:, s, :, None] * (new - (key * state).sum(-2))
+                state = state + key * new[:, :, None, :]
             o.append(scale * (q[:, t, :, :, None] * state).sum(-2))
         finals.append(state)
     out = torch.stack(o, dim=1) if o else v.new_zeros(B, 0, H, V)
@@ -145,3 +156,45 @@ def mamba2_ssd(
     if D is not None:
         y = (y + x * (D if D.dim() == 2 else D[:, None])).to(x.dtype)
     return y, state
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    steps: int = 1,
+    engine: Engine = token_loop,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule, gated by a head (g of 3 dimensions) or by a key channel (4), with all that comes before it."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = 1 / q.shape[-1] ** 0.5 if scale is None else scale
+    if use_qk_l2norm_in_kernel:
+        q, k = ((x / (1e-6 + (x.to(wide) ** 2).sum(-1, keepdim=True)) ** 0.5).to(x.dtype) for x in (q, k))
+    repeats = v.shape[2] // q.shape[2]
+    q, k = q.repeat_interleave(repeats, dim=2), k.repeat_interleave(repeats, dim=2)
+    if use_beta_sigmoid_in_kernel:
+        beta = (2 if allow_neg_eigval else 1) / (1 + (-beta.to(wide)).exp())
+    if use_gate_in_kernel:
+        assert g is not None
+        g = g.to(wide) + (0 if dt_bias is None else dt_bias.to(wide).reshape(g.shape[2:]))
+        slope = 1 if A_log is None else A_log.to(wide).exp().view(-1, *[1] * (g.dim() - 3))
+        g = -slope * (1 + g.exp()).log() if lower_bound is None else lower_bound / (1 + (-slope * g).exp())
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    o, state = engine(
+        q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, beta=beta, steps=steps
+    )  # fmt: skip
+    return o, state.transpose(-1, -2) if state_v_first else state

@@ -325,7 +325,8 @@ def run(
     if relay is not None and arrived is not None:
         return relay.to_right(o, final, leaving, arrived)
     if arrived is not None:
-        return tie(o, arrived), None if final is None else tie(final, arrived)
+        for other in (arrived, *(() if in_walk is None else (in_walk,))):  # documents may all start elsewhere
+            o, final = tie(o, other), None if final is None else tie(final, other)
     return o, final
 
 

@@ -1,0 +1,215 @@
+"""What the delta rules share: checks, what comes before the recurrence, the program's call, and the token loop."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.compiler import graph
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.compiler import LinearAttention
+
+__all__ = ["Call", "Heads", "activated", "by_value_heads", "check_heads", "normalized", "recurrent", "run", "strength"]
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
+_EPS = 1e-6  # of the norm of q and k
+
+
+class Heads(NamedTuple):
+    """Sizes of q, k [B, T, H, K] and v [B, T, HV, V]; HV is a multiple of H."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+
+
+class Call(NamedTuple):
+    """Arguments that every one of these ops has."""
+
+    scale: float | None
+    initial_state: Optional
+    output_final_state: bool
+    state_v_first: bool = False
+    cu_seqlens: Optional = None
+    cu_seqlens_cpu: Optional = None
+    sp: SequenceParallel | bool | None = False
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: int = 1) -> Heads:
+    """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V] and beta [B, T n, HV]."""
+    check.check_tensor("q", q, None, "[B, T, H, K]", dtypes=check.FLOAT_DTYPES)
+    B, T, H, K = q.shape
+    tokens = "T" if steps == 1 else "T n"
+    shape = (B, T * steps, H, K)
+    check.check_tensor("k", k, shape, f"[B, {tokens}, H, K]", dtypes=(q.dtype,), device=q.device)
+    check.check_tensor("v", v, None, f"[B, {tokens}, HV, V]", dtypes=(q.dtype,), device=q.device)
+    HV, V = v.shape[2:]
+    if B < 1 or H < 1:
+        check.fail("q", "at least one batch row and one head", list(q.shape))
+    if tuple(v.shape[:2]) != (B, T * steps) or HV < 1 or HV % H:
+        expected = f"shape [B, {tokens}, HV, V] = [{B}, {T * steps}, HV, V], HV a multiple of the {H} heads of q"
+        check.fail("v", expected, list(v.shape))
+    for name, size in (("q", K), ("v", V)):
+        if not 1 <= size <= check.MAX_HEAD_DIM:
+            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    strengths = (q.dtype, torch.float32)
+    check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
+    return Heads(B, T, H, HV, K, V)
+
+
+def by_value_heads(x: Tensor, HV: int) -> Tensor:
+    """x [B, T, H, K] as [B, T, HV, K]: value head h belongs to head h // (HV / H)."""
+    H = x.shape[2]
+    return x if H == HV else x.unsqueeze(3).expand(-1, -1, -1, HV // H, -1).flatten(2, 3)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last axis, in x's dtype."""
+    wide = x.to(check.accumulation_dtype(x))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
+
+
+def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
+    """beta, or sigmoid(beta), or twice that."""
+    check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    check.check_flag("allow_neg_eigval", allow_neg_eigval)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        check.fail("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel", True)
+    if not use_beta_sigmoid_in_kernel:
+        return beta
+    return beta.to(check.accumulation_dtype(beta)).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+
+
+def activated(
+    g: Tensor, like: Tensor, A_log: Optional, dt_bias: Optional, use_gate_in_kernel: bool,
+    lower_bound: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The natural-log gates g [B, T, HV] or [B, T, HV, K], those of raw g if use_gate_in_kernel."""
+    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                check.fail(name, "None without use_gate_in_kernel", "a tensor")
+        check.check_non_positive("g", g, "natural-log gates <= 0")
+        return g
+    dtypes, heads, wide = (like.dtype, torch.float32), g.shape[2:], check.accumulation_dtype(like)
+    raw = g.to(wide)
+    if dt_bias is not None:
+        shape, dims = tuple(heads), "[HV]" if len(heads) == 1 else "[HV, K]"
+        if len(heads) == 2 and isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
+            shape, dims = (heads.numel(),), "[HV * K]"
+        check.check_tensor("dt_bias", dt_bias, shape, dims, dtypes=dtypes, device=g.device)
+        raw = raw + dt_bias.to(wide).view(heads)
+    slope = None
+    if A_log is not None:
+        check.check_tensor("A_log", A_log, (heads[0],), "[HV]", dtypes=dtypes, device=g.device)
+        slope = A_log.to(wide).exp().view(-1, *[1] * (len(heads) - 1))
+    if lower_bound is not None:
+        return lower_bound * (raw if slope is None else slope * raw).sigmoid()
+    if slope is None:
+        check.fail("A_log", "a tensor [HV] with use_gate_in_kernel", None)
+    return -slope * F.softplus(raw)
+
+
+def _clamped(g: Tensor, like: Tensor) -> Tensor:
+    """Gates so large that differences of their sums keep what follows; e^x is 0 already."""
+    wide = check.accumulation_dtype(like)
+    return g.to(wide).clamp(min=_MIN_LOG_DECAY[wide])
+
+
+@functools.lru_cache(maxsize=64)
+def _program(name: str, H: int, K: int, V: int, scale: float) -> LinearAttention:
+    module = importlib.import_module(f"flexsp.variants.{name}")
+    made: LinearAttention = module.make(H, K, V, scale=scale)
+    return made
+
+
+@torch.compiler.assume_constant_result
+def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
+    """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
+    return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
+
+
+def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) -> tuple[int, Optional]:
+    """How many states there are, and the initial ones [N, HV, K, V]."""
+    check.check_flag("output_final_state", call.output_final_state)
+    check.check_flag("state_v_first", call.state_v_first)
+    N = check.number_of_states(heads.B, call.cu_seqlens)
+    sizes, dims = ((heads.V, heads.K), "V, K") if call.state_v_first else ((heads.K, heads.V), "K, V")
+    check.check_state(
+        "initial_state", call.initial_state, (N, heads.HV, *sizes), f"[N, HV, {dims}]", x, call.cu_seqlens, group
+    )
+    swap = call.state_v_first and call.initial_state is not None
+    return N, call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
+
+
+def _final(state: Optional, call: Call) -> Optional:
+    if state is None or not call.output_final_state:
+        return None
+    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
+
+
+def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
+    """The program flexsp.variants.NAME of q, k [B, T n, HV, K], v and more.
+
+    Args:
+        steps: n, tokens of these for one of `heads.T` and of ``cu_seqlens``.
+    """
+    q = tokens["q"]
+    group = check.resolve(call.sp, q)
+    one = q[:, ::steps]
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, one, "q", group)
+    N, initial = _state(heads, call, group, q)
+    scale = check.check_scale(call.scale, heads.K)
+    check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
+    if "g" in tokens:
+        tokens = tokens | {"g": _clamped(tokens["g"], q)}
+    bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
+    key = (name, heads.HV, heads.K, heads.V, scale)
+    if torch.compiler.is_compiling():
+        if steps > 1 and group is not None and group.lengths is not None:
+            raise NotImplementedError("num_householder > 1 in torch.compile after SequenceParallel.set_lengths")
+        (made, inputs), lowered = _made_for_graphs(*key), name != "vector_gated_delta"
+        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, lowered)
+    else:
+        with nullcontext() if group is None else group.of_steps(steps):
+            o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
+    return o, _final(final, call)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, heads: Heads, call: Call, steps: int = 1
+) -> tuple[Tensor, Optional]:
+    """The recurrence token by token, of q, k [B, T, HV, K] (k, v, beta of T n tokens); on this rank alone."""
+    _, initial = _state(heads, call, None, q)
+    wide = check.accumulation_dtype(q)
+    scale = check.check_scale(call.scale, heads.K)
+    decay = None if g is None else _clamped(g, q).exp()
+    q_t, k_t, v_t, b_t = q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide)
+    state = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
+    o = []
+    for t in range(heads.T):
+        if decay is not None:
+            state = state * (decay[:, t, :, :, None] if decay.dim() == 4 else decay[:, t, :, None, None])
+        for s in range(t * steps, (t + 1) * steps):  # no matmul: autocast would round the state
+            key = k_t[:, s, :, :, None]
+            error = v_t[:, s] - (key * state).sum(-2)
+            state = state + key * (b_t[:, s, :, None] * error).unsqueeze(-2)
+        o.append((q_t[:, t, :, :, None] * state).sum(-2))
+    out = torch.stack(o, dim=1) if o else v_t[:, :0]
+    if initial is not None and state is initial:
+        state = state.clone()
+    return out.to(v.dtype), _final(state, call)

@@ -1,0 +1,126 @@
+"""Gated DeltaProduct: a token takes several steps of the delta rule, after one decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.comm.group import ranks_call
+from flexsp.ops import _delta
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["chunk_gated_delta_product", "recurrent_gated_delta_product"]
+
+
+@ranks_call
+def chunk_gated_delta_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    sp: SequenceParallel | bool | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = e^{g_t} S_{t-1}, then S_t <- (I - beta_j k_j k_j^T) S_t + beta_j k_j v_j^T for its n steps j; o_t = scale
+    q_t S_t.
+
+    Siems et al. 2025, DeltaProduct (arXiv 2502.10297), eq. 4, with the gate of Gated DeltaNet. Step j of token t is
+    row t n + j of k, v and beta. It runs as a gated delta rule of T n tokens, of which only the last of each n is read.
+
+    Args:
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs of 1..128.
+        k: [B, T n, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
+        v: [B, T n, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
+            h // (HV / H). q and k are then repeated in memory.
+        g: natural-log gates [B, T, HV] <= 0, q's dtype or float32; or None, no decay. Values below -104 (-800 for
+            float64 inputs) act as that, a decay of 0, and have no gradient.
+        beta: step sizes [B, T n, HV], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.
+        num_householder: n, at least 1.
+        scale: factor on q; None means K**-0.5.
+        initial_state: [N, HV, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`; boundaries count the tokens of q.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+
+    Returns:
+        o [B, T, HV, V] in the inputs' dtype and the final state [N, HV, K, V], or None, by the same rules as
+        `chunk_simple_gla`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        NotAvailable: on a GPU, heads of more than 128.
+
+    Example:
+        >>> q, g = torch.randn(2, 100, 4, 64), -torch.rand(2, 100, 4)
+        >>> k, v = torch.randn(2, 2, 200, 4, 64).unbind(0)
+        >>> o, _ = chunk_gated_delta_product(q, k, v, g, torch.rand(2, 200, 4), 2, use_qk_l2norm_in_kernel=True)
+    """
+    heads, tokens, n = _prepared(q, k, v, g, beta, num_householder, use_qk_l2norm_in_kernel)
+    call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    tokens["q"] = F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
+    if g is None:
+        tokens["b"] = tokens.pop("beta")
+        o, final = _delta.run("deltanet", heads, tokens, call, steps=n)
+    else:
+        tokens["g"] = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
+        o, final = _delta.run("gated_deltanet", heads, tokens, call, steps=n)
+    return o[:, n - 1 :: n], final
+
+
+def recurrent_gated_delta_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence of `chunk_gated_delta_product` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
+    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, g = torch.randn(2, 1, 4, 64), -torch.rand(2, 1, 4)
+        >>> k, v = torch.randn(2, 2, 3, 4, 64).unbind(0)
+        >>> o, state = recurrent_gated_delta_product(q, k, v, g, torch.rand(2, 3, 4), 3, output_final_state=True)
+    """
+    heads, x, n = _prepared(q, k, v, g, beta, num_householder, use_qk_l2norm_in_kernel)
+    call = _delta.Call(scale, initial_state, output_final_state)
+    return _delta.recurrent(x["q"], x["k"], x["v"], x["beta"], g, heads, call, steps=n)
+
+
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor,
+    num_householder: int, norm: bool,
+) -> tuple[_delta.Heads, dict[str, torch.Tensor], int]:  # fmt: skip
+    n = check.check_integer("num_householder", num_householder, least=1)
+    heads = _delta.check_heads(q, k, v, beta, n)
+    if g is not None:
+        check.check_gate("g", g, (heads.B, heads.T, heads.HV), "[B, T, HV]", q)
+    check.check_flag("use_qk_l2norm_in_kernel", norm)
+    if norm:
+        q, k = _delta.normalized(q), _delta.normalized(k)
+    q, k = _delta.by_value_heads(q, heads.HV), _delta.by_value_heads(k, heads.HV)
+    return heads, {"q": q, "k": k, "v": v, "beta": beta}, n

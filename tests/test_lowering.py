@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, register_lowering, replaced
+from flexsp.compiler.dispatch import recipe_of
 from flexsp.compiler.planning import lowering
 from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.model import predict
@@ -124,6 +126,7 @@ def test_engines_are_of_functions_not_of_what_they_compute(keeping: ModuleType) 
 
 
 def test_copies_have_the_engine_of_this_process(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("flexsp.variants")  # registers once, where no test before this one did
     model, unused = variant(keeping), variant(keeping, chunk_size=32)
     assert copy.deepcopy(model).kernels.lowering is not None
     again = pickle.loads(pickle.dumps(model))
@@ -131,6 +134,25 @@ def test_copies_have_the_engine_of_this_process(keeping: ModuleType, monkeypatch
     monkeypatch.setattr(lowering, "_by_name", {})
     with pytest.raises(ValueError, match=r"lowering: expected one that this process registers \(none\), got 'keeping'"):
         _ = pickle.loads(pickle.dumps(unused)).kernels
+
+
+def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that do not save what they read, or launch in another order, are refused before the first launch."""
+
+    def recipe() -> Any:
+        given = {name: torch.empty(1, 9000, 2, 16) for name in "qkv"}
+        return recipe_of(variant(keeping).kernels, given, None, None, None)
+
+    do = torch.empty(1, 9000, 2, 16)
+    assert "d.q" in recipe().backward(do, None, False).makes
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(keeping.Keeping, "saved", frozenset())
+        made = recipe()
+        with pytest.raises(ValueError, match=r"a launch before '\w+' to write 'own.entering', which it reads"):
+            made.backward(do, None, False)
+    monkeypatch.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[::-1])
+    with pytest.raises(ValueError, match="a launch before 'output' to write '@states'"):
+        recipe()
 
 
 def test_what_cannot_be_registered(keeping: ModuleType) -> None:

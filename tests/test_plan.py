@@ -401,7 +401,7 @@ def test_describe() -> None:
     lines = describe(code_of("simple_gla"), {"K": 128, "V": 128}, 32, 16384, BF16)
     text = "\n".join(lines)
     assert "schedule: segmented" in text and "chunk size: 64" in text and "128 x 128 of the state" in text
-    assert all(f"{chunk}: " in text for chunk in (16, 32, 64, 128)) and "256 only where it is asked for" in text
+    assert all(f"{chunk}: " in text for chunk in (16, 32, 64, 128)) and "256 only where asked for" in text
     assert "decoupled" in text and "1611 MB more" in text  # 3 fp32 states of 256 chunks and 32 heads
     rows = rows_of("simple_gla", chosen("simple_gla", 32, 16384), 32, 16384)
     tables = [line.split() for line in lines if line.startswith("      ")]

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
-    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "copied", "memory", "named", "scan",
-    "step", "unit", "zeroed",
+    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "check_order", "copied", "memory", "named",
+    "scan", "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -166,6 +166,24 @@ class Call(Protocol):
 
     def look(self, frame: Any) -> None:
         """Under FLEXSP_CHECK=1: ValueError where what the forward pass left is wrong. May synchronise."""
+
+
+def check_order(call: Call, launches: Iterable[LaunchSpec], kept: Collection[str] = ()) -> set[str]:
+    """Buffers of its own that the launches write; `kept` are those that an earlier pass left.
+
+    Raises:
+        ValueError: a launch reads a buffer of the call's own that nothing before it wrote.
+    """
+    written = {*kept}
+    for spec in launches:
+        for name in spec.reads:
+            if call.own(name) and name not in written:
+                raise ValueError(
+                    f"{call.facts.name}: expected a launch before {spec.kind!r} to write {name!r}, which it reads, or "
+                    "the forward pass to save it; got none"
+                )
+        written.update(name for name in spec.writes if call.own(name))
+    return written
 
 
 def memory(call: Call, launches: Iterable[LaunchSpec]) -> dict[str, Buffer]:

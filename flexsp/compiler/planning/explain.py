@@ -75,9 +75,10 @@ def _decisions(
     for x, us in found:
         best[x.chunk] = min(us, best.get(x.chunk, us))
     times = ", ".join(f"{chunk}: {us:.0f}" for chunk, us in best.items()) or "none fits"
-    large = [str(x) for x in CHUNKS[:-1] if x > max(best, default=0)] if code.chunk is None else []
-    note = f"; {', '.join(large)}: no {'shared memory' if half else 'registers'} for its tiles" if large else ""
-    note += f"; {CHUNKS[-1]} only where it is asked for" if code.chunk is None else ""
+    large = [str(x) for x in CHUNKS[:-1] if x > max(best, default=0)] if half and code.chunk is None else []
+    note = f"; {', '.join(large)}: no shared memory for its tiles" if large else ""
+    if code.chunk is None:  # in float32 one size is tried, by the registers that tiles take
+        note += f"; {CHUNKS[-1] if half else 'others'} only where asked for"
     given = "given" if code.chunk is not None else "measured to be good, or predicted to save a fifth"
     lines.append(f"chunk size: {plan.chunk} ({given}; predicted us {times}{note})")
     segments = f"{plan.n_seg} segments of {plan.per_seg}" if plan.n_seg > 1 else "one segment"

@@ -15,7 +15,7 @@ import torch
 
 from flexsp import ops
 from flexsp.grammar import FlexLinearAttention
-from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import test_grammar, test_triton_engine, variants
@@ -26,9 +26,10 @@ CHUNK = 64  # the longest chunk; shorter ones start at its multiples
 BOUNDS = [0, 20, 150, 150, 158, 231]
 LENGTHS = [[60, 90, 81], [150, 0, 81], [7, 200, 24]]
 ENV = test_triton_engine.ENV
+ALL = CASES | DELTA_CASES
 FLEX = ["retnet", "delta_rope", "gla, a gate a channel"]
-SUBJECTS = [*CASES, *(f"variant {name}" for name in variants.VARIANTS), *(f"flex {name}" for name in FLEX), "mask half"]
-WIDE = ("g", "dt", "A", "D", "dt_bias", "log_gamma", "g_gamma", "u")
+SUBJECTS = [*ALL, *(f"variant {name}" for name in variants.VARIANTS), *(f"flex {name}" for name in FLEX), "mask half"]
+WIDE = ("g", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
 OVER_RANKS = ["simple_gla", "variant gla", "variant gated_deltanet", "mask half"]
 
 Tensors = dict[str, torch.Tensor]
@@ -50,8 +51,8 @@ def draw(subject: str, bounds: list[int], seed: int, dtype: torch.dtype, device:
     made = torch.Generator().manual_seed(seed)
     kind, _, name = subject.partition(" ")
     initial: tuple[torch.Tensor, ...]
-    if subject in CASES:
-        case = CASES[subject]
+    if subject in ALL:
+        case = ALL[subject]
         x = case.inputs(Shape(B=1, T=T, H=4 if "groups" in subject else 2, K=4, V=3, states=N), seed)
         state = x.pop("initial_state")
         initial = state if isinstance(state, tuple) else (state,)

@@ -19,12 +19,13 @@ from flexsp import SequenceParallel, SequenceParallelLA, ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.grammar import FlexLinearAttention, transition
 from flexsp.nn.wrapper import _warn_of_checkpoint
-from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 
 EXACT = 1e-12
+ALL = CASES | DELTA_CASES
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -59,9 +60,9 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     assert all(relative_error(a, b) < EXACT for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "normalized", "mamba2_groups"])
+@pytest.mark.parametrize("name", ["simple_gla", "normalized", "mamba2_groups", *DELTA_CASES])
 def test_one_graph(name: str) -> None:
-    case = CASES[name]
+    case = ALL[name]
     inputs = case.inputs(Shape(B=1, T=70, K=6, V=5, states=3), random.randrange(2**31))
     inputs["cu_seqlens"] = torch.tensor([0, 20, 20, 70])
 
@@ -262,7 +263,7 @@ def test_second_derivatives_of_graphs_are_refused() -> None:
 
 
 def over_ranks(sp: SequenceParallel, name: str, lengths: list[int], packed: bool, ambient: bool, seed: int) -> None:
-    case = CASES[name]
+    case = ALL[name]
     sp.set_lengths(lengths)
     start = sum(lengths[: sp.rank])
     inputs = case.inputs(Shape(B=1, T=sum(lengths), K=6, V=5), seed)

@@ -35,7 +35,6 @@ __all__ = ["LinearAttention"]
 
 _CHUNK = 64
 _CALLS = 256  # signatures that are kept
-_REMEDY = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KINDS = {
     "none": "the state is kept: ranks add up",
@@ -93,6 +92,8 @@ class LinearAttention:
         ValueError: bad input_meta.
         NotAvailable: enable_aot where no kernels can be generated.
     """
+
+    remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
         self,
@@ -417,7 +418,7 @@ class LinearAttention:
             assert not isinstance(code, str)
             return code
         if self._fallback is None:
-            raise NotEmittable(f"{self.program.merge.name}: no kernels run this call: {reason}. {_REMEDY}")
+            raise NotEmittable(f"{self.program.merge.name}: no kernels run this call: {reason}. {self.remedy}")
         if reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
@@ -453,7 +454,7 @@ class LinearAttention:
         if reason is None:
             return "runs generated kernels"
         if self._fallback is None:
-            return f"raises, since no kernels run it: {reason}. {_REMEDY}"
+            return f"raises, since no kernels run it: {reason}. {self.remedy}"
         return f'runs in PyTorch (fallback="pytorch"): {reason}'
 
     @property

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.compiler import graph
+from flexsp.compiler.elsewhere import elsewhere
 from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def _clamped(g: Tensor, like: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _program(name: str, H: int, K: int, V: int, scale: float) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
-    made: LinearAttention = module.make(H, K, V, scale=scale)
+    made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
+    made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     return made
 
 

@@ -38,7 +38,7 @@ NOT_NEGATIVE = [*NUMBER, -1, -1e-9, None]
 POSITIVE = [*NOT_NEGATIVE, 0]
 OPTIONAL = {
     "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
-    "positive": POSITIVE, "head size": [*SIZE, 257, 300], "expand": [*POSITIVE, 1e-3, 1e308],
+    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300], "expand": [*POSITIVE, 1e-3, 1e308],
     "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],
     "range": [
         3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (0, 1), (True, 2), ("a", 2), (1, float("nan")),
@@ -68,6 +68,8 @@ SSD = {
 }  # fmt: skip
 FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
+DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
+NORM = {"use_qk_l2norm_in_kernel": "flag"}
 RECURRENT = {"scale": "number", "output_final_state": "flag"}
 GLA_LAYER = SimpleGLA(D, 2)
 MAMBA2 = Mamba2(D, 16, 16)
@@ -89,6 +91,34 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "chunk_linear_attn": (ops.chunk_linear_attn, {**qkv(), **PACKED}, COMMON, {"normalize": False}),
     "normalize": (ops.chunk_linear_attn, qkv(), {**COMMON, "normalize": "flag"}, {}),
+    "chunk_delta_rule": (ops.chunk_delta_rule, {**DELTA, **PACKED}, {**COMMON, **NORM}, {}),
+    "chunk_gated_delta_rule": (
+        ops.chunk_gated_delta_rule, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
+        {**COMMON, **NORM, "state_v_first": "flag", "use_beta_sigmoid_in_kernel": "flag", "allow_neg_eigval": "flag",
+         "use_gate_in_kernel": "flag"}, {},
+    ),
+    "gate in kernel": (
+        ops.chunk_gated_delta_rule,
+        {**DELTA, "g": torch.rand(B, T, H), "A_log": torch.rand(H), "dt_bias": torch.rand(H)}, {},
+        {"use_gate_in_kernel": True},
+    ),
+    "chunk_kda": (
+        ops.chunk_kda, {**DELTA, "g": -torch.rand(B, T, H, K), **PACKED},
+        {**COMMON, **NORM, "state_v_first": "flag", "safe_gate": "flag", "use_beta_sigmoid_in_kernel": "flag"}, {},
+    ),
+    "gate of channels in kernel": (
+        ops.chunk_kda,
+        {**DELTA, "g": torch.rand(B, T, H, K), "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
+        {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
+    ),
+    "chunk_gated_delta_product": (
+        ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
+        {**COMMON, **NORM, "num_householder": "size"}, {"num_householder": 1},
+    ),
+    "recurrent_gated_delta_rule": (
+        ops.recurrent_gated_delta_rule,
+        {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)}, RECURRENT, {},
+    ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, **PACKED}, {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp"}, {},
     ),

@@ -1,0 +1,51 @@
+"""The ops of the delta rules on one GPU against the token loop in float64, with all that comes before the kernels."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.exceptions import NotAvailable
+from flexsp.ops import chunk_gated_delta_rule
+from flexsp.testing.cases import DELTA_CASES, Shape
+from flexsp.testing.compare import WIDE
+from tests.gpu.judge import CUDA, assert_right
+from tests.gpu.test_matrix_gpu import DTYPES
+
+LENGTHS = (61, 0, 64, 1, 77, 0)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.usefixtures("poisoned")
+def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, seed: int) -> None:
+    case, bounds = DELTA_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    T, N = (int(bounds[-1]), len(LENGTHS)) if packed else (150, 2)
+    made = case.inputs(Shape(B=1 if packed else 2, T=T, H=2, K=64, V=48, states=N), seed)
+    constants = {key: made.pop(key) for key in case.constants}
+    leaves = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in made.items()}
+
+    def call(function: Any, **more: Any) -> Any:
+        def run(given: dict[str, torch.Tensor]) -> Any:
+            cu = {"cu_seqlens": bounds.to(given["q"].device)} if packed else {}
+            o, final = function(**given, **constants, **cu, **more)
+            return o, final
+
+        return run
+
+    draw = torch.Generator().manual_seed(seed)
+    do = torch.randn(*leaves["q"].shape[:2], 2, 48, generator=draw).bfloat16().double()
+    dfinal = torch.randn(N, 2, 64, 48, generator=draw).bfloat16().double()
+    op = call(case.op, output_final_state=True)
+    assert_right(op, call(case.oracle), op, leaves, do, dfinal, dtype, seed)
+
+
+def test_heads_that_no_kernels_run() -> None:
+    q, k, v = torch.randn(3, 1, 8, 2, 256, device=CUDA).unbind(0)
+    g, beta = -torch.rand(1, 8, 2, device=CUDA), torch.rand(1, 8, 2, device=CUDA)
+    with pytest.raises(NotAvailable, match="K = 256: .* Tensors in float64, or on CPU, run in PyTorch"):
+        chunk_gated_delta_rule(q, k, v, g, beta)

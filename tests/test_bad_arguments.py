@@ -38,7 +38,8 @@ NOT_NEGATIVE = [*NUMBER, -1, -1e-9, None]
 POSITIVE = [*NOT_NEGATIVE, 0]
 OPTIONAL = {
     "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
-    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300], "expand": [*POSITIVE, 1e-3, 1e308],
+    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300],
+    "expand": [*POSITIVE, 1e-3, 1e308],
     "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],
     "range": [
         3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (0, 1), (True, 2), ("a", 2), (1, float("nan")),

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from flexsp.comm.derivatives import transformed
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
+from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler import LinearAttention
 
-__all__ = ["Call", "Heads", "activated", "by_value_heads", "check_heads", "normalized", "recurrent", "run", "strength"]
+__all__ = ["Call", "Heads", "activated", "check_heads", "keys", "recurrent", "run", "strength"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -71,16 +73,20 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: int = 1) -
     return Heads(B, T, H, HV, K, V)
 
 
-def by_value_heads(x: Tensor, HV: int) -> Tensor:
-    """x [B, T, H, K] as [B, T, HV, K]: value head h belongs to head h // (HV / H)."""
+def keys(x: Tensor, HV: int, norm: bool) -> Tensor:
+    """q or k [B, T, H, K] for each value head, [B, T, HV, K]; over sqrt(sum x^2 + 1e-6) if norm."""
+    check.check_flag("use_qk_l2norm_in_kernel", norm)
     H = x.shape[2]
+    if not norm and H == HV:
+        return x
+    if x.is_cuda and x.dtype != torch.float64 and plain(x) and not transformed():
+        from flexsp.kernels.keys import unit_keys
+
+        return unit_keys(x, HV // H, norm)
+    if norm:
+        wide = x.to(check.accumulation_dtype(x))
+        x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
     return x if H == HV else x.unsqueeze(3).expand(-1, -1, -1, HV // H, -1).flatten(2, 3)
-
-
-def normalized(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6) over the last axis, in x's dtype."""
-    wide = x.to(check.accumulation_dtype(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
 def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:

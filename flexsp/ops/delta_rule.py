@@ -8,7 +8,6 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
-from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -20,10 +19,7 @@ def _prepared(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, use_qk_l2norm_in_kernel: bool
 ) -> tuple[_delta.Heads, dict[str, torch.Tensor]]:
     heads = _delta.check_heads(q, k, v, beta)
-    check.check_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    if use_qk_l2norm_in_kernel:
-        q, k = _delta.normalized(q), _delta.normalized(k)
-    q, k = _delta.by_value_heads(q, heads.HV), _delta.by_value_heads(k, heads.HV)
+    q, k = _delta.keys(q, heads.HV, use_qk_l2norm_in_kernel), _delta.keys(k, heads.HV, use_qk_l2norm_in_kernel)
     return heads, {"q": q, "k": k, "v": v, "b": beta}
 
 

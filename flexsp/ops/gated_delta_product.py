@@ -119,8 +119,5 @@ def _prepared(
     heads = _delta.check_heads(q, k, v, beta, n)
     if g is not None:
         check.check_gate("g", g, (heads.B, heads.T, heads.HV), "[B, T, HV]", q)
-    check.check_flag("use_qk_l2norm_in_kernel", norm)
-    if norm:
-        q, k = _delta.normalized(q), _delta.normalized(k)
-    q, k = _delta.by_value_heads(q, heads.HV), _delta.by_value_heads(k, heads.HV)
+    q, k = _delta.keys(q, heads.HV, norm), _delta.keys(k, heads.HV, norm)
     return heads, {"q": q, "k": k, "v": v, "beta": beta}, n

@@ -156,10 +156,7 @@ def _prepared(
         "g", g, (heads.B, heads.T, heads.HV, heads.K), "[B, T, HV, K]", dtypes=(q.dtype, torch.float32),
         device=q.device,
     )  # fmt: skip
-    check.check_flag("use_qk_l2norm_in_kernel", norm)
-    if norm:
-        q, k = _delta.normalized(q), _delta.normalized(k)
-    q, k = _delta.by_value_heads(q, heads.HV), _delta.by_value_heads(k, heads.HV)
+    q, k = _delta.keys(q, heads.HV, norm), _delta.keys(k, heads.HV, norm)
     beta = _delta.strength(beta, sigmoid, allow_neg_eigval)
     gates = _delta.activated(g, q, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     return heads, {"q": q, "k": k, "v": v, "beta": beta, "g": gates}

@@ -22,6 +22,9 @@ _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
 
+_KEYS = "tests/test_keys.py::test_against_float64"
+_OPS = "tests/test_ops.py::test_against_the_token_loop"
+
 
 KERNELS = [
     *_in(
@@ -231,6 +234,27 @@ KERNELS = [
          "tests/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),
         ("(call.facts.docs > 0 and self.chained) or call", "call",
          "final states of documents that end elsewhere are not zero", _GENERATED + "test_two_uneven_ranks[gla]"),
+    ),
+    *_in(
+        "flexsp/kernels/keys.py",
+        ("grad - values * scale * along", "grad + values * scale * along", "the gradient of a norm has the wrong sign", _KEYS),
+        ("(row % H) * x_sh", "(row % T) * x_sh", "keys are read from other heads", _KEYS),
+        ("for r in tl.static_range(REPEATS):\n        grad +=", "for r in tl.static_range(1):\n        grad +=",
+         "one value head's gradient reaches the key", _KEYS),
+    ),
+    *_in(
+        "flexsp/ops/_delta.py",
+        ('return -slope * F.softplus(raw)', 'return -F.softplus(raw)', "A_log has no effect", _OPS),
+        ("lower_bound * (raw if slope is None", "-1.0 * (raw if slope is None", "the bound of gates has no effect", _OPS),
+        ("(2.0 if allow_neg_eigval else 1.0)", "1.0", "no negative eigenvalues", _OPS),
+        ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/test_ops.py::test_documents_and_strides"),
+        ("x.unsqueeze(3).expand(-1, -1, -1, HV // H, -1).flatten(2, 3)", "x.repeat(1, 1, HV // H, 1)",
+         "value heads have other keys", _OPS),
+    ),
+    *_in(
+        "flexsp/kernels/launches.py",
+        ("if call.own(name) and name not in written:", "if False:", "launches read what nothing wrote",
+         "tests/test_lowering.py::test_what_nothing_wrote_is_not_read"),
     ),
 ]
 

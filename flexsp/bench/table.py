@@ -176,9 +176,17 @@ def beside_table(result: Result) -> str:
     return grid(["op", "T", "pass", f"{result['before'][:7]}, ms", "this commit, ms", "ratio"], lines)
 
 
+def cases_table(result: Result) -> str:
+    """Calls that have no baseline beside them."""
+    keys = {"forward_ms": ".2f", "forward_backward_ms": ".2f", "peak_gib": ".1f"}
+    rows = result["rows"]
+    lines = [[row["case"], str(row["T"]), *(f"{row[key]:{how}}" for key, how in keys.items())] for row in rows]
+    return grid(["op", "T", "forward, ms", "forward + backward, ms", "peak GiB"], lines)
+
+
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
-    "beside": beside_table,
+    "beside": beside_table, "cases": cases_table,
 }  # fmt: skip
 
 

@@ -62,10 +62,10 @@ def test_segments(gates: str, folder: str) -> None:
 
 
 def large_keys(sp: Any) -> str:
-    """Gates that close by far, and keys so large that states grow by more."""
+    """Gates that close by far, and one key again and again, so large that the state grows by more along it."""
     torch.manual_seed(0)
     x = {name: torch.randn(1, 520, 1, 16) for name in "qkv"} | {"beta": torch.ones(1, 520, 1)}
-    x["k"] = 2.9 * torch.nn.functional.normalize(x["k"], dim=-1)
+    x["k"] = 2.9 * torch.nn.functional.normalize(x["k"][:, :1], dim=-1).expand(-1, 520, -1, -1)
     x["g"] = torch.full((1, 520, 1), -1.95)
     model, state = gated_deltanet.make(1, 16, 16), torch.randn(1, 1, 16, 16)
     with poisoned(MANY_SEGMENTS, 1):

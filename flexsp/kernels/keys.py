@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.runtime.launch import begin, launch
 
 __all__ = ["unit_keys"]
@@ -84,6 +85,7 @@ class _UnitKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        untransformed("keys of unit length", IN_PYTORCH, dy)
         (x,) = ctx.saved_tensors
         x = x if x.stride(-1) == 1 else x.contiguous()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -65,11 +65,34 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         o, final = variants.load(name).make(HEADS, K, V, dtype)(**given, cu_seqlens=bounds)
         torch.autograd.backward([o, final], [torch.ones_like(o), torch.ones_like(final)])
 
+    def of_segments(*how: Any) -> None:
+        from flexsp.kernels.delta import plan
+
+        whole = plan.LONG, plan._LEAST
+        plan.LONG, plan._LEAST = 1, 1
+        plan.plan_of.cache_clear()
+        try:
+            of_variant("gated_deltanet", *how)
+        finally:
+            plan.LONG, plan._LEAST = whole
+            plan.plan_of.cache_clear()
+
+    def of_keys(dtype: torch.dtype, K: int, norm: bool) -> None:
+        from flexsp.kernels.keys import unit_keys
+
+        x = torch.randn(2, 77, 3, K, dtype=dtype, device="cuda", requires_grad=True)
+        unit_keys(x, 2, norm).sum().backward()
+
+    for dtype, K, norm in itertools.product(dtypes, (20, 128, 256), (True, False)):
+        yield f"unit keys {K} {norm} {str(dtype)[6:]}", lambda a=(dtype, K, norm): of_keys(*a)  # type: ignore[misc]
     for packed, dtype in itertools.product((False, True), dtypes):
         how = f"{str(dtype)[6:]} {'packed' if packed else 'whole'}"
         for op in ("linear_attn", "simple_gla"):
             for K, V in itertools.product((64, 128, 256), (16, 64, 128, 256)):
                 yield f"{op} {K}x{V} {how}", lambda a=(op, dtype, K, V, packed): of_engine(*a)  # type: ignore[misc]
+        for size in (16, 64, 128):
+            name = f"gated_deltanet of segments {size} {how}"
+            yield name, lambda a=(dtype, size, size, packed): of_segments(*a)  # type: ignore[misc]
         for name in variants.VARIANTS:
             for size in (16, 64, 128):
                 yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]

@@ -110,6 +110,13 @@ def of_conv(sp: SequenceParallel | None) -> tuple[torch.Tensor, list[torch.Tenso
         return layer(x), [x, *layer.parameters()]
 
 
+def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    from flexsp.kernels.keys import unit_keys
+
+    x = leaf(1, 6, 2, 4, dtype=torch.float32)
+    return unit_keys(x, 2, True), [x]
+
+
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
 REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
     "flexsp.kernels.operators._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
@@ -124,6 +131,7 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.scan.exchange._ExchangeFunction of matrices": lambda sp: of_variant("deltanet", sp, torch.float64),
     "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
+    "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
     )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp.testing.offline import compile_launches, record_launches
 from flexsp.testing.ranks import run_ranks
@@ -40,6 +42,33 @@ def errors(sp: object, seed: int, dtype: torch.dtype) -> list[float]:
 def test_against_float64(dtype: torch.dtype) -> None:
     (found,) = run_ranks(errors, 1, random.randrange(2**31), dtype, env=ENV)
     assert len(found) == 6 * len(KINDS) and max(found) < 4 * torch.finfo(dtype).eps
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def watched(sp: object, seed: int) -> list[float]:
+    """Differences of gradients that PyTorch computes, of a negative view and while something looks on."""
+    from flexsp.kernels.keys import unit_keys
+
+    torch.manual_seed(seed)
+    x, found = torch.randn(2, 5, 3, 20, requires_grad=True), []
+    dy = torch.randn(2, 5, 6, 20)
+    for norm in (True, False):
+        (want,) = torch.autograd.grad(unit_keys(x, 2, norm), x, dy)
+        (negative,) = torch.autograd.grad(unit_keys(x, 2, norm), x, torch._neg_view(dy))
+        y = unit_keys(x, 2, norm)
+        with Watched():
+            (seen,) = torch.autograd.grad(y, x, dy)
+        found += [(seen - want).norm().item(), (negative + want).norm().item()]
+    return found
+
+
+def test_gradients_that_something_looks_at() -> None:
+    (found,) = run_ranks(watched, 1, random.randrange(2**31), env=ENV)
+    assert max(found) < 1e-5
 
 
 def test_compiles_without_spills() -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from flexsp.comm.derivatives import IN_PYTORCH, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.kernels.operators import plain
 from flexsp.runtime.launch import begin, launch
 
 __all__ = ["unit_keys"]
 
 EPS = tl.constexpr(1e-6)
+_NAME = "keys of unit length"
 _NUMBERS = 2048  # of a program
 
 
@@ -83,14 +84,27 @@ class _UnitKeys(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        untransformed("keys of unit length", IN_PYTORCH, dy)
+        first_only(_NAME, IN_PYTORCH)
+        untransformed(_NAME, IN_PYTORCH, dy)
         (x,) = ctx.saved_tensors
+        same_place(dy.device, x)
         x = x if x.stride(-1) == 1 else x.contiguous()
+        if not plain(x, dy):
+            return _grad(x, dy, *ctx.how), None, None
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         _run(unit_keys_grad_kernel, x, [dy.contiguous(), dx], *ctx.how)
         return dx, None, None
+
+
+def _grad(x: torch.Tensor, dy: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
+    """The same in PyTorch, where something looks at the operators of a backward pass."""
+    values, grad = x.float(), dy.float().unflatten(2, (x.shape[2], repeats)).sum(3)
+    if norm:
+        scale = torch.rsqrt(values.square().sum(-1, keepdim=True) + EPS.value)
+        unit = values * scale
+        grad = (grad - unit * (unit * grad).sum(-1, keepdim=True)) * scale
+    return grad.to(x.dtype)
 
 
 def unit_keys(x: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:

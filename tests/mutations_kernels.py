@@ -41,7 +41,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/walks.py",
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
-        ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA_SEGMENTS),
+        ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
         ("S = tl.where(lives, S, 0.0)", "S = S", "the matrix of what decays is the unit", _DELTA_SEGMENTS),
         ("beta = beta * power(end - b)\n    return", "beta = beta * power(b - end)\n    return",

@@ -75,6 +75,30 @@ def large_keys(sp: Any) -> str:
     return "" if max(errors) < 1e-3 else str(errors)
 
 
+def far_away(sp: Any) -> list[float]:
+    """Errors of outputs and of gradients of v, 20 tokens after 20 tokens, where the first values and the last gradients
+    of outputs are large: they count until a decay of e^-76 is reached."""
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 520, 1, 16) for name in "qkv"} | {"beta": torch.rand(1, 520, 1)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    x["g"], do = torch.full((1, 520, 1), -0.3), torch.randn(1, 520, 1, 16)
+    x["v"][:, :5] *= 1e33
+    do[:, -5:] *= 1e33
+    model, found = gated_deltanet.make(1, 16, 16), []
+    for dtype in (torch.float32, torch.float64):
+        given = {name: y.to(dtype).requires_grad_() for name, y in x.items()}
+        with poisoned(MANY_SEGMENTS, 1):
+            o, _ = model(**given)
+        found.append((o, torch.autograd.grad(o, given["v"], do.to(dtype))[0]))
+    pairs = [(a[:, t : t + 20], b[:, t : t + 20]) for a, b in zip(*found, strict=True) for t in range(0, 520, 20)]
+    return [relative_error(a.double(), b) for a, b in pairs]
+
+
+def test_large_numbers_far_away() -> None:
+    (errors,) = run_ranks(far_away, 1, env=ENV)
+    assert max(errors) < 1e-3, errors
+
+
 def test_large_keys_have_no_horizon() -> None:
     (wrong,) = run_ranks(large_keys, 1, env=ENV)
     assert not wrong, wrong

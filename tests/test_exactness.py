@@ -57,6 +57,7 @@ def refused(layer: nn.Module, **options: Any) -> str:
     [
         ("Mamba2Mixer", MAMBA2, "flexsp.nn.Mamba2 is that layer"),
         ("Qwen3NextGatedDeltaNet", QWEN, "flexsp.grammar.FlexLinearAttention"),
+        ("GatedDeltaNet", "fla.layers.gated_deltanet", "flexsp.nn has that layer under the same name"),
         ("GatedLinearAttention", "fla.layers.gla", "flexsp.grammar.FlexLinearAttention"),
         ("ShortConvolution", "fla.modules.convolution", "use flexsp.nn.ShortConvolution"),
         ("Mamba2", "mamba_ssm.modules.mamba2", "flexsp.nn.Mamba2 is that layer"),

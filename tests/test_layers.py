@@ -14,7 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexsp.comm.group import sequence_parallel
-from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, ShortConvolution, SimpleGLA
+from flexsp.nn import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedRMSNorm,
+    KimiDeltaAttention,
+    Mamba2,
+    RMSNorm,
+    ShortConvolution,
+    SimpleGLA,
+)
 from flexsp.testing.ranks import run_ranks
 
 WORLD = 4
@@ -29,7 +39,15 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
         32,
     ),
     "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
-}
+    "delta": (DeltaNet, {"hidden_size": 16, "num_heads": 2, "expand_v": 1.25, "use_gate": True}, 16),
+    "delta-bare": (
+        DeltaNet, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False, "qk_activation": "elu"}, 16,
+    ),
+    "gated-delta": (GatedDeltaNet, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
+    "kda": (KimiDeltaAttention, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
+    "delta-product": (GatedDeltaProduct, {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}, 16),
+}  # fmt: skip
+MIXERS = [name for name in LAYERS if not name.startswith("conv")]
 SHARDS = {
     "uneven": [11, 70, 3, 20],
     "shorter than the convolution": [1, 2, 1, 3],
@@ -196,7 +214,7 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
         assert (actual.grad - reference.grad).norm() <= tolerance * reference.grad.norm(), parameter
 
 
-@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_decoding_equals_parallel(name: str) -> None:
     """Token by token, and a prompt in two parts followed by tokens, against the parallel pass."""
     layer = make(name, random.randrange(1 << 30))
@@ -218,7 +236,7 @@ def test_decoding_equals_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """A prompt, then tokens: as far from the layer in float64 as the parallel pass is; dtypes and sizes as promised."""
     exact = make(name, random.randrange(1 << 30)).to(dtype).double()
@@ -236,7 +254,7 @@ def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert error <= 2 * parallel + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["gla", "mamba2"])
+@pytest.mark.parametrize("name", [x for x in MIXERS if "bare" not in x])
 def test_a_cache_for_other_sequences_is_refused(name: str) -> None:
     layer, x = make(name, 0), torch.randn(1, 5, LAYERS[name][2], dtype=torch.float64)
     for cache, message in (
@@ -260,7 +278,7 @@ def test_the_smallest_and_largest_heads(size: int) -> None:
         assert layer(x).isfinite().all() and layer.step(x[:, 0], layer.init_cache(1))[0].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_x_of_another_dtype_than_the_layer(name: str) -> None:
     layer, width = make(name, 0).float(), LAYERS[name][2]
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
@@ -273,7 +291,7 @@ def test_x_of_another_dtype_than_the_layer(name: str) -> None:
             layer(x, cache=layer.init_cache(1))
 
 
-@pytest.mark.parametrize("name", ["gla", "gla-bare", "mamba2"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_autocast(name: str) -> None:
     """Whatever dtype of the two comes in, the layer's weights are cast too."""
     layer, width = make(name, 0).float(), LAYERS[name][2]
@@ -306,7 +324,7 @@ def mixed_precision(sp: Any, name: str, each: bool) -> None:
 @pytest.mark.parametrize("each", [False, True], ids=["the layer", "each projection"])
 def test_mixed_precision_of_fsdp(each: bool) -> None:
     """Projections that are cut one by one show their own dtype, not that of what comes in, until their hooks run."""
-    for name in ("gla", "mamba2"):
+    for name in ("gla", "mamba2", "gated-delta", "kda"):
         run_ranks(mixed_precision, 2, name, each)
 
 
@@ -341,7 +359,7 @@ def test_norms(gate_first: bool) -> None:
 
 
 def cache_under_ranks(sp: Any) -> None:
-    for name in ("gla", "mamba2"):
+    for name in ("gla", "mamba2", "gated-delta"):
         layer = make(name, 0)
         x, cache = torch.randn(1, 5, LAYERS[name][2], dtype=torch.float64), layer.init_cache(1)
         with sequence_parallel(sp):
@@ -373,6 +391,8 @@ def test_cache_under_ranks() -> None:
         (lambda: Mamba2(32, A_init_range=(5, 1)), r"A_init_range: expected .* smaller one first, got \(5, 1\)"),
         (lambda: Mamba2(32, A_init_range=(-1, 1)), r"A_init_range\[0\]: expected a number of 1e-30\.\.1e30, got -1"),
         (lambda: SimpleGLA(30, num_heads=4), "expand_k: expected"),
+        (lambda: SimpleGLA(100, 1, expand_k=0.295), r"expand_k: expected .*, an integer .*, got 100 \* 0\.295 = 29\.5"),
+        (lambda: Mamba2(64, expand=1.3, head_dim=1), r"expand: expected .*, an integer .*, got 64 \* 1\.3 = 83\.2"),
         (lambda: SimpleGLA(600, 2), r"expand_k: expected hidden_size \* expand_k / num_heads of 1\.\.256, got 300"),
         (lambda: SimpleGLA(64, 2, expand_v=16), r"expand_v: expected .* / num_heads of 1\.\.256, got 512"),
         (lambda: RMSNorm(10, group_size=3), "group_size: expected a divisor"),
@@ -381,3 +401,10 @@ def test_cache_under_ranks() -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_widths_are_not_cut_off() -> None:
+    """100 * 0.29 is a rounding less than 29."""
+    layer = SimpleGLA(100, num_heads=1, expand_k=0.29, expand_v=0.57)
+    assert layer(torch.randn(1, 3, 100)).shape == (1, 3, 100)
+    assert (layer.head_k_dim, layer.head_v_dim) == (29, 57)

@@ -1,13 +1,18 @@
 """Layers built on `flexsp.ops`, and the wrapper that makes any such layer sequence parallel."""
 
 from flexsp.nn.conv import ShortConvolution
+from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
 from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = [
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GatedRMSNorm",
+    "KimiDeltaAttention",
     "LayerCache",
     "Mamba2",
     "RMSNorm",

@@ -85,6 +85,49 @@ def _own_document(x: Tensor, since: Tensor | None, back: int) -> Tensor:
     return x.masked_fill((since < back)[None, :, None], 0.0)
 
 
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None, since: Tensor | None = None
+) -> Tensor:
+    """`ShortConvolution.forward` of this weight [D, W] and bias [D], without the activation.
+
+    The channels do not meet, so convolutions side by side are one convolution of all their weights, whose ranks
+    exchange one halo.
+    """
+    sp = resolve_sp(None)
+    if since is None:
+        check_cu_seqlens(cu_seqlens, None, x, "x", sp)
+        since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
+    else:
+        check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
+    reach = weight.shape[1] - 1
+    if reach == 0:
+        return _biased(_taps(x, weight, since), bias)
+    if sp is None:
+        before = x.new_zeros(x.shape[0], reach, x.shape[2])
+    else:
+        _, x, weight, bias = joined(sp, x, weight, bias)
+        before = halo_exchange(x, reach, sp)
+    return _biased(_taps(torch.cat([before, x], dim=1), weight, since), bias)
+
+
+def convolve_prompt(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`ShortConvolution.prefill` of this weight [D, W] and bias [D], without the activation."""
+    seen = torch.cat([cache.transpose(1, 2).to(x.dtype), x], dim=1)
+    y = _biased(_taps(seen[:, 1:], weight, None), bias)
+    return y, seen[:, -weight.shape[1] :].transpose(1, 2).to(cache.dtype)
+
+
+def convolve_token(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`ShortConvolution.step` of this weight [D, W] and bias [D], without the activation."""
+    cache = torch.cat([cache[:, :, 1:], x.unsqueeze(-1).to(cache.dtype)], dim=-1)
+    wide = accumulation_dtype(x.dtype, weight.dtype)
+    return _biased((cache.to(wide) * weight.to(wide)).sum(-1).to(x.dtype), bias), cache
+
+
+def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
+
+
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over a few tokens, exact over ranks and packed documents.
 
@@ -130,39 +173,22 @@ class ShortConvolution(nn.Module):
             ValueError: wrong shapes, or documents with B > 1.
         """
         check_input("x", x, (None, None, self.dim))
-        sp = resolve_sp(None)
-        if since is None:
-            check_cu_seqlens(cu_seqlens, None, x, "x", sp)
-        else:
-            check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
-        if since is None:
-            since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
-        weight, bias = self.weight, self.bias
-        if self.width == 1:
-            return self._activate(_taps(x, weight, since), bias)
-        if sp is None:
-            before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
-        else:
-            _, x, weight, bias = joined(sp, x, weight, bias)
-            before = halo_exchange(x, self.width - 1, sp)
-        return self._activate(_taps(torch.cat([before, x], dim=1), weight, since), bias)
+        return self._activate(convolve(x, self.weight, self.bias, cu_seqlens, since))
 
     def prefill(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Continue from a cache on this rank alone: x [B, T, D], cache [B, D, W] (the last W inputs, oldest first)
         -> (y [B, T, D], new cache)."""
         check_input("x", x, (None, None, self.dim))
         check_input("cache", cache, (x.shape[0], self.dim, self.width))
-        seen = torch.cat([cache.transpose(1, 2).to(x.dtype), x], dim=1)
-        y = self._activate(_taps(seen[:, 1:], self.weight, None), self.bias)
-        return y, seen[:, -self.width :].transpose(1, 2).to(cache.dtype)
+        y, cache = convolve_prompt(x, cache, self.weight, self.bias)
+        return self._activate(y), cache
 
     def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """One token on this rank alone: x [B, D], cache [B, D, W] -> (y [B, D], new cache)."""
         check_input("x", x, (None, self.dim))
         check_input("cache", cache, (x.shape[0], self.dim, self.width))
-        cache = torch.cat([cache[:, :, 1:], x.unsqueeze(-1).to(cache.dtype)], dim=-1)
-        wide = accumulation_dtype(x.dtype, self.weight.dtype)
-        return self._activate((cache.to(wide) * self.weight.to(wide)).sum(-1).to(x.dtype), self.bias), cache
+        y, cache = convolve_token(x, cache, self.weight, self.bias)
+        return self._activate(y), cache
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros [B, D, W]: nothing read yet."""
@@ -173,9 +199,7 @@ class ShortConvolution(nn.Module):
             fail("dtype", "a floating dtype", repr(dtype))
         return torch.zeros(batch, self.dim, self.width, dtype=dtype, device=self.weight.device)
 
-    def _activate(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None:
-            y = y + bias.to(y.dtype)
+    def _activate(self, y: Tensor) -> Tensor:
         return F.silu(y) if self.activation == "silu" else y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -375,9 +375,9 @@ class Mamba2(nn.Module):
 
 def _expanded(name: str, hidden_size: int, expand: Any) -> int:
     width = hidden_size * check_number(name, expand, above=0)
-    if not 1 <= width < 2**31:
-        fail(name, f"hidden_size * {name} of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
-    return int(width)
+    if not 0.5 <= width < 2**31 or not math.isclose(width, round(width), rel_tol=1e-6):
+        fail(name, f"hidden_size * {name}, an integer of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
+    return round(width)
 
 
 def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: int) -> int:

@@ -37,6 +37,12 @@ def check_eps(name: str, eps: Any) -> float:
     return value
 
 
+def check_choice(name: str, x: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(x, str) or x not in choices:
+        fail(name, " or ".join(f'"{choice}"' for choice in choices), repr(x))
+    return x
+
+
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last axis, or over equal groups of it; computed in float32 (float64 stays).
 
@@ -75,13 +81,21 @@ class GatedRMSNorm(RMSNorm):
     """Output norm of a recurrent layer: ``norm(x) * silu(gate)``, or ``norm(x * silu(gate))`` with ``gate_first``.
 
     `SimpleGLA` gates after the norm (one norm a head, as in GLA, Yang et al. 2024); `Mamba2` gates first
-    (Dao & Gu 2024).
+    (Dao & Gu 2024). With ``activation="sigmoid"`` that takes the place of silu.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, group_size: int | None = None, gate_first: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        gate_first: bool = False,
+        activation: str = "silu",
+    ) -> None:
         super().__init__(dim, eps, group_size)
         check_flag("gate_first", gate_first)
-        self.gate_first = gate_first
+        check_choice("activation", activation, ("silu", "sigmoid"))
+        self.gate_first, self.activation = gate_first, activation
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """x [..., dim], gate [..., dim] or None (no gate) -> [..., dim] in x's dtype."""
@@ -91,9 +105,11 @@ class GatedRMSNorm(RMSNorm):
             check_input("gate", gate, tuple(x.shape))
         if gate is None:
             return self._normalise(wide).to(x.dtype)
-        silu = F.silu(gate.to(wide.dtype))
-        out = self._normalise(wide * silu) if self.gate_first else self._normalise(wide) * silu
+        wide_gate = gate.to(wide.dtype)
+        factor = F.silu(wide_gate) if self.activation == "silu" else wide_gate.sigmoid()
+        out = self._normalise(wide * factor) if self.gate_first else self._normalise(wide) * factor
         return out.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", gate_first=True" if self.gate_first else "")
+        sigmoid = "" if self.activation == "silu" else f", activation={self.activation!r}"
+        return super().extra_repr() + (", gate_first=True" if self.gate_first else "") + sigmoid

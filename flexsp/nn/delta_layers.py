@@ -1,0 +1,529 @@
+"""Token mixers of the delta rules: `DeltaNet`, `GatedDeltaNet`, `KimiDeltaAttention` and `GatedDeltaProduct`.
+
+Parameters are named and laid out as in flash-linear-attention, whose checkpoints load. Like `flexsp.nn.SimpleGLA` all
+four work on packed documents, under sequence parallelism and token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.nn.conv import ShortConvolution, convolve, convolve_prompt, convolve_token
+from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
+from flexsp.nn.norm import GatedRMSNorm, RMSNorm, accumulation_dtype, check_choice, check_eps, check_input
+from flexsp.ops import (
+    chunk_delta_rule,
+    chunk_gated_delta_product,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    recurrent_delta_rule,
+    recurrent_gated_delta_product,
+    recurrent_gated_delta_rule,
+    recurrent_kda,
+)
+from flexsp.ops._validate import MAX_HEAD_DIM
+
+_Op = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class _DeltaLayer(nn.Module):
+    """What the layers share: projections, convolutions, forward, step and cache, output norm and gate.
+
+    Constructors call `_add_projections`, `_add_convolutions` and `_add_output`; `_tokens` gives an op its arguments.
+    """
+
+    _ops: tuple[_Op, _Op]  # over the whole sequence, token by token
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    g_proj: nn.Module | None
+    o_proj: nn.Linear
+    o_norm: RMSNorm
+
+    def _add_projections(
+        self, hidden_size: int, heads: tuple[int, int], head_dims: tuple[int, int], steps: int = 1
+    ) -> None:
+        """For heads (H, HV) of sizes (K, V), and k and v of so many steps a token."""
+        self.hidden_size = hidden_size
+        self.num_heads, self.num_v_heads = heads
+        self.head_k_dim, self.head_v_dim = head_dims
+        self.key_dim, self.value_dim = heads[0] * head_dims[0], heads[1] * head_dims[1]
+        self._steps, self._widths = steps, (self.key_dim, self.key_dim * steps, self.value_dim * steps)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, n, bias=False) for n in self._widths)
+
+    def _add_convolutions(
+        self, use_short_conv: bool, size: int, bias: bool, qk_activation: str | None = "silu"
+    ) -> None:
+        check_flag("use_short_conv", use_short_conv)
+        size = check_integer("conv_size", size, least=1)
+        check_flag("conv_bias", bias)
+        self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, size, bias
+        if use_short_conv:
+            q, k, v = self._widths
+            self.q_conv1d = ShortConvolution(q, size, bias, qk_activation)
+            self.k_conv1d = ShortConvolution(k, size, bias, qk_activation)
+            self.v_conv1d = ShortConvolution(v, size, bias)
+
+    def _add_output(self, gate: nn.Module | None, norm_eps: float, activation: str = "silu") -> None:
+        eps = check_eps("norm_eps", norm_eps)
+        self.g_proj = gate
+        if gate is None:
+            self.o_norm = RMSNorm(self.head_v_dim, eps)
+        else:
+            self.o_norm = GatedRMSNorm(self.head_v_dim, eps, activation=activation)
+        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor | tuple[Tensor, LayerCache]:
+        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
+
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+
+        Raises:
+            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
+        """
+        check_input("x", x, (None, None, self.hidden_size))
+        if cache is not None:
+            self._check_cache(cache, x.shape[0])
+        qkv, conv_cache = self._projected(x), None
+        if cache is not None:
+            _refuse_cache_under_sp(cu_seqlens)
+            if self.use_short_conv:
+                assert cache.conv is not None
+                qkv, conv_cache = convolve_prompt(qkv, cache.conv, *self._taps())
+        elif self.use_short_conv:
+            qkv = convolve(qkv, *self._taps(), cu_seqlens)
+        o, state = self._ops[0](
+            **self._tokens(*self._heads(qkv), x),
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self._output(o, x)
+        if cache is None:
+            return y
+        assert state is not None
+        return y, LayerCache(state, conv_cache)
+
+    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
+        token = _check_token(x, self.hidden_size)
+        self._check_cache(cache, x.shape[0])
+        qkv, conv_cache = self._projected(token), None
+        if self.use_short_conv:
+            assert cache.conv is not None
+            mixed, conv_cache = convolve_token(qkv.squeeze(1), cache.conv, *self._taps())
+            qkv = mixed.unsqueeze(1)
+        o, state = self._ops[1](
+            **self._tokens(*self._heads(qkv), token), initial_state=cache.state, output_final_state=True
+        )
+        assert state is not None
+        return self._output(o, token).reshape(x.shape), LayerCache(state, conv_cache)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text: a state [B, HV, K, V], and the inputs [B, D, W] of the convolutions of q, k and v
+        side by side."""
+        weight = self.q_proj.weight
+        shape = self._state_shape(check_integer("batch", batch, least=1))
+        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        if not self.use_short_conv:
+            return LayerCache(state, None)
+        taps = self.q_conv1d.weight
+        return LayerCache(state, taps.new_zeros(batch, sum(self._widths), self.conv_size))
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
+
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        _check_cache(cache, self._state_shape(batch), None)
+        if self.use_short_conv:
+            check_input("cache.conv", cache.conv, (batch, sum(self._widths), self.conv_size))
+
+    def _projected(self, x: Tensor) -> Tensor:
+        return torch.cat([_project(self.q_proj, x), self.k_proj(x), self.v_proj(x)], dim=-1)
+
+    def _taps(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one convolution over q, k and v, so that ranks exchange one halo."""
+        q, k, v = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        weight = torch.cat([q.weight, k.weight, v.weight])
+        if q.bias is None or k.bias is None or v.bias is None:
+            return weight, None
+        return weight, torch.cat([q.bias, k.bias, v.bias])
+
+    def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return F.silu(qkv).split(self._widths, dim=-1)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, K], k [B, T n, H, K] and v [B, T n, HV, V] of n steps a token."""
+        q, k, v = self._activated(qkv)
+        of_key, of_value = (self.num_heads, self.head_k_dim), (self.num_v_heads, self.head_v_dim)
+        return q.unflatten(-1, of_key), self._by_step(k, of_key), self._by_step(v, of_value)
+
+    def _by_step(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """[B, T, n * ...] as [B, T n, ...]."""
+        return x.unflatten(-1, (self._steps, *sizes)).flatten(1, 2)
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        if self.g_proj is None:
+            o = self.o_norm(o)
+        else:
+            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)))
+        return self.o_proj(o.flatten(-2).to(x.dtype))
+
+
+class DeltaNet(_DeltaLayer):
+    """Linear attention with the delta rule (Yang et al. 2024, arXiv 2406.06484).
+
+    ``S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = K**-0.5 q_t S_t``, with q, k, v from projections
+    followed by short causal convolutions and activations, q and k of length 1, ``beta = sigmoid(W_b x)``, and
+    ``y = W_o norm(o)``, or with ``use_gate`` ``y = W_o (norm(o) * silu(W_g x))``.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H.
+        expand_k: heads have K = hidden_size * expand_k / num_heads, 1 to 256; on GPUs to 128.
+        expand_v: and V = hidden_size * expand_v / num_heads, as K.
+        use_beta: else beta is 1.
+        use_gate: multiply the normed output by silu(W_g x).
+        use_short_conv: convolutions over q, k and v.
+        conv_size: their tokens.
+        conv_bias: whether they have biases.
+        allow_neg_eigval: beta doubles, so that the state's transition has eigenvalues from -1 to 1.
+        qk_activation: of q and k, ``"silu"``, ``"relu"``, ``"elu"`` (elu + 1) or ``"identity"``; v has silu.
+        qk_norm: ``"l2"`` divides q and k by sqrt(sum of squares + 1e-6), ``"sum"`` by the sum of absolute values.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (chunk_delta_rule, recurrent_delta_rule)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        use_beta: bool = True,
+        use_gate: bool = False,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        allow_neg_eigval: bool = False,
+        qk_activation: str = "silu",
+        qk_norm: str = "l2",
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        hidden_size = check_integer("hidden_size", hidden_size, least=1)
+        num_heads = check_integer("num_heads", num_heads, least=1)
+        check_flag("use_beta", use_beta)
+        check_flag("use_gate", use_gate)
+        check_flag("allow_neg_eigval", allow_neg_eigval)
+        self.qk_activation = check_choice("qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
+        self.qk_norm = check_choice("qk_norm", qk_norm, ("l2", "sum"))
+        self.allow_neg_eigval = allow_neg_eigval
+        K = _share("expand_k", hidden_size, expand_k, num_heads)
+        V = _share("expand_v", hidden_size, expand_v, num_heads)
+        self._add_projections(hidden_size, (num_heads, num_heads), (K, V))
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
+        self._add_convolutions(use_short_conv, conv_size, conv_bias, "silu" if qk_activation == "silu" else None)
+        self._add_output(nn.Linear(hidden_size, self.value_dim, bias=False) if use_gate else None, norm_eps)
+
+    def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        if self.qk_activation == "silu":
+            return super()._activated(qkv)
+        qk, v = qkv.split([2 * self.key_dim, self.value_dim], dim=-1)
+        if self.qk_activation == "relu":
+            qk = F.relu(qk)
+        elif self.qk_activation == "elu":
+            qk = torch.where(qk >= 0, qk + 1, qk.clamp(max=0).exp())  # small values keep their digits
+        return (*qk.chunk(2, dim=-1), F.silu(v))
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        if self.qk_norm == "sum":
+            q, k = (F.normalize(_wide(t), p=1, dim=-1, eps=1e-6).to(t.dtype) for t in (q, k))
+        largest = 2.0 if self.allow_neg_eigval else 1.0
+        if self.b_proj is None:
+            beta = torch.full_like(q[..., 0], largest)
+        else:
+            beta = _wide(self.b_proj(x)).sigmoid() * largest
+        return {"q": q, "k": k, "v": v, "beta": beta, "use_qk_l2norm_in_kernel": self.qk_norm == "l2"}
+
+
+class GatedDeltaNet(_DeltaLayer):
+    """The delta rule with one gate a head and token (Yang et al. 2024, arXiv 2412.06464).
+
+    ``S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, o_t = K**-0.5 q_t S_t``, with q, k, v from
+    projections followed by short causal convolutions and SiLU, q and k of length 1, ``beta = sigmoid(W_b x)``,
+    ``g = -e^{A_log} softplus(W_a x + dt_bias)`` (natural log), and ``y = W_o (norm(o) * silu(W_g x))``.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H of q and k.
+        head_dim: their K, 1 to 256; on GPUs to 128.
+        expand_v: heads of v have V = head_dim * expand_v, as K.
+        num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
+            h // (HV / H).
+        use_gate: multiply the normed output by silu(W_g x).
+        use_short_conv: convolutions over q, k and v.
+        allow_neg_eigval: beta doubles, so that the state's transition has eigenvalues from -1 to 1.
+        conv_size: tokens of the convolutions.
+        conv_bias: whether they have biases.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+        output_gate_activation: ``"swish"`` or ``"silu"``, the same, or ``"sigmoid"``.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (chunk_gated_delta_rule, recurrent_gated_delta_rule)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        expand_v: float = 2.0,
+        num_v_heads: int | None = None,
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        output_gate_activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        check_flag("use_gate", use_gate)
+        check_flag("allow_neg_eigval", allow_neg_eigval)
+        check_choice("output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
+        self.allow_neg_eigval = allow_neg_eigval
+        self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_gate else None
+        self._add_output(gate, norm_eps, "sigmoid" if output_gate_activation == "sigmoid" else "silu")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initialisation of A_log, e^{A_log} uniform in 0..16, and of dt_bias, as in `Mamba2`."""
+        _initialise_gate(self.A_log, self.dt_bias, 0.0)
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        return {
+            "q": q, "k": k, "v": v, "g": self.a_proj(x), "beta": self.b_proj(x), "A_log": _wide(self.A_log),
+            "dt_bias": _wide(self.dt_bias), "allow_neg_eigval": self.allow_neg_eigval, "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True,
+        }  # fmt: skip
+
+
+class KimiDeltaAttention(_DeltaLayer):
+    """Kimi Delta Attention: the delta rule with one gate a key channel and token (Kimi Team 2025, arXiv 2510.26692).
+
+    ``S_t = (I - beta_t k_t k_t^T) diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T, o_t = K**-0.5 q_t S_t``, with q, k, v from
+    projections followed by short causal convolutions and SiLU, q and k of length 1, ``beta = sigmoid(W_b x)``,
+    ``g = -e^{A_log} softplus(f(x) + dt_bias)`` (natural log), or with ``lower_bound``
+    ``g = lower_bound sigmoid(e^{A_log} (f(x) + dt_bias))``, and ``y = W_o (norm(o) * sigmoid(h(x)))``; f and h are
+    pairs of linear maps with V channels between them.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H of q and k.
+        head_dim: their K, 1 to 256; on GPUs to 128.
+        expand_v: heads of v have V = head_dim * expand_v, as K.
+        num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
+            h // (HV / H).
+        use_short_conv: convolutions over q, k and v.
+        allow_neg_eigval: beta doubles, so that the state's transition has eigenvalues from -1 to 1.
+        safe_gate: A_log is initialised to 0; needs a ``lower_bound`` of at least -5.
+        lower_bound: the gates lie between this number below 0 and 0.
+        conv_size: tokens of the convolutions.
+        conv_bias: whether they have biases.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (chunk_kda, recurrent_kda)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        expand_v: float = 1.0,
+        num_v_heads: int | None = None,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        check_flag("allow_neg_eigval", allow_neg_eigval)
+        _check_bound(safe_gate, lower_bound)
+        self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
+        self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        gates, V = self.num_v_heads * self.head_k_dim, self.head_v_dim
+        self.f_proj = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, gates, bias=False))
+        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(gates))
+        gate = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, self.value_dim))
+        self._add_output(gate, norm_eps, "sigmoid")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initialisation of A_log, e^{A_log} uniform in 1..16 or, with safe_gate, 1, and of dt_bias, as in
+        `Mamba2`."""
+        _initialise_gate(self.A_log, self.dt_bias, 1.0)
+        if self.safe_gate:
+            nn.init.zeros_(self.A_log)
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        g = self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim))
+        return {
+            "q": q, "k": k, "v": v, "g": g, "beta": self.b_proj(x), "A_log": _wide(self.A_log),
+            "dt_bias": _wide(self.dt_bias), "allow_neg_eigval": self.allow_neg_eigval, "lower_bound": self.lower_bound,
+            "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True,
+        }  # fmt: skip
+
+
+class GatedDeltaProduct(_DeltaLayer):
+    """Several steps of the delta rule a token, after one decay (Siems et al. 2025, arXiv 2502.10297).
+
+    ``S_t = e^{g_t} S_{t-1}``, then ``S_t <- (I - beta_j k_j k_j^T) S_t + beta_j k_j v_j^T`` for the token's steps j in
+    turn, ``o_t = K**-0.5 q_t S_t``, with q, and k, v and beta of each step, from projections followed by short causal
+    convolutions and SiLU, q and k of length 1, ``beta = 2 sigmoid(W_b x)``,
+    ``g = -e^{A_log} softplus(W_a x + dt_bias)`` (natural log), and ``y = W_o (norm(o) * silu(W_g x))``.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H of q and k.
+        head_dim: their K, 1 to 256; on GPUs to 128.
+        expand_v: heads of v have V = head_dim * expand_v, as K.
+        num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
+            h // (HV / H).
+        use_output_gate: multiply the normed output by silu(W_g x).
+        use_short_conv: convolutions over q, k and v.
+        conv_size: their tokens.
+        conv_bias: whether they have biases.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+        use_forget_gate: else g is 0.
+        allow_neg_eigval: else ``beta = sigmoid(W_b x)``.
+        num_householder: steps a token, at least 1.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (chunk_gated_delta_product, recurrent_gated_delta_product)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        expand_v: float = 2.0,
+        num_v_heads: int | None = None,
+        use_output_gate: bool = True,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        use_forget_gate: bool = True,
+        allow_neg_eigval: bool = True,
+        num_householder: int = 2,
+    ) -> None:
+        super().__init__()
+        check_flag("use_output_gate", use_output_gate)
+        check_flag("use_forget_gate", use_forget_gate)
+        check_flag("allow_neg_eigval", allow_neg_eigval)
+        self.use_forget_gate, self.allow_neg_eigval = use_forget_gate, allow_neg_eigval
+        self.num_householder = n = check_integer("num_householder", num_householder, least=1)
+        self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v), steps=n)
+        self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads * n, bias=False)
+        if use_forget_gate:
+            self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+            self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_output_gate else None
+        self._add_output(gate, norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The initialisation of A_log, e^{A_log} uniform in 0..16, and of dt_bias, as in `Mamba2`."""
+        if self.use_forget_gate:
+            _initialise_gate(self.A_log, self.dt_bias, 0.0)
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        beta = _wide(self.b_proj(x)).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
+        g = None
+        if self.use_forget_gate:
+            g = -_wide(self.A_log).exp() * F.softplus(_wide(self.a_proj(x)) + self.dt_bias)
+        return {
+            "q": q, "k": k, "v": v, "g": g, "beta": self._by_step(beta, (self.num_v_heads,)),
+            "num_householder": self.num_householder, "use_qk_l2norm_in_kernel": True,
+        }  # fmt: skip
+
+
+def _share(name: str, width: int, expand: Any, parts: int = 1) -> int:
+    """``width * expand / parts``, a head's size."""
+    total = width * check_number(name, expand, above=0)
+    shown = f"a size of heads of 1..{MAX_HEAD_DIM}, an integer"
+    if not 0.5 <= total <= (MAX_HEAD_DIM + 1) * parts or not math.isclose(total, round(total), rel_tol=1e-6):
+        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
+    size, rest = divmod(round(total), parts)
+    if rest or not 1 <= size <= MAX_HEAD_DIM:
+        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
+    return size
+
+
+def _grouped(
+    hidden_size: Any, num_heads: Any, num_v_heads: Any, head_dim: Any, expand_v: Any
+) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """Checked: the width, heads (H, HV) and their sizes (K, V)."""
+    hidden_size = check_integer("hidden_size", hidden_size, least=1)
+    num_heads = check_integer("num_heads", num_heads, least=1)
+    head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
+    if num_v_heads is None:
+        num_v_heads = num_heads
+    elif check_integer("num_v_heads", num_v_heads, least=1) % num_heads:
+        fail("num_v_heads", f"a multiple of num_heads={num_heads}", num_v_heads)
+    return hidden_size, (num_heads, num_v_heads), (head_dim, _share("expand_v", head_dim, expand_v))
+
+
+def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
+    check_flag("safe_gate", safe_gate)
+    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
+        fail("lower_bound", "a number below 0, or None", repr(lower_bound))
+    if safe_gate and (lower_bound is None or lower_bound < -5):
+        fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
+
+
+def _initialise_gate(A_log: Tensor, dt_bias: Tensor, least: float) -> None:
+    with torch.no_grad():
+        A_log.uniform_(least, 16.0).clamp_(min=1e-4).log_()
+        dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt

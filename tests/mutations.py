@@ -99,6 +99,8 @@ _SCAN = [
          "tests/test_group.py::test_token_mean"),
         ("start = sum(lengths[: self.rank])\n        return", "start = sum(lengths[: self.rank + 1])\n        return",
          "shards start where they end", "tests/test_group.py::test_shard_range"),
+        ("[rows * n for n in self._lengths]", "[*self._lengths]", "a token has one row",
+         "tests/test_group.py::test_rows_of_a_token"),
     ),
     *_in(
         "flexsp/comm/transport.py",
@@ -400,8 +402,16 @@ _FACES = [
         ("read = _own_document(padded[:, at : at + length], since, width - 1 - at)",
          "read = padded[:, at : at + length]", "NaN of another document reaches the taps' gradient",
          "tests/test_layers.py::test_taps_never_read_another_document"),
-        ("seen[:, -self.width :].transpose", "seen[:, : self.width].transpose", "the oldest inputs are remembered",
+        ("seen[:, -weight.shape[1] :].transpose", "seen[:, : weight.shape[1]].transpose", "the oldest inputs are remembered",
          "tests/test_layers.py::test_decoding_equals_parallel"),
+    ),
+    *_in(
+        "flexsp/nn/delta_layers.py",
+        ("x.unflatten(-1, (self._steps, *sizes)).flatten(1, 2)",
+         "x.unflatten(-1, (*sizes[:1], self._steps, *sizes[1:])).transpose(2, 3).flatten(1, 2)",
+         "a checkpoint's steps are read as heads", "tests/test_delta_layers.py::test_formulas"),
+        ("torch.cat([q.bias, k.bias, v.bias])", "torch.cat([k.bias, q.bias, v.bias])",
+         "q has the bias of k's convolution", "tests/test_delta_layers.py::test_formulas"),
     ),
     *_in(
         "flexsp/grammar/sequence.py",
@@ -522,7 +532,9 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
-        ("self._sizes, self._C, self._fallback, self.lowering))", "self._sizes, self._fallback))", "graphs do not know the chunk size",
+        ("shard_range(call.T, self.rows)", "shard_range(call.T)", "kernels take rows for tokens",
+         "tests/test_torch_compile.py::test_one_graph_over_ranks"),
+        ("options = self._sizes, self._C, self._fallback", "options = self._sizes, self._fallback", "graphs do not know the chunk size",
          "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
     ),
 ]

@@ -15,7 +15,19 @@ import flexsp
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
-from flexsp.nn import GatedRMSNorm, Mamba2, RMSNorm, SequenceParallelLA, ShortConvolution, SimpleGLA, unwrap
+from flexsp.nn import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedRMSNorm,
+    KimiDeltaAttention,
+    Mamba2,
+    RMSNorm,
+    SequenceParallelLA,
+    ShortConvolution,
+    SimpleGLA,
+    unwrap,
+)
 from tests.variants import load
 
 B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
@@ -45,6 +57,8 @@ OPTIONAL = {
         3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (0, 1), (True, 2), ("a", 2), (1, float("nan")),
         (float("nan"), 1), (1, 1e300), (1e-300, 1), torch.tensor([1.0, 2.0]), {1: 2, 3: 4},
     ],
+    "choice": ["tanh", True, None, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0])],
+    "value heads": [*SIZE, 3], "bound": [*NUMBER, 0, 1.0], "share": [*POSITIVE, 1e-3, 1e308, 0.3],
     "activation": ["relu", True, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0]), numpy.array(["silu", "relu"])],
     "lengths": [[True], [torch.tensor(True)], torch.tensor([True]), [1.5], [-1], [], [1, 2], 8, ["8"], [None]],
     "paths": [3, None, True, 1.5, [3], [3, "a"], [["a"]], ["a"], "a", torch.tensor([1, 2]), [b""]],
@@ -74,6 +88,16 @@ NORM = {"use_qk_l2norm_in_kernel": "flag"}
 RECURRENT = {"scale": "number", "output_final_state": "flag"}
 GLA_LAYER = SimpleGLA(D, 2)
 MAMBA2 = Mamba2(D, 16, 16)
+DELTA_LAYERS = {
+    "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
+    KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
+}  # fmt: skip
+CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
+GROUPED = {
+    "hidden_size": "size", "num_heads": "size", "head_dim": "head size", "num_v_heads": "value heads",
+    "expand_v": "share", "allow_neg_eigval": "flag", **CONVOLVED,
+}  # fmt: skip
+HEADS = {"hidden_size": D, "num_heads": 2, "head_dim": 4}
 CONV = ShortConvolution(D)
 ONE, X = torch.rand(3, D), torch.rand(B, T, D)
 
@@ -162,12 +186,30 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range"},
         {"hidden_size": D, "head_dim": 16, "state_size": 16},
     ),
+    "DeltaNet()": (
+        DeltaNet, {}, {"hidden_size": "size", "num_heads": "size", "expand_k": "share", "expand_v": "share",
+        "use_beta": "flag", "use_gate": "flag", "allow_neg_eigval": "flag", "qk_activation": "choice",
+        "qk_norm": "choice", **CONVOLVED},
+        {"hidden_size": D, "num_heads": 2},
+    ),
+    "GatedDeltaNet()": (
+        GatedDeltaNet, {}, {**GROUPED, "use_gate": "flag", "output_gate_activation": "choice"}, HEADS,
+    ),
+    "KimiDeltaAttention()": (KimiDeltaAttention, {}, {**GROUPED, "safe_gate": "flag", "lower_bound": "bound"}, HEADS),
+    "KimiDeltaAttention() of safe gates": (
+        KimiDeltaAttention, {}, {"lower_bound": "bound"}, {**HEADS, "safe_gate": True, "lower_bound": -5},
+    ),
+    "GatedDeltaProduct()": (
+        GatedDeltaProduct, {}, {**GROUPED, "use_output_gate": "flag", "use_forget_gate": "flag",
+        "num_householder": "size"}, HEADS,
+    ),
     "ShortConvolution()": (
         ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag", "activation": "activation"}, {"dim": D},
     ),
     "RMSNorm()": (RMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size"}, {"dim": D}),
     "GatedRMSNorm()": (
-        GatedRMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size", "gate_first": "flag"},
+        GatedRMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size", "gate_first": "flag",
+        "activation": "choice"},
         {"dim": D},
     ),
     "sp.shard": (SequenceParallel().shard, {"x": X}, {"dim": "integer"}, {"dim": 1}),
@@ -180,7 +222,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "unwrap": (unwrap, {}, {"module": "module"}, {"module": nn.Linear(D, D)}),
     "verify": (partial(flexsp.verify, nn.Linear(D, D), SequenceParallel()), {"x": X}, {"dim": "integer"}, {"dim": 1}),
 }  # fmt: skip
-MAY_BE_NONE = {"head_k_dim", "head_v_dim", "group_size"}
+for layer_name, layer in DELTA_LAYERS.items():
+    CALLS[layer_name] = layer, {"x": X, "cu_seqlens": bounds()}, {}, {}
+    CALLS[f"{layer_name}.step"] = layer.step, {"x": ONE}, {}, {"cache": layer.init_cache(3)}
+    CALLS[f"{layer_name}.init_cache"] = layer.init_cache, {}, {"batch": "size"}, {"batch": 1}
+MAY_BE_NONE = {"head_k_dim", "head_v_dim", "group_size", "num_v_heads"}
 # Tensors of any dtype, or of any number of axes.
 ANY_TENSOR = {"sp.shard": 5, "sp.gather": 5, "verify": 5, "RMSNorm": 0, "GatedRMSNorm": 0}
 NEGATIVE_IS_GOOD = {("sp.shard", "dim"), ("sp.gather", "dim")}

@@ -88,6 +88,15 @@ def _ranges(sp: SequenceParallel, lengths: list[int]) -> Any:
     return exchanged, sp.shard_range(lengths[sp.rank])
 
 
+def test_rows_of_a_token() -> None:
+    sp = SequenceParallel(rank=1, world_size=3)
+    sp.set_lengths([2, 3, 0])
+    assert sp.shard_range(9, rows=3) == (6, 15, 15) and sp.shard_range(3) == (2, 5, 5)
+    with pytest.raises(ValueError, match=r"expected a shard of 3 tokens \(set_lengths\) of 3 rows, got 3"):
+        sp.shard_range(3, rows=3)
+    assert sp.lengths == [2, 3, 0]
+
+
 def test_shard_range() -> None:
     for r, (exchanged, given) in enumerate(run_ranks(_ranges, 4, LENGTHS[0])):
         assert exchanged == given == ([0, 3, 3, 8][r], [3, 3, 8, 9][r], 9)

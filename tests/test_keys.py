@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ def errors(sp: object, seed: int, dtype: torch.dtype) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_against_float64(dtype: torch.dtype) -> None:
     (found,) = run_ranks(errors, 1, random.randrange(2**31), dtype, env=ENV)
     assert len(found) == 6 * len(KINDS) and max(found) < 4 * torch.finfo(dtype).eps
@@ -71,7 +73,9 @@ def test_gradients_that_something_looks_at() -> None:
     assert max(found) < 1e-5
 
 
-def test_compiles_without_spills() -> None:
+@functools.cache
+def launched() -> list[Any]:
+    """Both kernels, as they are launched for heads of 256."""
     from flexsp.kernels.keys import unit_keys
 
     x = torch.empty(1, 4096, 4, 256, dtype=torch.bfloat16, device="meta").requires_grad_()
@@ -79,5 +83,16 @@ def test_compiles_without_spills() -> None:
         y = unit_keys(x, 2, True)
         y.backward(torch.empty_like(y))
     assert len(launches) == 2
-    for kernel in compile_launches(launches):
+    return launches
+
+
+def test_compiles_without_spills() -> None:
+    for kernel in compile_launches(launched()):
         assert kernel.spills == 0 and kernel.waits_first and not kernel.races and not kernel.uneven_sums, kernel.name
+
+
+def test_offsets_are_of_64_bits() -> None:
+    """Tensors of more than 2^31 numbers: what is multiplied to find a number is an int64 from the start."""
+    for kernel in compile_launches(launched()):
+        products = re.findall(r"arith\.muli .* : (\S+)", kernel.ttir)
+        assert products and all("i64" in kind for kind in products), (kernel.name, products)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from flexsp import ops
+from flexsp.devices import H200, planned_for
 from flexsp.grammar import FlexLinearAttention
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
@@ -258,3 +259,44 @@ def test_gates_of_minus_infinity_in_kernels() -> None:
     for dtype in (torch.float32, torch.float16):
         ((same, error, other),) = run_ranks(closed_gates, 1, random.randrange(2**31), dtype, env=ENV)
         assert same == 0.0 and error < 2 * other + 4 * torch.finfo(dtype).eps
+
+
+OPS_WITH_GATES = ("gated_delta_rule", "kda", "gated_delta_product")
+
+
+def closed_delta_gates(sp: Any, seed: int, dtype: torch.dtype, capability: int = 9) -> dict[str, float]:
+    """Differences from gates of -104, over ranks where there are several: outputs, states, all gradients."""
+    found, least = {}, -800.0 if dtype == torch.float64 else -104.0
+    lengths = [20, 0, 25][: sp.world_size] if sp.world_size > 1 else [45]
+    sp.set_lengths(lengths)
+    here = slice(sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1]))
+    for name in OPS_WITH_GATES:
+        case = DELTA_CASES[name]
+        made = case.inputs(Shape(B=1, T=45, H=2, K=capability, V=5), seed)
+        made["g"][:, 3::9], made["g"][:, 4::18] = -torch.inf, -1e4
+        rest = {key: x for key, x in made.items() if not isinstance(x, torch.Tensor)}
+        results = []
+        for g in (made["g"], made["g"].clamp(min=least)):
+            x = {key: y for key, y in (made | {"g": g}).items() if key not in rest}
+            x = {key: y[:, here].to(dtype).clone().requires_grad_() for key, y in x.items()}
+            with planned_for(replace(H200, capability=(capability, 0))):
+                o, final = case.op(**x, **rest, output_final_state=True, sp=sp)
+                loss = o.square().sum() if final is None else o.square().sum() + final.square().sum()
+                grads = dict(zip(x, torch.autograd.grad(loss, [*x.values()]), strict=True))
+            assert all(dg.isfinite().all() for dg in grads.values())
+            assert g is not made["g"] or not grads["g"][made["g"][:, here] < least].any()
+            del grads["g"]  # only below the least gate is there none
+            results.append([o, *grads.values(), *([] if final is None else [final])])
+        found[name] = max([(a - b).abs().max().item() for a, b in zip(*results, strict=True) if a.numel()], default=0.0)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_closed_gates_of_delta_rules(dtype: torch.dtype) -> None:
+    """In PyTorch on one rank and over three, in kernels of the engine, and in generated ones."""
+    seed = random.randrange(2**31)
+    runs = [run_ranks(closed_delta_gates, n, seed, dtype) for n in (1, 3)]
+    if dtype != torch.float64:
+        runs += [run_ranks(closed_delta_gates, n, seed, dtype, env=ENV) for n in (1, 3)]
+        runs.append(run_ranks(closed_delta_gates, 1, seed, dtype, 8, env=ENV))
+    assert all(difference == 0.0 for ranks in runs for found in ranks for difference in found.values()), runs

@@ -15,6 +15,7 @@ from flexsp.kernels.diagonal.reference import diagonal_reference
 from flexsp.testing import oracles
 from flexsp.testing.cases import random_documents
 from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
+from flexsp.testing.delta_chunks import delta_chunks
 from flexsp.testing.problems import check, draw, solve, solve_all
 
 engine = partial(diagonal_reference, scale=0.3)
@@ -197,6 +198,28 @@ def test_low_precision_reference_is_as_good_as_its_dtype(dtype: torch.dtype) -> 
     inputs["cu_seqlens"] = torch.tensor([0, 20, 20, 90])
     for report in check_op(engine, oracle, inputs, dtype=dtype):
         assert report.low_error < 16 * torch.finfo(dtype).eps, report
+
+
+@pytest.mark.parametrize("gate", ["", "head", "channel"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_yardstick_of_delta_rules_is_the_token_loop(gate: str, steps: int) -> None:
+    """In float64, over several chunks and documents, with every gradient."""
+    made = make(B=1, T=150, states=3)
+    del made["g"]
+    made["k"], made["v"] = torch.randn(1, 150 * steps, 2, 12).double(), torch.randn(1, 150 * steps, 2, 9).double()
+    made["k"] = torch.nn.functional.normalize(made["k"], dim=-1)
+    made["beta"] = torch.rand(1, 150 * steps, 2).double()
+    if gate:
+        made["g"] = -torch.rand(1, 150, 2, *([12] if gate == "channel" else [])).double()
+    tensors = [x.requires_grad_() for x in made.values()]
+    found, want = (
+        loop(**made, scale=0.3, cu_seqlens=torch.tensor([0, 20, 20, 150]), steps=steps)
+        for loop in (delta_chunks, oracles.token_loop)
+    )
+    cotangents = [torch.randn_like(x) for x in want]
+    grads = (torch.autograd.grad(x, tensors, cotangents) for x in (found, want))
+    for a, b in zip((*found, *next(grads)), (*want, *next(grads)), strict=True):
+        assert relative_error(a, b) < 1e-12
 
 
 def test_relative_error() -> None:

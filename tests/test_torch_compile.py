@@ -262,12 +262,16 @@ def test_second_derivatives_of_graphs_are_refused() -> None:
 # Over ranks -----------------------------------------------------------------------------------------------------------
 
 
-def over_ranks(sp: SequenceParallel, name: str, lengths: list[int], packed: bool, ambient: bool, seed: int) -> None:
+def over_ranks(
+    sp: SequenceParallel, name: str, lengths: list[int], packed: bool, ambient: bool, seed: int,
+    dtype: torch.dtype = torch.float64,
+) -> None:  # fmt: skip
     case = ALL[name]
     sp.set_lengths(lengths)
     start = sum(lengths[: sp.rank])
     inputs = case.inputs(Shape(B=1, T=sum(lengths), K=6, V=5), seed)
     inputs = {n: x[:, start : start + lengths[sp.rank]] if n in case.tokens else x for n, x in inputs.items()}
+    inputs = {n: x.to(dtype) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
     if packed:
         inputs["cu_seqlens"] = torch.tensor([0, 10, 45, sum(lengths)])
 
@@ -367,5 +371,9 @@ def test_one_graph_over_ranks() -> None:
     calls = [
         ("simple_gla", [0, 70], False, True, seed),
         ("normalized", [40, 30], True, False, seed + 1),
+        ("delta_product", [0, 70], False, True, seed + 2),
+        ("gated_delta_product", [40, 30], True, False, seed + 3),
     ]
     run_ranks(compile_over_ranks, 2, calls, timeout=200)
+    call = ("gated_delta_product", [30, 40], True, True, seed + 4, torch.float32)
+    run_ranks(compile_over_ranks, 2, [call], env=KERNELS, timeout=200)

@@ -11,10 +11,11 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "IN_PYTORCH", "ON_ONE_RANK", "changed", "first_only", "first_only_inside", "joined", "same_place", "transformed",
-    "untransformed",
+    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "joined", "same_place",
+    "transformed", "untransformed",
 ]  # fmt: skip
 
+TRANSFORMS = "transforms of torch.func (vmap, grad, jvp, ...)"
 ON_ONE_RANK = "compute them on one rank, with the whole sequence and sp=False"
 IN_PYTORCH = "float64 inputs and CPU tensors run in PyTorch, which has them"
 
@@ -58,8 +59,7 @@ def untransformed(what: str, instead: str, *given: torch.Tensor | None) -> None:
         return
     if transformed() or any([x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in given]):
         raise NotAvailable(
-            f"{what}: transforms of torch.func (vmap, grad, jvp, ...) and forward-mode differentiation are not "
-            f"available; {instead}"
+            f"{what}: {TRANSFORMS} and forward-mode differentiation are not available; {instead}"
         )
 
 

@@ -163,41 +163,35 @@ class SequenceParallel:
             raise ValueError(f"lengths: expected {self.world_size} integers >= 0, one a rank, got {lengths!r}")
         self._lengths = values
 
-    @contextlib.contextmanager
-    def of_steps(self, n: int) -> Iterator[None]:
-        """Inside, calls have n rows for each token of `set_lengths`."""
-        outer = self._lengths
-        self._lengths = None if outer is None else [n * length for length in outer]
-        try:
-            yield
-        finally:
-            self._lengths = outer
-
     def partition(self, total: int) -> list[int]:
         """Balanced shard lengths of ``total`` tokens; the first ranks take the remainder. Sets nothing."""
         base, extra = divmod(check_integer("total", total), self.world_size)
         return [base + (r < extra) for r in range(self.world_size)]
 
-    def lengths_for(self, T_local: int) -> list[int]:
-        """Shard lengths of all ranks. Collective on the CPU group unless `set_lengths` gave them."""
+    def lengths_for(self, T_local: int, rows: int = 1) -> list[int]:
+        """Shard lengths of all ranks. Collective on the CPU group unless `set_lengths` gave them.
+
+        Args:
+            T_local: this rank's length.
+            rows: the lengths asked for count so many rows for each token of `set_lengths`.
+        """
         if self._lengths is not None:
-            if self._lengths[self.rank] != T_local:
-                raise ValueError(
-                    f"rank {self.rank}: expected a shard of {self._lengths[self.rank]} tokens (set_lengths), "
-                    f"got {T_local}"
-                )
+            lengths = [rows * n for n in self._lengths]
+            if lengths[self.rank] != T_local:
+                of = f"{self._lengths[self.rank]} tokens (set_lengths)" + (f" of {rows} rows" if rows > 1 else "")
+                raise ValueError(f"rank {self.rank}: expected a shard of {of}, got {T_local}")
             if self.check_calls and not torch.compiler.is_compiling():
-                self.check_signature(("set_lengths", *self._lengths))
-            return self._lengths
+                self.check_signature(("set_lengths", *lengths))
+            return lengths
         if self.world_size == 1:
             return [T_local]
         from flexsp.comm.process_group import exchange_ints
 
         return exchange_ints(get_sp(self.id), T_local)
 
-    def shard_range(self, T_local: int) -> tuple[int, int, int]:
+    def shard_range(self, T_local: int, rows: int = 1) -> tuple[int, int, int]:
         """(start, stop, total) of this rank's tokens in the global sequence; see `lengths_for`."""
-        lengths = self.lengths_for(T_local)
+        lengths = self.lengths_for(T_local, rows)
         start = sum(lengths[: self.rank])
         return start, start + lengths[self.rank], sum(lengths)
 

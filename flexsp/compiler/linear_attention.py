@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.derivatives import transformed, untransformed
+from flexsp.comm.derivatives import TRANSFORMS, transformed, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
 from flexsp.compiler import arguments, graph
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
@@ -93,6 +93,7 @@ class LinearAttention:
         NotAvailable: enable_aot where no kernels can be generated.
     """
 
+    rows = 1  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
@@ -201,7 +202,7 @@ class LinearAttention:
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
         odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
         odd = odd or transformed() or (cu_seqlens is not None and cu_seqlens.dim() != 1)
-        if odd or not _asks_for_kernels(first.is_cuda, arguments.widest(*tokens.values(), *params.values())):
+        if odd or not asks_for_kernels(first.is_cuda, arguments.widest(*tokens.values(), *params.values())):
             return False
         looks = arguments.looks(tokens, params)
         return self._refusal(self._known(tokens, params), looks, first.is_cuda, several) is None
@@ -222,7 +223,7 @@ class LinearAttention:
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard, bounds = (0, call.T, call.T), None
         if cu_seqlens is not None:
-            shard = shard if group is None else group.shard_range(call.T)
+            shard = shard if group is None else group.shard_range(call.T, self.rows)
             bounds = boundaries(cu_seqlens, shard[2], look=call.recipe is None)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
@@ -258,7 +259,7 @@ class LinearAttention:
 
     def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
         """Generates them, if calls of such tensors may need them."""
-        if _asks_for_kernels(on_gpu, dtype):
+        if asks_for_kernels(on_gpu, dtype):
             _ = self._generated
 
     def width(self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None) -> int:
@@ -316,7 +317,8 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        return repr((graphs, program.meta, program.transition, self._sizes, self._C, self._fallback, self.lowering))
+        options = self._sizes, self._C, self._fallback, self.lowering, self.rows
+        return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
         """What an earlier call of the signature was found to be."""
@@ -336,7 +338,7 @@ class LinearAttention:
         with _no_autocast(first.device.type):
             o, final = functions.run(
                 self.program, tokens, params, meta.numbers, initial,
-                given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group,
+                given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group, rows=self.rows,
                 call_text=self.program.call_text(first.dtype, bounds is not None)
                 + ("" if bounds is None else f", boundaries {bounds}"),
             )  # fmt: skip
@@ -407,10 +409,10 @@ class LinearAttention:
         group: SequenceParallel | None, given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
-        if not _asks_for_kernels(first.is_cuda, wide):
+        if not asks_for_kernels(first.is_cuda, wide):
             return None
         if transformed() or any(x is not None and aligned(x) is None for x in given):
-            reason: str | None = "kernels have no derivatives in forward mode and no transforms of torch.func"
+            reason: str | None = f"kernels have no derivatives in forward mode and no {TRANSFORMS}"
         else:
             reason = self._refusal(names, looks, first.is_cuda, group is not None and group.world_size > 1)
         if reason is None:
@@ -440,7 +442,7 @@ class LinearAttention:
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
         wide = arguments.widest(*tokens.values(), *params.values())
-        if not _asks_for_kernels(first.is_cuda, wide):
+        if not asks_for_kernels(first.is_cuda, wide):
             why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
             return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
@@ -559,7 +561,7 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
-def _asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
+def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
     """Whether kernels are for inputs of such a kind."""
     return wide != torch.float64 and (on_gpu or os.environ.get("FLEXSP_BACKEND") == "triton")
 

@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.kernels import keys_in_pytorch
+from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
 from flexsp.runtime.launch import begin, launch
 
 __all__ = ["unit_keys"]
 
-EPS = tl.constexpr(1e-6)
+_EPS = tl.constexpr(EPS)
 _NAME = "keys of unit length"
 _NUMBERS = 2048  # of a program
 
@@ -39,7 +41,7 @@ def unit_keys_kernel(
     begin(PDL)
     row, cols, inside, values = _tile(x, x_sb, x_st, x_sh, rows, T, H, K, BK, ROWS)
     if NORM:
-        values *= tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + EPS)[:, None]
+        values *= tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + _EPS)[:, None]
     for r in tl.static_range(REPEATS):
         tl.store(y + ((row * REPEATS + r) * K)[:, None] + cols[None, :], values.to(y.dtype.element_ty), mask=inside)
 
@@ -56,7 +58,7 @@ def unit_keys_grad_kernel(
     for r in tl.static_range(REPEATS):
         grad += tl.load(dy + ((row * REPEATS + r) * K)[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + EPS)[:, None]
+        scale = tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + _EPS)[:, None]
         along = tl.sum(tl.where(inside, values * scale * grad, 0.0), axis=1)[:, None]
         grad = (grad - values * scale * along) * scale
     tl.store(dx + (row * K)[:, None] + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
@@ -99,12 +101,10 @@ class _UnitKeys(torch.autograd.Function):
 
 def _grad(x: torch.Tensor, dy: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
     """The same in PyTorch, where something looks at the operators of a backward pass."""
-    values, grad = x.float(), dy.float().unflatten(2, (x.shape[2], repeats)).sum(3)
-    if norm:
-        scale = torch.rsqrt(values.square().sum(-1, keepdim=True) + EPS.value)
-        unit = values * scale
-        grad = (grad - unit * (unit * grad).sum(-1, keepdim=True)) * scale
-    return grad.to(x.dtype)
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = keys_in_pytorch.unit_keys(leaf, repeats, norm)
+    return torch.autograd.grad(y, leaf, dy)[0]
 
 
 def unit_keys(x: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:

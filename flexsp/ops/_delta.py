@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +12,9 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import transformed
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.linear_attention import asks_for_kernels
+from flexsp.kernels import keys_in_pytorch
+from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 
@@ -20,12 +22,11 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler import LinearAttention
 
-__all__ = ["Call", "Heads", "activated", "check_heads", "keys", "recurrent", "run", "strength"]
+__all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
 _MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
-_EPS = 1e-6  # of the norm of q and k
 
 
 class Heads(NamedTuple):
@@ -83,10 +84,7 @@ def keys(x: Tensor, HV: int, norm: bool) -> Tensor:
         from flexsp.kernels.keys import unit_keys
 
         return unit_keys(x, HV // H, norm)
-    if norm:
-        wide = x.to(check.accumulation_dtype(x))
-        x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
-    return x if H == HV else x.unsqueeze(3).expand(-1, -1, -1, HV // H, -1).flatten(2, 3)
+    return keys_in_pytorch.unit_keys(x, HV // H, norm)
 
 
 def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
@@ -131,17 +129,45 @@ def activated(
     return -slope * F.softplus(raw)
 
 
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, norm: bool, *, by_channel: bool = False, steps: int = 1,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Optional = None, dt_bias: Optional = None, lower_bound: float | None = None,
+) -> tuple[Heads, dict[str, Tensor]]:  # fmt: skip
+    """The arguments checked, and what the recurrence reads: q, k, v, beta and, unless g is None, g."""
+    heads = check_heads(q, k, v, beta, steps)
+    shape, dims = ((heads.K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
+    if g is not None:
+        shape, dtypes = (heads.B, heads.T, heads.HV, *shape), (q.dtype, torch.float32)
+        check.check_tensor("g", g, shape, dims, dtypes=dtypes, device=q.device)
+    tokens = {"q": keys(q, heads.HV, norm), "k": keys(k, heads.HV, norm), "v": v}
+    tokens["beta"] = strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if g is not None:
+        tokens["g"] = activated(g, q, A_log, dt_bias, use_gate_in_kernel, lower_bound)
+    return heads, tokens
+
+
 def _clamped(g: Tensor, like: Tensor) -> Tensor:
     """Gates so large that differences of their sums keep what follows; e^x is 0 already."""
     wide = check.accumulation_dtype(like)
     return g.to(wide).clamp(min=_MIN_LOG_DECAY[wide])
 
 
+def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
+    """Whether the kernels that run this call clamp gates themselves. Graphs fuse the clamp with other steps."""
+    if name != "gated_deltanet" or torch.compiler.is_compiling():
+        return False
+    return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
+
+
 @functools.lru_cache(maxsize=64)
-def _program(name: str, H: int, K: int, V: int, scale: float) -> LinearAttention:
+def _program(name: str, H: int, K: int, V: int, scale: float, steps: int) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
+    if steps > 1:
+        made.rows = steps
+        made.graph_name = graph.name_of(made)
     return made
 
 
@@ -171,7 +197,7 @@ def _final(state: Optional, call: Call) -> Optional:
 
 
 def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
-    """The program flexsp.variants.NAME of q, k [B, T n, HV, K], v and more.
+    """The program flexsp.variants.NAME of what `prepared` gives; of n steps a token q and g too have T n rows.
 
     Args:
         steps: n, tokens of these for one of `heads.T` and of ``cu_seqlens``.
@@ -183,25 +209,23 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     N, initial = _state(heads, call, group, q)
     scale = check.check_scale(call.scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
-    if "g" in tokens:
+    if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": _clamped(tokens["g"], q)}
+    if name == "deltanet":
+        tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    key = (name, heads.HV, heads.K, heads.V, scale)
+    key = (name, heads.HV, heads.K, heads.V, scale, steps)
     if torch.compiler.is_compiling():
-        if steps > 1 and group is not None and group.lengths is not None:
-            raise NotImplementedError("num_householder > 1 in torch.compile after SequenceParallel.set_lengths")
         (made, inputs), lowered = _made_for_graphs(*key), name != "vector_gated_delta"
         o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, lowered)
     else:
-        with nullcontext() if group is None else group.of_steps(steps):
-            o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
+        o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
     return o, _final(final, call)
 
 
-def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, heads: Heads, call: Call, steps: int = 1
-) -> tuple[Tensor, Optional]:
-    """The recurrence token by token, of q, k [B, T, HV, K] (k, v, beta of T n tokens); on this rank alone."""
+def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
+    """The recurrence of what `prepared` gives, token by token, on this rank alone."""
+    q, k, v, beta, g = *(tokens[x] for x in ("q", "k", "v", "beta")), tokens.get("g")
     _, initial = _state(heads, call, None, q)
     wide = check.accumulation_dtype(q)
     scale = check.check_scale(call.scale, heads.K)

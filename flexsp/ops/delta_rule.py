@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
 
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, use_qk_l2norm_in_kernel: bool
-) -> tuple[_delta.Heads, dict[str, torch.Tensor]]:
-    heads = _delta.check_heads(q, k, v, beta)
-    q, k = _delta.keys(q, heads.HV, use_qk_l2norm_in_kernel), _delta.keys(k, heads.HV, use_qk_l2norm_in_kernel)
-    return heads, {"q": q, "k": k, "v": v, "b": beta}
-
-
 @ranks_call
 def chunk_delta_rule(
     q: torch.Tensor,
@@ -68,7 +60,7 @@ def chunk_delta_rule(
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
         >>> o, state = chunk_delta_rule(q, k, v, torch.rand(2, 100, 4), use_qk_l2norm_in_kernel=True)
     """
-    heads, tokens = _prepared(q, k, v, beta, use_qk_l2norm_in_kernel)
+    heads, tokens = _delta.prepared(q, k, v, beta, None, use_qk_l2norm_in_kernel)
     call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
     return _delta.run("deltanet", heads, tokens, call)
 
@@ -98,6 +90,6 @@ def recurrent_delta_rule(
         >>> q1, k1, v1, beta1 = (x[:, -1:] for x in (q, k, v, beta))  # the next token's
         >>> o1, state = recurrent_delta_rule(q1, k1, v1, beta1, initial_state=state, output_final_state=True)
     """
-    heads, x = _prepared(q, k, v, beta, use_qk_l2norm_in_kernel)
+    heads, tokens = _delta.prepared(q, k, v, beta, None, use_qk_l2norm_in_kernel)
     call = _delta.Call(scale, initial_state, output_final_state)
-    return _delta.recurrent(x["q"], x["k"], x["v"], x["b"], None, heads, call)
+    return _delta.recurrent(heads, tokens, call)

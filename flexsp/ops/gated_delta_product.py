@@ -69,14 +69,14 @@ def chunk_gated_delta_product(
         >>> k, v = torch.randn(2, 2, 200, 4, 64).unbind(0)
         >>> o, _ = chunk_gated_delta_product(q, k, v, g, torch.rand(2, 200, 4), 2, use_qk_l2norm_in_kernel=True)
     """
-    heads, tokens, n = _prepared(q, k, v, g, beta, num_householder, use_qk_l2norm_in_kernel)
+    n = check.check_integer("num_householder", num_householder, least=1)
+    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
     call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
     tokens["q"] = F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is None:
-        tokens["b"] = tokens.pop("beta")
         o, final = _delta.run("deltanet", heads, tokens, call, steps=n)
     else:
-        tokens["g"] = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
+        tokens["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
         o, final = _delta.run("gated_deltanet", heads, tokens, call, steps=n)
     return o[:, n - 1 :: n], final
 
@@ -106,18 +106,7 @@ def recurrent_gated_delta_product(
         >>> k, v = torch.randn(2, 2, 3, 4, 64).unbind(0)
         >>> o, state = recurrent_gated_delta_product(q, k, v, g, torch.rand(2, 3, 4), 3, output_final_state=True)
     """
-    heads, x, n = _prepared(q, k, v, g, beta, num_householder, use_qk_l2norm_in_kernel)
-    call = _delta.Call(scale, initial_state, output_final_state)
-    return _delta.recurrent(x["q"], x["k"], x["v"], x["beta"], g, heads, call, steps=n)
-
-
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor,
-    num_householder: int, norm: bool,
-) -> tuple[_delta.Heads, dict[str, torch.Tensor], int]:  # fmt: skip
     n = check.check_integer("num_householder", num_householder, least=1)
-    heads = _delta.check_heads(q, k, v, beta, n)
-    if g is not None:
-        check.check_gate("g", g, (heads.B, heads.T, heads.HV), "[B, T, HV]", q)
-    q, k = _delta.keys(q, heads.HV, norm), _delta.keys(k, heads.HV, norm)
-    return heads, {"q": q, "k": k, "v": v, "beta": beta}, n
+    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
+    call = _delta.Call(scale, initial_state, output_final_state)
+    return _delta.recurrent(heads, tokens, call, steps=n)

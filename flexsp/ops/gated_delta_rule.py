@@ -8,7 +8,6 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
-from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -76,9 +75,10 @@ def chunk_gated_delta_rule(
         >>> g, beta = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4)), torch.rand(2, 100, 4)
         >>> o, state = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
     """
-    norm = use_qk_l2norm_in_kernel
-    options = (use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias)
-    heads, tokens = _prepared(q, k, v, g, beta, norm, *options)
+    heads, tokens = _delta.prepared(
+        q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
     call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
     return _delta.run("gated_deltanet", heads, tokens, call)
 
@@ -113,24 +113,9 @@ def recurrent_gated_delta_rule(
         >>> g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
         >>> o, state = recurrent_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
     """
-    norm = use_qk_l2norm_in_kernel
-    options = (use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias)
-    heads, x = _prepared(q, k, v, g, beta, norm, *options)
+    heads, tokens = _delta.prepared(
+        q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
     call = _delta.Call(scale, initial_state, output_final_state, state_v_first)
-    return _delta.recurrent(x["q"], x["k"], x["v"], x["beta"], x["g"], heads, call)
-
-
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, norm: bool,
-    sigmoid: bool, allow_neg_eigval: bool, use_gate_in_kernel: bool, A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-) -> tuple[_delta.Heads, dict[str, torch.Tensor]]:  # fmt: skip
-    heads = _delta.check_heads(q, k, v, beta)
-    check.check_tensor(
-        "g", g, (heads.B, heads.T, heads.HV), "[B, T, HV]", dtypes=(q.dtype, torch.float32), device=q.device
-    )
-    q, k = _delta.keys(q, heads.HV, norm), _delta.keys(k, heads.HV, norm)
-    beta = _delta.strength(beta, sigmoid, allow_neg_eigval)
-    return heads, {
-        "q": q, "k": k, "v": v, "beta": beta, "g": _delta.activated(g, q, A_log, dt_bias, use_gate_in_kernel),
-    }  # fmt: skip
+    return _delta.recurrent(heads, tokens, call)

@@ -84,9 +84,11 @@ def chunk_kda(
         >>> o, state = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
     """
     _check_bound(g, use_gate_in_kernel, safe_gate, lower_bound)
-    norm = use_qk_l2norm_in_kernel
-    options = (use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound)
-    heads, tokens = _prepared(q, k, v, g, beta, norm, *options)
+    heads, tokens = _delta.prepared(
+        q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+        dt_bias=dt_bias, lower_bound=lower_bound,
+    )  # fmt: skip
     call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
     return _delta.run("vector_gated_delta", heads, tokens, call)
 
@@ -123,11 +125,13 @@ def recurrent_kda(
         >>> o, state = recurrent_kda(q, k, v, g, beta, output_final_state=True)
     """
     _check_bound(g, use_gate_in_kernel, False, lower_bound)
-    norm = use_qk_l2norm_in_kernel
-    options = (use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound)
-    heads, x = _prepared(q, k, v, g, beta, norm, *options)
+    heads, tokens = _delta.prepared(
+        q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+        dt_bias=dt_bias, lower_bound=lower_bound,
+    )  # fmt: skip
     call = _delta.Call(scale, initial_state, output_final_state, state_v_first)
-    return _delta.recurrent(x["q"], x["k"], x["v"], x["beta"], x["g"], heads, call)
+    return _delta.recurrent(heads, tokens, call)
 
 
 def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:
@@ -144,19 +148,3 @@ def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, low
         check.fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
     if not use_gate_in_kernel and isinstance(g, torch.Tensor) and check.readable(g) and g.numel() and g.min() < -5:
         check.fail("g", "gates in [-5, 0) with safe_gate", f"a smallest value of {g.detach().min().item():g}")
-
-
-def _prepared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, norm: bool,
-    use_gate_in_kernel: bool, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, sigmoid: bool,
-    allow_neg_eigval: bool, lower_bound: float | None,
-) -> tuple[_delta.Heads, dict[str, torch.Tensor]]:  # fmt: skip
-    heads = _delta.check_heads(q, k, v, beta)
-    check.check_tensor(
-        "g", g, (heads.B, heads.T, heads.HV, heads.K), "[B, T, HV, K]", dtypes=(q.dtype, torch.float32),
-        device=q.device,
-    )  # fmt: skip
-    q, k = _delta.keys(q, heads.HV, norm), _delta.keys(k, heads.HV, norm)
-    beta = _delta.strength(beta, sigmoid, allow_neg_eigval)
-    gates = _delta.activated(g, q, A_log, dt_bias, use_gate_in_kernel, lower_bound)
-    return heads, {"q": q, "k": k, "v": v, "beta": beta, "g": gates}

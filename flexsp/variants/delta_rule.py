@@ -33,7 +33,7 @@ class _DeltaRule(Lowering):
     ) -> Call | None:  # fmt: skip
         from flexsp.devices import of_device
         from flexsp.kernels.delta.launches import DeltaCall
-        from flexsp.kernels.delta.plan import MOST, plan_of
+        from flexsp.kernels.delta.plan import engine_runs, plan_of
 
         dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
         arguments = code.program.chunk.arguments
@@ -43,11 +43,9 @@ class _DeltaRule(Lowering):
             return None  # inputs of other kinds than those of the shipped variants
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
         alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
-        if code.chunk is not None or not alike or max(K, V) > MOST:
+        if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
             return None
         chained, device = sp is not None and sp.world_size > 1, of_device(given.device)
-        if device.capability[0] != 9:
-            return None
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device)
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]

@@ -290,15 +290,15 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
 
 def run(
     program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, initial: torch.Tensor, *,
-    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, call_text: str = "",
+    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int = 1, call_text: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`.
 
-    `call_text` is what ranks compare of the call.
+    `rows` of tokens here make one of `SequenceParallel.lengths`. `call_text` is what ranks compare of the call.
     """
     x = next(iter(tokens.values()))
     B, T = x.shape[:2]
-    start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
+    start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T, rows)
     ranks = sp if sp is not None and sp.world_size > 1 else None
     anchor = None
     if ranks is not None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flexsp.devices import MOST_HEADS, Device
+from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["LONG", "MOST", "Plan", "Tiles", "plan_of"]
+__all__ = ["LONG", "MOST", "Plan", "Tiles", "engine_runs", "plan_of"]
 
 MOST = 128
 """Of K and V."""
@@ -52,6 +52,11 @@ class Plan:
     def scanned(self) -> bool:
         """States enter segments from elsewhere."""
         return self.ranks or self.n_seg > 1
+
+
+def engine_runs(K: int, V: int, device: torch.device) -> bool:
+    """Whether the engine runs calls of kernels with heads of these sizes; it clamps gates as it reads them."""
+    return max(K, V) <= MOST and of_device(device).capability[0] == 9
 
 
 def _chunk(dtype: torch.dtype) -> int:

@@ -34,6 +34,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
@@ -149,7 +150,8 @@ def compile_kernel(
         told: what else decides, for the cache's key.
     """
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = made(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
     return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | dict(told))
 

@@ -41,7 +41,7 @@ class Compiled:
     ptx: str
     assembler: int  # 129 is CUDA 12.9
     unwritten: list[str]  # instructions that read registers which nothing wrote, and constants that nothing reads
-    ttir: str  # what Triton makes of the source first
+    ttir: str  # what Triton makes of the source first; empty of Gluon
 
     @property
     def waits_first(self) -> bool:
@@ -134,4 +134,4 @@ def _resources(name: str, out: Any) -> Compiled:
     toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION
     assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
     sizes = found["REG"], found["STACK"], out.metadata.shared, spills
-    return Compiled(name, *sizes, out.asm["ptx"], assembler, [*unwritten(listing), *unread(listing)], out.asm["ttir"])
+    return Compiled(name, *sizes, out.asm["ptx"], assembler, [*unwritten(listing), *unread(listing)], out.asm.get("ttir", ""))

@@ -18,12 +18,12 @@ __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
 _SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores")
-_OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors")
+_OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts")
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
         prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
-        walks.back, grads.grads,
+        walks.back, grads.grads, grads.gathered,
     )
 }  # fmt: skip
 
@@ -66,6 +66,10 @@ class DeltaCall:
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:
+        if spec.kind == "grads" and self.plan.tiles.copies:
+            from flexsp.kernels.delta import hopper
+
+            return hopper.grads
         return _KERNELS[spec.kind]
 
     def look(self, frame: Any) -> None:
@@ -96,6 +100,7 @@ class DeltaCall:
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
+            "@parts": (_F32, (1 if self.gate is None else 2, self._tiles_of_keys, *chunks, C)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
             f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
         }
@@ -165,7 +170,7 @@ class DeltaCall:
             ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         ))  # fmt: skip
-        launches.append(self._grads())
+        launches += [self._grads(), self._gathered()]
         if p.n_chunks:
             return launches
         if not p.scanned:
@@ -266,14 +271,28 @@ class DeltaCall:
             ["k"], BOUNDARY=given is not None,
         )  # fmt: skip
 
+    @property
+    def _tiles_of_keys(self) -> int:
+        return -(-self.plan.K // self.plan.tiles.grads.cols)
+
     def _grads(self) -> LaunchSpec:
         p, how = self.plan, self.plan.tiles.grads
-        gate = None if self.gate is None else f"d.{self.gate}"
-        pointers = ["q", "k", "@do", self.gate, "@strength", "@inverse", "@errors", "@derrors", self._gates]
-        pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", f"d.{self.beta}", gate]
-        writes = named("d.q", "d.k", "d.v", f"d.{self.beta}", gate)
-        numbers = [*self._strides(["q", "k", "do", self.gate]), p.T, p.H, p.n_chunks, self.scale]
+        pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
+        pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", "@parts"]
+        numbers = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
         return self._spec(
-            "grads", how, (p.n_chunks, p.B * p.H, 1), pointers, writes, numbers,
-            {"V": p.V, "BV": how.cols},
+            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), pointers, pointers[-4:], numbers,
+            {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
+        )  # fmt: skip
+
+    def _gathered(self) -> LaunchSpec:
+        p, how = self.plan, Launch(min(32, 1 << (self.plan.H - 1).bit_length()), 4, 1)
+        gate = None if self.gate is None else f"d.{self.gate}"
+        pointers = [self.gate, "@parts", f"d.{self.beta}", gate]
+        constants = {"TILES": self._tiles_of_keys, "HEADS": how.cols, "C": p.tiles.chunk}
+        constants |= {"GATED": gate is not None, "PACKED": p.docs > 0}
+        return LaunchSpec(
+            "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B),
+            (*(x or "q" for x in pointers), "@table" if p.docs else "q"), named(self.gate, "@parts"),
+            named(*pointers[2:]), (*self._strides([self.gate]), p.T, p.H, p.n_chunks), constants, how.options,
         )  # fmt: skip

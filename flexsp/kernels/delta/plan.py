@@ -21,7 +21,10 @@ _LEAST = 4  # chunks of a segment
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched."""
+    """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched.
+
+    `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time.
+    """
 
     chunk: int
     prepare: Launch
@@ -30,6 +33,8 @@ class Tiles:
     states: Launch
     back: Launch
     grads: Launch
+    values_of_grads: int
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,14 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
     """
     block = max(16, 1 << (V - 1).bit_length())
     part, narrow = min(block, 64), min(block, 32)
+    keys = min(64, max(16, 1 << (K - 1).bit_length()))
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1))
+        grads, copies = Launch(keys, 4, 1), {K, V} <= {64, 128}
+        return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, grads, block, copies)
     walk = Launch(narrow, 4, 1)
-    return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1))
+    return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(keys, 8, 1), narrow)
 
 
 @functools.lru_cache(maxsize=4096)

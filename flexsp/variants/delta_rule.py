@@ -49,7 +49,12 @@ class _DeltaRule(Lowering):
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device)
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]
-        return DeltaCall(
+        kind: type[DeltaCall] = DeltaCall
+        if plan.tiles.copies:
+            from flexsp.kernels.delta.hopper_launches import HopperCall
+
+            kind = HopperCall
+        return kind(
             plan, given.dtype, beta, gate, types, numbers["scale"], initial, ends, text, code.program.merge.name
         )
 

@@ -17,7 +17,9 @@ from flexsp.kernels.primitives import dots
 __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores")
+_SAVED = (
+    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@inverse", "@u", "@w", "@scores",
+)  # fmt: skip
 _OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts")
 _KERNELS = {
     kernel.__name__: kernel
@@ -66,10 +68,6 @@ class DeltaCall:
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:
-        if spec.kind == "grads" and self.plan.tiles.copies:
-            from flexsp.kernels.delta import hopper
-
-            return hopper.grads
         return _KERNELS[spec.kind]
 
     def look(self, frame: Any) -> None:
@@ -86,6 +84,7 @@ class DeltaCall:
             "@dstates": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
             "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
+            "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
             "@strength": (_F32, (*chunks, C)),
             "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
@@ -121,19 +120,11 @@ class DeltaCall:
 
     def forward(self) -> list[LaunchSpec]:
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
-        launches = [self._prepare(), self._values()]
         given = "@initial" if self.initial else None
+        launches = self._prepared()
         if p.scanned:
             launches += [self._summarize(given), *self._scan("@states", reverse=False)]
-        within = given if in_walk else None
-        states, final = "@states" if p.scanned else None, "@final" if self.ends else None
-        output = self._launch(
-            "output", p.tiles.output,
-            ["q", "k", "@strength", "@u", "@w", "@scores", self._gates, "@o", states, within, final],
-            ("@o", *named(final)), ["q", "k"], scaled=True,
-            ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
-        )  # fmt: skip
-        launches.append(output)
+        launches.append(self._output(given if in_walk else None))
         return launches if p.n_chunks else self._of_no_tokens(launches)
 
     def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
@@ -149,28 +140,11 @@ class DeltaCall:
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
         """All gradients of inputs are computed, whichever are `wanted`."""
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
-        initial = "@initial" if self.initial and in_walk else None
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
-        last = after if in_walk else None
-        states, dstates = ("@states", "@dstates") if p.scanned else (None, None)
-        tiles, of = p.tiles, ["@w", "@scores", self._gates]
-        launches = [self._launch(
-            "states", tiles.states,
-            ["k", "@strength", "@u", "@w", self._gates, "@errors", states, initial, "@entering"],
-            ("@errors", "@entering"), ["k"], ENTERS=p.scanned, BOUNDARY=initial is not None,
-        )]  # fmt: skip
+        launches = [self._states("@initial" if self.initial and in_walk else None)]
         if p.scanned:
-            collect = self._launch(
-                "collect", tiles.back, ["q", "k", "@do", "@strength", *of, self._bounds, "@dstates", after],
-                ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
-            )  # fmt: skip
-            launches += [collect, *self._scan("@dstates", reverse=True)]
-        launches.append(self._launch(
-            "back", tiles.back, ["q", "k", "@do", "@strength", *of, "@derrors", dstates, last, to, "@leaving"],
-            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
-            ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
-        ))  # fmt: skip
-        launches += [self._grads(), self._gathered()]
+            launches += [self._collect(after), *self._scan("@dstates", reverse=True)]
+        launches += [self._back(after if in_walk else None, to), self._grads(), self._gathered()]
         if p.n_chunks:
             return launches
         if not p.scanned:
@@ -235,21 +209,20 @@ class DeltaCall:
         """Those of a token's numbers are 0 where there is no such input."""
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
-    def _prepare(self) -> LaunchSpec:
-        p, names = self.plan, ["k", self.beta, self.gate]
+    def _prepared(self) -> list[LaunchSpec]:
+        """What is made of chunks before states are known."""
+        p, names, how = self.plan, ["k", self.beta, self.gate], self.plan.tiles.values
         made = ["@inverse", "@strength", self._gates, self._bounds]
-        return self._spec(
+        prepare = self._spec(
             "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
             [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None},
         )  # fmt: skip
-
-    def _values(self) -> LaunchSpec:
-        p, how = self.plan, self.plan.tiles.values
-        pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ("@u", "@w", "@scores")
-        return self._spec(
-            "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], made,
+        pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ["@u", "@w", "@scores"]
+        values = self._spec(
+            "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], named(*made),
             ["q", "k", "v", p.T, p.H, self.scale], {"V": p.V, "BV": how.cols},
         )  # fmt: skip
+        return [prepare, values]
 
     def _launch(
         self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str], inputs: Sequence[str],
@@ -269,6 +242,39 @@ class DeltaCall:
             ["k", "@strength", "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
             ["k"], BOUNDARY=given is not None,
+        )  # fmt: skip
+
+    def _output(self, given: str | None) -> LaunchSpec:
+        states, final = "@states" if self.plan.scanned else None, "@final" if self.ends else None
+        return self._launch(
+            "output", self.plan.tiles.output,
+            ["q", "k", "@strength", "@u", "@w", "@scores", self._gates, "@o", states, given, final],
+            ("@o", *named(final)), ["q", "k"], scaled=True,
+            ENTERS=self.plan.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
+        )  # fmt: skip
+
+    def _states(self, given: str | None) -> LaunchSpec:
+        states = "@states" if self.plan.scanned else None
+        return self._launch(
+            "states", self.plan.tiles.states,
+            ["k", "@strength", "@u", "@w", self._gates, "@errors", states, given, "@entering"],
+            ("@errors", "@entering"), ["k"], ENTERS=self.plan.scanned, BOUNDARY=given is not None,
+        )  # fmt: skip
+
+    def _collect(self, after: str | None) -> LaunchSpec:
+        return self._launch(
+            "collect", self.plan.tiles.back,
+            ["q", "k", "@do", "@strength", "@w", "@scores", self._gates, self._bounds, "@dstates", after],
+            ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
+        )  # fmt: skip
+
+    def _back(self, after: str | None, to: str | None) -> LaunchSpec:
+        dstates = "@dstates" if self.plan.scanned else None
+        return self._launch(
+            "back", self.plan.tiles.back,
+            ["q", "k", "@do", "@strength", "@w", "@scores", self._gates, "@derrors", dstates, after, to, "@leaving"],
+            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
+            ENTERS=self.plan.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
     @property

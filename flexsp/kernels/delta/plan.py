@@ -100,7 +100,8 @@ def plan_of(
     n_chunks = -(-T // _chunk(dtype)) + docs
     cut = gated and n_chunks >= LONG
     tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H)
-    programs = max(1, B * H * -(-V // tiles.output.cols))
-    wanted = max(1, min(n_chunks // _LEAST, -(-device.programs // programs))) if cut else 1
+    cols, room = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
+    programs = max(1, B * H * -(-V // cols))
+    wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
     return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks)

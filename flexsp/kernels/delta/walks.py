@@ -64,6 +64,21 @@ def within_horizon(bounds, n_chunks, c0, c1, REVERSE: tl.constexpr):
     return walked, ~(total <= HORIZON)
 
 
+@triton.jit(do_not_specialize=["H", "n_seg", "n_chunks", "per_seg"])
+def horizons(bounds, alive, walked, H, n_seg, n_chunks, per_seg, PDL: tl.constexpr):
+    """`within_horizon` of every segment: alive [B, n_seg, H], and walked [2, B H, n_seg] forward and backward."""
+    begin(PDL)
+    row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bounds += row * 2 * n_chunks
+    c0 = seg * per_seg
+    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    near, lives = within_horizon(bounds, n_chunks, c0, c1, False)
+    far, same = within_horizon(bounds, n_chunks, c0, c1, True)
+    tl.store(alive + (row // H * n_seg + seg) * H + row % H, lives.to(tl.int32))
+    tl.store(walked + row * n_seg + seg, near)
+    tl.store(walked + (tl.num_programs(0) + row) * n_seg + seg, far)
+
+
 # A state, or what has its columns: [BV, N], or [N, BV] where it is narrow
 
 

@@ -1,0 +1,105 @@
+"""`grads` of the delta engine on Hopper GPUs: all that a chunk reads is copied to shared memory at once."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flexsp.kernels.delta.hopper import arrived, begin, begun, by_row, by_sum, chunk_at, copy, shared, store, tiles, visible
+
+__all__ = ["grads"]
+
+
+@gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
+def grads(
+    q, k, do, dv, strength, errors, gates, entering, leaving, dq, dk, parts, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """As `flexsp.kernels.delta.grads.grads`, with dv as `hopper_walks.backward` left it."""
+    begin(PDL)
+    TILES: gl.constexpr = K // BK
+    CK: gl.constexpr = by_sum(BK)
+    CC: gl.constexpr = by_sum(C)
+    c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
+    k0 = tile * BK
+    b = row // H
+    h = row % H
+    start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+    at = row * n_chunks + c
+    of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
+    S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
+    qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
+    copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st)
+    copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
+    copy(N, errors + at * V * C, V, V, C, C)
+    async_copy.commit_group()
+    copy(S, entering + at * V * K + k0, V, V, BK, K)
+    copy(dS, leaving + at * V * K + k0, V, V, BK, K)
+    copy(qs, q + b * q_sb + h * q_sh + start * q_st + k0, length, C, BK, q_st)
+    copy(ks, k + b * k_sb + h * k_sh + start * k_st + k0, length, C, BK, k_st)
+    async_copy.commit_group()
+    i = gl.arange(0, C, gl.SliceLayout(1, CC))
+    j = gl.arange(0, C, gl.SliceLayout(0, CC))
+    r = gl.arange(0, C, gl.SliceLayout(1, CK))
+    below = i[:, None] > j[None, :]
+    w = gl.load(strength + at * C + r)
+    decay = gl.where(below, 1.0, 0.0)
+    kept = 0.0
+    from_start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))
+    to_end = from_start
+    if GATED:
+        decay = gl.load(gates + at * C + i)[:, None] - gl.load(gates + at * C + j)[None, :]
+        decay = gl.exp2(gl.where(below, decay, float("-inf")))
+        sums_of_gates = gl.load(gates + at * C + r)
+        end = gl.load(gates + at * C + C - 1)
+        from_start = gl.exp2(sums_of_gates)
+        to_end = gl.exp2(end - sums_of_gates)
+        kept = gl.exp2(end)
+
+    arrived(1)
+    reads, pairs = warpgroup_mma_wait(0, [begun(of_o, N, C), begun(of_y, N, C)])
+    own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
+    own = gl.convert_layout(own, gl.SliceLayout(1, CK))
+    reads_s = shared(reads * decay * scale)
+    pairs_s = shared(pairs * -decay)
+    arrived(0)
+    to_p, to_k, to_q = warpgroup_mma_wait(
+        0, [begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)]
+    )
+    if GATED:
+        whole: gl.constexpr = by_row(BK)
+        both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
+        kept = gl.sum(gl.sum(both, axis=1), axis=0) * kept
+    to_p = to_p * to_end[:, None]
+    to_k = to_k * -from_start[:, None]
+    to_q = to_q * (from_start * scale)[:, None]
+    kc = ks.load(CK).to(gl.float32)
+    pc = (kc * w[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
+    ps = shared(pc)
+    pc = pc.to(gl.float32)
+    visible()
+    to_q = warpgroup_mma(reads_s, ps, to_q, is_async=True)
+    to_k = warpgroup_mma(pairs_s, ps, to_k, is_async=True)
+    by_pairs = begun(reads_s.permute((1, 0)), qs, BK)
+    by_pairs = warpgroup_mma(pairs_s.permute((1, 0)), ks, by_pairs, is_async=True)
+    to_q, to_k, by_pairs = warpgroup_mma_wait(0, [to_q, to_k, by_pairs])
+    qc = qs.load(CK).to(gl.float32)
+    sums = gl.sum(to_q * qc + to_k * kc - by_pairs * pc, axis=1)
+    left = gl.sum(to_p * pc, axis=1)
+    to_q += own[:, None] * pc
+    store(dq + ((b * T + start) * H + h) * K + k0, to_q, length, C, BK, H * K)
+    to_p += by_pairs + own[:, None] * qc
+    part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
+    gl.store(part + r, gl.sum(to_p * kc, axis=1))
+    to_k += to_p * w[:, None]
+    store(dk + ((b * T + start) * H + h) * K + k0, to_k, length, C, BK, H * K)
+    if GATED:
+        sums = gl.convert_layout(sums, gl.SliceLayout(0, CC))
+        left = gl.convert_layout(left, gl.SliceLayout(0, CC))
+        passed = gl.sum(gl.where(below, left[None, :], sums[None, :]), axis=1) + kept
+        of_gates = (TILES * n_chunks * C).to(gl.int64) * gl.num_programs(1)
+        gl.store(part + of_gates + i, passed)

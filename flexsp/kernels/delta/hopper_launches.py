@@ -1,0 +1,116 @@
+"""The launches of a call whose walks and gradients are the kernels in Gluon for Hopper GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexsp.kernels.delta import hopper_grads, hopper_walks
+from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.walks import horizons
+from flexsp.kernels.launches import Launch, LaunchSpec, named
+
+__all__ = ["HopperCall"]
+
+_KERNELS = {
+    "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
+    "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
+    "horizons": horizons,
+}  # fmt: skip
+_WARPS = Launch(64, 4, 1)
+
+
+class HopperCall(DeltaCall):
+    """As `DeltaCall`, from the inverses of chunks alone: U, W and scores are not kept in memory."""
+
+    def kernel(self, spec: LaunchSpec) -> Any:
+        return _KERNELS.get(spec.kind) or super().kernel(spec)
+
+    @property
+    def _walked(self) -> str | None:
+        return "@walked" if self.gate is not None and self.plan.scanned else None
+
+    def _prepared(self) -> list[LaunchSpec]:
+        p, launches = self.plan, super()._prepared()[:1]
+        if self._walked is None:
+            return launches
+        pointers = ("@bounds", "@alive", "@walked")
+        spec = LaunchSpec(
+            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, pointers[:1], pointers[1:],
+            (p.H, p.n_seg, p.n_chunks, p.per_seg), {}, Launch(0, 1, 1).options,
+        )  # fmt: skip
+        return [*launches, spec]
+
+    def _walk(
+        self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], panels: int,
+        **flags: bool,
+    ) -> LaunchSpec:  # fmt: skip
+        p = self.plan
+        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
+        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None, "PACKED": p.docs > 0}
+        reads = tuple(x for x in named(*pointers) if x not in writes)
+        return LaunchSpec(
+            kind, _WARPS, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
+            reads, writes, tuple(numbers), constants | flags, _WARPS.options,
+        )  # fmt: skip
+
+    def _forward(
+        self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None
+    ) -> LaunchSpec:
+        """`writes`: of o, errors and states of chunks, or of segments."""
+        p, reads, sums = self.plan, kind == "output", kind == "summarize"
+
+        def of(*names: str) -> list[str | None]:
+            return [x if x in writes else None for x in names]
+
+        pointers = ["q" if reads else None, "k", "v", "@strength", "@inverse", self._gates]
+        pointers += [*of("@o", "@errors", "@entering"), states, *of("@A")]
+        pointers += [*([self._alive, self._walked] if sums else [None, None]), given, final]
+        return self._walk(
+            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
+            KEEPS=kind == "states", SUMS=sums, ENTERS=p.scanned and not sums, BOUNDARY=given is not None,
+            LEAVES=final is not None,
+        )  # fmt: skip
+
+    def _summarize(self, given: str | None) -> LaunchSpec:
+        return self._forward("summarize", ("@states", "@A"), "@states", given, None)
+
+    def _output(self, given: str | None) -> LaunchSpec:
+        final = "@final" if self.ends else None
+        return self._forward("output", ("@o", *named(final)), self._edge_states, given, final)
+
+    def _states(self, given: str | None) -> LaunchSpec:
+        return self._forward("states", ("@errors", "@entering"), self._edge_states, given, None)
+
+    @property
+    def _edge_states(self) -> str | None:
+        return "@states" if self.plan.scanned else None
+
+    def _backward(
+        self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None
+    ) -> LaunchSpec:
+        p, sums = self.plan, kind == "collect"
+        pointers = ["q", "k", "@do", "@strength", "@inverse", self._gates]
+        pointers += [*((None, None) if sums else ("d.v", "@leaving")), dstates, self._walked if sums else None, after, to]
+        return self._walk(
+            kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,
+            BOUNDARY=after is not None, LEAVES=to is not None,
+        )  # fmt: skip
+
+    def _collect(self, after: str | None) -> LaunchSpec:
+        return self._backward("collect", ("@dstates",), "@dstates", after, None)
+
+    def _back(self, after: str | None, to: str | None) -> LaunchSpec:
+        dstates = "@dstates" if self.plan.scanned else None
+        return self._backward("back", ("d.v", "@leaving", *named(to)), dstates, after, to)
+
+    def _grads(self) -> LaunchSpec:
+        p, how = self.plan, self.plan.tiles.grads
+        pointers = ["q", "k", "@do", "d.v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
+        pointers += ["d.q", "d.k", "@parts", "@table" if p.docs else None]
+        writes = ("d.q", "d.k", "@parts")
+        constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
+        return LaunchSpec(
+            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
+            tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,
+            ("q", "k", "do", p.T, p.H, p.n_chunks, self.scale), constants | {"PACKED": p.docs > 0}, how.options,
+        )  # fmt: skip

@@ -1,0 +1,280 @@
+"""Walks of the delta engine on Hopper GPUs, over the chunks of a segment, with 64 columns of the state a program.
+
+The state is S^T [64, K] in the registers of four warps, as a left operand of products. A chunk leaves
+
+    N^T = (V^T - e^b S^T K^T) M^-T,   S'^T = e^{b_C} S^T + (beta e^{b_C - b} N^T) K,
+
+with M^-1 of `prepare`; U and W are never made. Backward,
+
+    Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,   dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
+
+and Y is the gradient of v (docs/math.md, section 7).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flexsp.kernels.delta.hopper import (
+    arrived, begin, begun, by_sum, chunk_at, copy, copy_numbers, load_state, numbers, operand, shared, store, store_state,
+    store_turned, tiles, visible,
+)  # fmt: skip
+
+__all__ = ["backward", "forward"]
+
+
+@gluon.jit
+def _scores(found, gates, strength, scale, C: gl.constexpr, GATED: gl.constexpr):
+    """scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, in shared memory."""
+    i = gl.arange(0, C, gl.SliceLayout(1, by_sum(C)))
+    j = gl.arange(0, C, gl.SliceLayout(0, by_sum(C)))
+    until = i[:, None] >= j[None, :]
+    beta = strength.load(gl.SliceLayout(0, by_sum(C))) * scale
+    if GATED:
+        gap = gates.load(gl.SliceLayout(1, by_sum(C)))[:, None] - gates.load(gl.SliceLayout(0, by_sum(C)))[None, :]
+        found = found * gl.exp2(gl.where(until, gap, float("-inf")))
+    else:
+        found = gl.where(until, found, 0.0)
+    return shared(found * beta[None, :])
+
+
+@gluon.jit
+def _of_gates(gates, strength, C: gl.constexpr, GATED: gl.constexpr):
+    """e^b, and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}."""
+    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
+    to_end = strength.load(columns)
+    from_start = gl.full([C], 1.0, gl.float32, columns)
+    decay = 1.0
+    if GATED:
+        b = gates.load(columns)
+        end = gl.sum(gl.where(gl.arange(0, C, columns) == C - 1, b, 0.0), axis=0)
+        from_start = gl.exp2(b)
+        to_end = to_end * gl.exp2(end - b)
+        decay = gl.exp2(end)
+    return from_start, to_end, decay
+
+
+@gluon.jit
+def _fetch(
+    c, to, row, q, k, values, given, inverse, strength, gates, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
+    stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given."""
+    start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+    at = row * n_chunks + c
+    zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
+    copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
+    copy(rows.index(to), values + start * stride, length if given else 0, C, 64, stride + zero)
+    copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
+    copy_numbers(strengths.index(to), strength + at * C, C)
+    if GATED:
+        copy_numbers(sums.index(to), gates + at * C, C)
+    if READS:
+        copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def forward(
+    q, k, v, strength, inverse, gates, o, errors, entering, states, A, alive, walked, initial, final, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
+    ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A walk from the first chunk to the last.
+
+    READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, chunks, V, K] and its N^T
+    [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it, where states decay from
+    the last `walked` chunks on; programs beyond the columns of V walk the unit matrix, with values of zeros, and what it
+    becomes is the segment's matrix A [B, n_seg, H, K, K].
+    """
+    begin(PDL)
+    panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
+    of_state = panel < V // 64
+    v0 = (panel if of_state else panel - V // 64) * 64
+    b = row // H
+    h = row % H
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h * k_sh
+    v += b * v_sb + h * v_sh + v0
+    SK: gl.constexpr = by_sum(K)
+    c0 = seg * per_seg
+    c1 = gl.minimum(c0 + per_seg, n_chunks)
+    slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
+    S = gl.zeros([64, K], gl.float32, SK)
+    if ENTERS:
+        S = load_state(slot + v0, 64, K, V)
+    elif BOUNDARY and not PACKED and not SUMS:
+        S = load_state(initial + row * K * V + v0, 64, K, V)
+    if SUMS:
+        lives = True
+        if GATED:
+            lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
+            nearest = c1 - gl.load(walked + row * n_seg + seg)
+            c0 = nearest if of_state else (c0 if lives else c1)
+        rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
+        unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
+        S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
+    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS else 1, C, K)
+    inverses, strengths, sums = tiles(2, C, C), numbers(2, C), numbers(2, C)
+    gl.thread_barrier()
+    if c0 < c1:
+        _fetch(
+            c0, 0, row, q, k, v, of_state, inverse, strength, gates, qs, ks, vs, inverses, strengths, sums, table,
+            q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
+        )  # fmt: skip
+    for c in range(c0, c1):
+        s = (c - c0) % 2
+        arrived(0)
+        if c + 1 < c1:
+            _fetch(
+                c + 1, 1 - s, row, q, k, v, of_state, inverse, strength, gates, qs, ks, vs, inverses, strengths, sums,
+                table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
+            )  # fmt: skip
+        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            S = gl.where(first, 0.0, S)
+            if BOUNDARY:
+                if first & of_state:
+                    S = load_state(initial + (doc * H + h) * K * V + v0, 64, K, V)
+        kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
+        if READS:
+            P = warpgroup_mma_wait(0, [begun(qs.index(s), kc.permute((1, 0)), C)])
+            scores = _scores(P, sums.index(s), strengths.index(s), scale, C, GATED)
+        state = operand(S, C)
+        X = begun(state, kc.permute((1, 0)), C)
+        if KEEPS:
+            store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
+        N = begun(vs.index(s).permute((1, 0)), turned, C)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), C, GATED)
+        X = warpgroup_mma_wait(1, [X])
+        N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
+        if READS:
+            O = begun(state, qs.index(s).permute((1, 0)), C)
+        N = warpgroup_mma_wait(1 if READS else 0, [N])
+        S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
+        if READS:
+            visible()
+            O = warpgroup_mma_wait(1, [O]) * (from_start * scale)[None, :]
+            O = warpgroup_mma(operand(N, C), scores.permute((1, 0)), O, is_async=True)
+            S, O = warpgroup_mma_wait(0, [S, O])
+            store_turned(o + ((b * T + start) * H + h) * V + v0, O, length, 64, C, H * V)
+        else:
+            if KEEPS:
+                store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
+            S = warpgroup_mma_wait(0, [S])
+        if PACKED and LEAVES:
+            if last:
+                store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
+    arrived(0)
+    if LEAVES and not PACKED:
+        if seg == n_seg - 1:
+            store_state(final + row * K * V + v0, S, 64, K, V)
+    if SUMS:
+        if of_state:
+            store_state(slot + H * K * V + v0, S, 64, K, V)
+            if seg == 0:
+                edge = gl.zeros([64, K], gl.float32, SK)
+                if BOUNDARY and not PACKED:
+                    edge = load_state(initial + row * K * V + v0, 64, K, V)
+                store_state(slot + v0, edge, 64, K, V)
+        else:
+            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, K, K)
+
+
+@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def backward(
+    q, k, do, strength, inverse, gates, dv, leaving, dstates, walked, dfinal, dinitial, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
+
+    SUMS: writes neither, but what the segment adds to the gradient of the state that enters it, into its slot; where
+    states decay of the first `walked` chunks alone.
+    """
+    begin(PDL)
+    v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), gl.program_id(2)
+    b = row // H
+    h = row % H
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h * k_sh
+    do += b * do_sb + h * do_sh + v0
+    SK: gl.constexpr = by_sum(K)
+    c0 = seg * per_seg
+    c1 = gl.minimum(c0 + per_seg, n_chunks)
+    slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
+    dS = gl.zeros([64, K], gl.float32, SK)
+    if ENTERS:
+        dS = load_state(slot + H * K * V + v0, 64, K, V)
+    elif BOUNDARY and not PACKED and not SUMS:
+        dS = load_state(dfinal + row * K * V + v0, 64, K, V)
+    if SUMS and GATED:
+        c1 = c0 + gl.load(walked + row * n_seg + seg)
+    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2, C, K)
+    inverses, strengths, sums = tiles(2, C, C), numbers(2, C), numbers(2, C)
+    gl.thread_barrier()
+    if c0 < c1:
+        _fetch(
+            c1 - 1, 0, row, q, k, do, True, inverse, strength, gates, qs, ks, os, inverses, strengths, sums, table,
+            q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
+        )  # fmt: skip
+    for n in range(0, c1 - c0):
+        s = n % 2
+        c = c1 - 1 - n
+        arrived(0)
+        if c > c0:
+            _fetch(
+                c - 1, 1 - s, row, q, k, do, True, inverse, strength, gates, qs, ks, os, inverses, strengths, sums,
+                table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
+            )  # fmt: skip
+        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+        at = row * n_chunks + c
+        if PACKED:
+            dS = gl.where(last, 0.0, dS)
+            if BOUNDARY:
+                if last:
+                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
+        kc, qc, given = ks.index(s), qs.index(s), os.index(s).permute((1, 0))
+        P = warpgroup_mma_wait(0, [begun(qc, kc.permute((1, 0)), C)])
+        scores = _scores(P, sums.index(s), strengths.index(s), scale, C, GATED)
+        X = begun(operand(dS, C), kc.permute((1, 0)), C)
+        if not SUMS:
+            store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), C, GATED)
+        X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
+        visible()
+        dN = warpgroup_mma(given, scores, X, is_async=True)
+        weights = gl.convert_layout(from_start * scale, gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2)))
+        weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
+        dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
+        dN = warpgroup_mma_wait(1, [dN])
+        y = begun(operand(dN, C), inverses.index(s), C)
+        dS, y = warpgroup_mma_wait(0, [dS, y])
+        dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
+        if not SUMS:
+            store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
+        dS = warpgroup_mma_wait(0, [dS])
+        if PACKED:
+            if LEAVES:
+                if first:
+                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, K, V)
+            dS = gl.where(first, 0.0, dS)
+    arrived(0)
+    if SUMS:
+        store_state(slot + v0, dS, 64, K, V)
+        if seg == n_seg - 1:
+            edge = gl.zeros([64, K], gl.float32, SK)
+            if BOUNDARY and not PACKED:
+                edge = load_state(dfinal + row * K * V + v0, 64, K, V)
+            store_state(slot + H * K * V + v0, edge, 64, K, V)
+    if LEAVES and not PACKED:
+        if seg == 0:
+            store_state(dinitial + row * K * V + v0, dS, 64, K, V)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexsp.kernels.delta import hopper_grads, hopper_walks
+from flexsp.kernels.delta import hopper_grads, hopper_scores, hopper_walks
 from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
@@ -14,7 +14,7 @@ __all__ = ["HopperCall"]
 _KERNELS = {
     "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
     "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-    "horizons": horizons,
+    "scores": hopper_scores.scores, "horizons": horizons,
 }  # fmt: skip
 _WARPS = Launch(64, 4, 1)
 
@@ -29,8 +29,12 @@ class HopperCall(DeltaCall):
     def _walked(self) -> str | None:
         return "@walked" if self.gate is not None and self.plan.scanned else None
 
+    @property
+    def _decays(self) -> str | None:
+        return None if self.gate is None else "@decays"
+
     def _prepared(self) -> list[LaunchSpec]:
-        p, launches = self.plan, super()._prepared()[:1]
+        p, launches = self.plan, [self._prepare(self._decays), self._scores()]
         if self._walked is None:
             return launches
         pointers = ("@bounds", "@alive", "@walked")
@@ -39,6 +43,15 @@ class HopperCall(DeltaCall):
             (p.H, p.n_seg, p.n_chunks, p.per_seg), {}, Launch(0, 1, 1).options,
         )  # fmt: skip
         return [*launches, spec]
+
+    def _scores(self) -> LaunchSpec:
+        p, how = self.plan, Launch(0, 4, 1)
+        pointers = ["q", "k", "@strength", self._gates, "@scores", "@table" if p.docs else None]
+        constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "PACKED": p.docs > 0}
+        return LaunchSpec(
+            "scores", how, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*pointers[:4]),
+            ("@scores",), ("q", "k", p.T, p.H, self.scale), constants, how.options,
+        )  # fmt: skip
 
     def _walk(
         self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], panels: int,
@@ -62,8 +75,8 @@ class HopperCall(DeltaCall):
         def of(*names: str) -> list[str | None]:
             return [x if x in writes else None for x in names]
 
-        pointers = ["q" if reads else None, "k", "v", "@strength", "@inverse", self._gates]
-        pointers += [*of("@o", "@errors", "@entering"), states, *of("@A")]
+        pointers = ["q" if reads else None, "k", "v", self._decays or "@strength", "@inverse"]
+        pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self._alive, self._walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
@@ -89,7 +102,7 @@ class HopperCall(DeltaCall):
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None
     ) -> LaunchSpec:
         p, sums = self.plan, kind == "collect"
-        pointers = ["q", "k", "@do", "@strength", "@inverse", self._gates]
+        pointers = ["q", "k", "@do", self._decays or "@strength", "@inverse", "@scores"]
         pointers += [*((None, None) if sums else ("d.v", "@leaving")), dstates, self._walked if sums else None, after, to]
         return self._walk(
             kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,

@@ -19,47 +19,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flexsp.kernels.delta.hopper import (
-    arrived, begin, begun, by_sum, chunk_at, copy, copy_numbers, load_state, numbers, operand, shared, store, store_state,
-    store_turned, tiles, visible,
+    arrived, begin, begun, by_sum, chunk_at, copy, copy_numbers, load_state, numbers, operand, store, store_state, store_turned,
+    tiles,
 )  # fmt: skip
 
 __all__ = ["backward", "forward"]
 
 
 @gluon.jit
-def _scores(found, gates, strength, scale, C: gl.constexpr, GATED: gl.constexpr):
-    """scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, in shared memory."""
-    i = gl.arange(0, C, gl.SliceLayout(1, by_sum(C)))
-    j = gl.arange(0, C, gl.SliceLayout(0, by_sum(C)))
-    until = i[:, None] >= j[None, :]
-    beta = strength.load(gl.SliceLayout(0, by_sum(C))) * scale
-    if GATED:
-        gap = gates.load(gl.SliceLayout(1, by_sum(C)))[:, None] - gates.load(gl.SliceLayout(0, by_sum(C)))[None, :]
-        found = found * gl.exp2(gl.where(until, gap, float("-inf")))
-    else:
-        found = gl.where(until, found, 0.0)
-    return shared(found * beta[None, :])
-
-
-@gluon.jit
-def _of_gates(gates, strength, C: gl.constexpr, GATED: gl.constexpr):
-    """e^b, and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}."""
-    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
-    to_end = strength.load(columns)
-    from_start = gl.full([C], 1.0, gl.float32, columns)
-    decay = 1.0
-    if GATED:
-        b = gates.load(columns)
-        end = gl.sum(gl.where(gl.arange(0, C, columns) == C - 1, b, 0.0), axis=0)
-        from_start = gl.exp2(b)
-        to_end = to_end * gl.exp2(end - b)
-        decay = gl.exp2(end)
-    return from_start, to_end, decay
-
-
-@gluon.jit
 def _fetch(
-    c, to, row, q, k, values, given, inverse, strength, gates, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
+    c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
     stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -70,17 +39,32 @@ def _fetch(
     copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
     copy(rows.index(to), values + start * stride, length if given else 0, C, 64, stride + zero)
     copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
-    copy_numbers(strengths.index(to), strength + at * C, C)
     if GATED:
-        copy_numbers(sums.index(to), gates + at * C, C)
+        numbers_a_half = gl.num_programs(1).to(gl.int64) * n_chunks * C
+        copy_numbers(sums.index(to), decays + at * C, C)
+        copy_numbers(strengths.index(to), decays + numbers_a_half + at * C, C)
+    else:
+        copy_numbers(strengths.index(to), decays + at * C, C)
     if READS:
         copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
-    async_copy.commit_group()
+
+
+@gluon.jit
+def _of_gates(sums, strengths, decays, at, C: gl.constexpr, GATED: gl.constexpr):
+    """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}."""
+    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
+    to_end = strengths.load(columns)
+    from_start = gl.full([C], 1.0, gl.float32, columns)
+    decay = 1.0
+    if GATED:
+        from_start = sums.load(columns)
+        decay = gl.load(decays + at * C + C - 1)
+    return from_start, to_end, decay
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def forward(
-    q, k, v, strength, inverse, gates, o, errors, entering, states, A, alive, walked, initial, final, table,
+    q, k, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
     ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
@@ -121,21 +105,28 @@ def forward(
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
     ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS else 1, C, K)
-    inverses, strengths, sums = tiles(2, C, C), numbers(2, C), numbers(2, C)
+    inverses, pairs = tiles(2, C, C), tiles(1, C, C)
+    strengths, sums = numbers(2, C), numbers(2, C)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c0, 0, row, q, k, v, of_state, inverse, strength, gates, qs, ks, vs, inverses, strengths, sums, table,
+            c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
             q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
         )  # fmt: skip
+    async_copy.commit_group()
+    if READS:
+        if c0 < c1:
+            copy(pairs.index(0), scores + (row * n_chunks + c0) * C * C, C, C, C, C)
+        async_copy.commit_group()
     for c in range(c0, c1):
         s = (c - c0) % 2
-        arrived(0)
+        arrived(1 if READS else 0)
         if c + 1 < c1:
             _fetch(
-                c + 1, 1 - s, row, q, k, v, of_state, inverse, strength, gates, qs, ks, vs, inverses, strengths, sums,
+                c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
                 table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
             )  # fmt: skip
+        async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -144,15 +135,12 @@ def forward(
                 if first & of_state:
                     S = load_state(initial + (doc * H + h) * K * V + v0, 64, K, V)
         kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
-        if READS:
-            P = warpgroup_mma_wait(0, [begun(qs.index(s), kc.permute((1, 0)), C)])
-            scores = _scores(P, sums.index(s), strengths.index(s), scale, C, GATED)
         state = operand(S, C)
         X = begun(state, kc.permute((1, 0)), C)
+        N = begun(vs.index(s).permute((1, 0)), turned, C)
         if KEEPS:
             store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
-        N = begun(vs.index(s).permute((1, 0)), turned, C)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if READS:
@@ -160,10 +148,14 @@ def forward(
         N = warpgroup_mma_wait(1 if READS else 0, [N])
         S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
         if READS:
-            visible()
+            arrived(1)
             O = warpgroup_mma_wait(1, [O]) * (from_start * scale)[None, :]
-            O = warpgroup_mma(operand(N, C), scores.permute((1, 0)), O, is_async=True)
+            O = warpgroup_mma(operand(N, C), pairs.index(0).permute((1, 0)), O, is_async=True)
             S, O = warpgroup_mma_wait(0, [S, O])
+            gl.thread_barrier()
+            if c + 1 < c1:
+                copy(pairs.index(0), scores + (at + 1) * C * C, C, C, C, C)
+            async_copy.commit_group()
             store_turned(o + ((b * T + start) * H + h) * V + v0, O, length, 64, C, H * V)
         else:
             if KEEPS:
@@ -190,7 +182,7 @@ def forward(
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def backward(
-    q, k, do, strength, inverse, gates, dv, leaving, dstates, walked, dfinal, dinitial, table,
+    q, k, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
@@ -219,22 +211,28 @@ def backward(
     if SUMS and GATED:
         c1 = c0 + gl.load(walked + row * n_seg + seg)
     ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2, C, K)
-    inverses, strengths, sums = tiles(2, C, C), numbers(2, C), numbers(2, C)
+    inverses, pairs = tiles(2, C, C), tiles(1, C, C)
+    strengths, sums = numbers(2, C), numbers(2, C)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c1 - 1, 0, row, q, k, do, True, inverse, strength, gates, qs, ks, os, inverses, strengths, sums, table,
+            c1 - 1, 0, row, q, k, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
             q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
         )  # fmt: skip
+    async_copy.commit_group()
+    if c0 < c1:
+        copy(pairs.index(0), scores + (row * n_chunks + c1 - 1) * C * C, C, C, C, C)
+    async_copy.commit_group()
     for n in range(0, c1 - c0):
         s = n % 2
         c = c1 - 1 - n
-        arrived(0)
+        arrived(1)
         if c > c0:
             _fetch(
-                c - 1, 1 - s, row, q, k, do, True, inverse, strength, gates, qs, ks, os, inverses, strengths, sums,
+                c - 1, 1 - s, row, q, k, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
                 table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
             )  # fmt: skip
+        async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -243,21 +241,23 @@ def backward(
                 if last:
                     dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
         kc, qc, given = ks.index(s), qs.index(s), os.index(s).permute((1, 0))
-        P = warpgroup_mma_wait(0, [begun(qc, kc.permute((1, 0)), C)])
-        scores = _scores(P, sums.index(s), strengths.index(s), scale, C, GATED)
         X = begun(operand(dS, C), kc.permute((1, 0)), C)
         if not SUMS:
             store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, C, GATED)
+        arrived(1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
-        visible()
-        dN = warpgroup_mma(given, scores, X, is_async=True)
+        dN = warpgroup_mma(given, pairs.index(0), X, is_async=True)
         weights = gl.convert_layout(from_start * scale, gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2)))
         weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
         dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
         dN = warpgroup_mma_wait(1, [dN])
         y = begun(operand(dN, C), inverses.index(s), C)
         dS, y = warpgroup_mma_wait(0, [dS, y])
+        gl.thread_barrier()
+        if c > c0:
+            copy(pairs.index(0), scores + (at - 1) * C * C, C, C, C, C)
+        async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
             store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)

@@ -18,7 +18,7 @@ __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
 _SAVED = (
-    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@inverse", "@u", "@w", "@scores",
+    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w", "@scores",
 )  # fmt: skip
 _OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts")
 _KERNELS = {
@@ -87,6 +87,7 @@ class DeltaCall:
             "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
             "@strength": (_F32, (*chunks, C)),
+            "@decays": (_F32, (2, *chunks, C)),
             "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
@@ -209,20 +210,23 @@ class DeltaCall:
         """Those of a token's numbers are 0 where there is no such input."""
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
+    def _prepare(self, decays: str | None = None) -> LaunchSpec:
+        p, names = self.plan, ["k", self.beta, self.gate]
+        made = ["@inverse", "@strength", self._gates, self._bounds, decays]
+        return self._spec(
+            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
+            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None, "DECAYS": decays is not None},
+        )  # fmt: skip
+
     def _prepared(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
-        p, names, how = self.plan, ["k", self.beta, self.gate], self.plan.tiles.values
-        made = ["@inverse", "@strength", self._gates, self._bounds]
-        prepare = self._spec(
-            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None},
-        )  # fmt: skip
+        p, how = self.plan, self.plan.tiles.values
         pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ["@u", "@w", "@scores"]
         values = self._spec(
             "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], named(*made),
             ["q", "k", "v", p.T, p.H, self.scale], {"V": p.V, "BV": how.cols},
         )  # fmt: skip
-        return [prepare, values]
+        return [self._prepare(), values]
 
     def _launch(
         self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str], inputs: Sequence[str],

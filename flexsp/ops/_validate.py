@@ -6,9 +6,11 @@ and on CUDA tensors only under FLEXSP_CHECK=1 because reading them synchronises;
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -16,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
+from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -35,12 +38,51 @@ __all__ = [
     "check_tensor",
     "fail",
     "number_of_states",
+    "once",
     "resolve",
     "same_call",
 ]
 
+_R = TypeVar("_R")
+_KEPT = 256  # answers of each check
+_NEW = object()
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+
+
+def once(check: Callable[..., _R]) -> Callable[..., _R]:
+    """Decorator of checks that look at nothing of tensors but their shapes, dtypes and devices.
+
+    What passed is not looked at again where arguments look alike; what fails, fails anew. Only of tensors that lie in
+    memory is that all there is to see: sizes may be symbols in graphs, and subclasses may be anything.
+    """
+    kept: dict[Any, _R] = {}
+
+    @functools.wraps(check)
+    def run(*args: Any) -> _R:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return check(*args)
+        key: list[Any] = []
+        for x in args:
+            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+                if x.layout is not torch.strided or x.is_nested:
+                    return check(*args)
+                key.append((x.shape, x.dtype, x.device))
+            elif isinstance(x, torch.Tensor):
+                return check(*args)
+            else:
+                key.append((type(x), x))  # True is not 1
+        try:
+            found: Any = kept.get((*key,), _NEW)
+        except TypeError:  # cannot be hashed
+            return check(*args)
+        if found is _NEW:
+            found = check(*args)
+            keep(kept, (*key,), found, _KEPT)
+        return found  # type: ignore[no-any-return]
+
+    run.kept = kept  # type: ignore[attr-defined]
+    return run
 
 
 def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
@@ -94,6 +136,7 @@ def check_tensor(
         fail(name, f"device {device}", x.device)
 
 
+@once
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "qkv") -> tuple[int, int, int, int, int]:
     """Shapes, dtype and device of q, k [B, T, H, K] and v [B, T, H, V]; returns (B, T, H, K, V)."""
     name_q, name_k, name_v = tuple(names)

@@ -126,9 +126,8 @@ def activated(
 ) -> Tensor:  # fmt: skip
     """The natural-log gates [B, T, HV] or [B, T, HV, K] of raw g."""
     check_gate_arguments(g, like, A_log, dt_bias, lower_bound is not None)
-    raw, heads = _wide(g, like), g.shape[2:]
-    if dt_bias is not None:
-        raw = raw + _wide(dt_bias, like).view(heads)
+    heads = g.shape[2:]
+    raw = _wide(g, like) if dt_bias is None else g + _wide(dt_bias, like).view(heads)  # as wide as the wider one
     if A_log is not None:
         slope = _wide(A_log, like).exp()
         slope = slope if len(heads) == 1 else slope.unsqueeze(-1)

@@ -46,6 +46,7 @@ __all__ = [
 _R = TypeVar("_R")
 _KEPT = 256  # answers of each check
 _NEW = object()
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 
@@ -62,23 +63,22 @@ def once(check: Callable[..., _R]) -> Callable[..., _R]:
     def run(*args: Any) -> _R:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return check(*args)
-        key: list[Any] = []
+        key: Any = []
         for x in args:
-            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
-                if x.layout is not torch.strided or x.is_nested:
-                    return check(*args)
-                key.append((x.shape, x.dtype, x.device))
+            if type(x) in _TENSORS and x.layout is torch.strided and not x.is_nested:
+                key += (x.shape, x.dtype, x.device)
             elif isinstance(x, torch.Tensor):
                 return check(*args)
             else:
-                key.append((type(x), x))  # True is not 1
+                key += (type(x), x)  # True is not 1
+        key = (*key,)
         try:
-            found: Any = kept.get((*key,), _NEW)
+            found: Any = kept.get(key, _NEW)
         except TypeError:  # cannot be hashed
             return check(*args)
         if found is _NEW:
             found = check(*args)
-            keep(kept, (*key,), found, _KEPT)
+            keep(kept, key, found, _KEPT)
         return found  # type: ignore[no-any-return]
 
     run.kept = kept  # type: ignore[attr-defined]
@@ -92,11 +92,14 @@ def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def readable(x: torch.Tensor) -> bool:
     """Whether looking at the values of ``x`` is possible and allowed here."""
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed():
+    if torch.compiler.is_compiling():
         return False
-    if get_proxy_mode() is not None:  # make_fx: values are not known to what it traces
+    kind = x.device.type
+    if kind == "meta" or (kind != "cpu" and os.environ.get("FLEXSP_CHECK") != "1"):
         return False
-    return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("FLEXSP_CHECK") == "1")
+    if type(x) not in _TENSORS or transformed():
+        return False
+    return get_proxy_mode() is None  # make_fx: values are not known to what it traces
 
 
 def resolve(sp: SequenceParallel | bool | None, x: torch.Tensor) -> SequenceParallel | None:

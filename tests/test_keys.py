@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,7 +85,8 @@ def test_gradients_that_something_looks_at() -> None:
 
 
 def partly(sp: object, seed: int) -> list[bool]:
-    """What has a gradient where one of two tensors wants one, or one output is used; and whether it is that of both."""
+    """What has a gradient where one of two tensors wants one, or one output is used, and whether it is that of both.
+    Last of a tensor that is both."""
     from flexsp.kernels.keys import unit_keys
 
     torch.manual_seed(seed)
@@ -101,12 +103,64 @@ def partly(sp: object, seed: int) -> list[bool]:
         found += [torch.equal(one[i], want[i]), one[1 - i] is None]
         asked = torch.autograd.grad(unit_keys(leaves, 2, True), leaves[i], dys)[0]
         found.append(torch.equal(asked, want[i]))
-    return found
+    x = leaves[0]
+    twice = unit_keys((x, x), 2, True)
+    found += [torch.equal(y, unit_keys(leaves, 2, True)[0]) for y in twice]
+    both = torch.autograd.grad(twice, x, [dys[0], dys[0]])[0]
+    return [*found, torch.allclose(both, 2 * want[0])]
 
 
 def test_gradients_of_one_of_two() -> None:
     (found,) = run_ranks(partly, 1, random.randrange(2**31), env=ENV)
-    assert found == [True] * 12
+    assert found == [True] * 15
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+CHANGES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], dict[str, Any]], tuple[int, int]]] = {
+    "nothing": (lambda q, k: {}, (0, 0)),
+    "strides of the first": (lambda q, k: {"tensors": (turned(q), k)}, (1, 1)),
+    "strides of the second": (lambda q, k: {"tensors": (q, turned(k))}, (1, 1)),
+    "alignment of the first": (lambda q, k: {"tensors": (unaligned(q), k)}, (1, 1)),
+    "alignment of the second": (lambda q, k: {"tensors": (q, unaligned(k))}, (1, 1)),
+    "tokens of the second": (lambda q, k: {"tensors": (q, k[:, :4])}, (1, 1)),
+    "dtypes": (lambda q, k: {"tensors": (q.half(), k.half())}, (1, 1)),
+    "only one": (lambda q, k: {"tensors": (q,)}, (1, 1)),
+    "repeats": (lambda q, k: {"repeats": 3}, (1, 1)),
+    "no norm": (lambda q, k: {"norm": False}, (1, 1)),
+    "whose gradient is wanted": (lambda q, k: {"wants": (False, True)}, (0, 1)),
+}
+"""What a second call differs in, and how many launches are worked out for it, forward and backward."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.kernels import keys
+
+    monkeypatch.setattr(keys, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(keys, "_launches", {})
+
+    def call(tensors: Any, repeats: int = 2, norm: bool = True, wants: tuple[bool, ...] = (True, True)) -> None:
+        leaves = [x.detach().requires_grad_(want) for x, want in zip(tensors, wants, strict=False)]
+        found = [y for y in keys.unit_keys(leaves, repeats, norm) if y.requires_grad]
+        torch.autograd.backward(found, [torch.zeros_like(y) for y in found])
+
+    def worked_out() -> list[int]:
+        names = [launch.kernel.__name__ for launch in keys._launches.values()]
+        return [names.count("unit_keys_kernel"), names.count("unit_keys_grad_kernel")]
+
+    q, k = torch.randn(2, 1, 5, 3, 16).unbind(0)
+    call((q, k))
+    assert worked_out() == [1, 1]
+    make, more = CHANGES[change]
+    call(**({"tensors": (q.clone(), k.clone())} | make(q, k)))
+    assert [n - 1 for n in worked_out()] == list(more)
 
 
 @functools.cache

@@ -62,8 +62,8 @@ def signature_of(
     """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
     facts: list[Any] = [*inputs]
     for x in (*inputs.values(), prev_s, cu_seqlens):
-        if x is not None and isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested:
-            facts += (x.shape, x.stride(), x.dtype, x.device, aligned(x))
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
+            facts.append((x.shape, x.stride(), x.dtype, x.device, aligned(x)))
         else:
             facts.append(type(x))
     facts += [None if sp is None else sp.id, transformed()]
@@ -74,8 +74,10 @@ def signature_of(
 
 def aligned(x: torch.Tensor) -> bool | None:
     """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    if isinstance(x, FakeTensor):
+        return True
     try:
-        return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+        return x.data_ptr() % 16 == 0
     except RuntimeError:
         return None
 

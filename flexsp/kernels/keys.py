@@ -99,30 +99,30 @@ def unit_keys_grad_kernel(
 
 
 def _run(kernel: Any, pointers: Sequence[str], tensors: Tensors, repeats: int, norm: bool) -> None:
-    """`tensors`: what the kernel's `pointers` are, two of each kind, as x0 and x1 [B, T, H, K]; twice the same where
-    there is but one."""
-    x0, x1 = tensors[:2]
-    key = (repeats, norm, x0.device, x0.shape, x0.stride(), x1.shape, x1.stride(), x0 is x1)
-    key = (*key, *[(x.dtype, x.data_ptr() % 16 == 0) for x in tensors])  # as many as the kernel has pointers
+    """`tensors`: what the kernel's `pointers` are, two of each kind: first x0 and x1 [B, T, H, K], last what it writes.
+    Twice the same where there is but one of each."""
+    x0, x1, one = *tensors[:2], tensors[-1] is tensors[-2]
+    looks = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]  # as many as the kernel has pointers
+    key = (repeats, norm, x0.device, x0.shape, x0.stride(), x1.shape, x1.stride(), one, *looks)
     launch = _launches.get(key)
     if launch is None:
-        launch = _launch(kernel, pointers, x0, x1, repeats, norm)
+        launch = _launch(kernel, pointers, x0, x1, 1 if one else 2, repeats, norm)
         keep(_launches, key, launch, _CALLS)
     if x0.numel():
         run_steps([launch], Frame(dict(zip(pointers, tensors, strict=True)), ()), x0.device)
 
 
 def _launch(
-    kernel: Any, pointers: Sequence[str], x0: torch.Tensor, x1: torch.Tensor, repeats: int, norm: bool
+    kernel: Any, pointers: Sequence[str], x0: torch.Tensor, x1: torch.Tensor, count: int, repeats: int, norm: bool
 ) -> KernelLaunch:  # fmt: skip
-    """One row of programs for each of x0 and x1."""
+    """A row of programs for each of x0 and x1, or for x0 alone."""
     B, _, H, K = x0.shape
     block = triton.next_power_of_2(K)
     lines = max(1, _NUMBERS // block)
     lengths = x0.shape[1], x1.shape[1]
     numbers = [*x0.stride()[:3], *x1.stride()[:3], *[n for T in lengths for n in (B * T * H, T)], H]
     constants = {"K": K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
-    grid = triton.cdiv(B * max(lengths) * H, lines), 1 if x0 is x1 else 2, 1
+    grid = triton.cdiv(B * max(lengths) * H, lines), count, 1
     return KernelLaunch(kernel, grid, pointers, numbers, constants, {"num_warps": 4})
 
 
@@ -158,14 +158,12 @@ class _UnitKeys(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, IN_PYTORCH)
         untransformed(_NAME, IN_PYTORCH, *dys)
-        asked = [i for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[2 + i]]
-        saved, found = ctx.saved_tensors, [None] * len(dys)
-        xs, given = [_rows(saved[i]) for i in asked], [dys[i] for i in asked]
-        for dy in given:
+        saved = ctx.saved_tensors
+        asked = {i: dy for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[2 + i]}
+        for dy in asked.values():
             same_place(dy.device, *saved)
-        for i, dx in zip(asked, _backward(xs, given, *ctx.how), strict=True):
-            found[i] = dx
-        return None, None, *found
+        grads = dict(zip(asked, _backward([_rows(saved[i]) for i in asked], [*asked.values()], *ctx.how), strict=True))
+        return None, None, *[grads.get(i) for i in range(len(dys))]
 
 
 def _backward(xs: Tensors, dys: Tensors, repeats: int, norm: bool) -> Sequence[torch.Tensor]:

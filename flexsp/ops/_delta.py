@@ -75,8 +75,8 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
     strengths = (q.dtype, torch.float32)
     check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
     if g is not None:
-        shape, dims = ((B, T, HV, K), "[B, T, HV, K]") if by_channel else ((B, T, HV), "[B, T, HV]")
-        check.check_tensor("g", g, shape, dims, dtypes=strengths, device=q.device)
+        wide, dims = ((K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
+        check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=strengths, device=q.device)
     return Heads(B, T, H, HV, K, V)
 
 
@@ -222,9 +222,8 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     """
     q = tokens["q"]
     group = check.resolve(call.sp, q)
-    check.check_cu_seqlens(
-        call.cu_seqlens, call.cu_seqlens_cpu, q if steps == 1 else q[:, ::steps], "q", group
-    )  # fmt: skip
+    one = q if steps == 1 else q[:, ::steps]
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, one, "q", group)
     N, initial = _state(heads, call, group, q)
     scale = check.check_scale(call.scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)

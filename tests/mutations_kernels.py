@@ -281,6 +281,7 @@ KERNELS = [
          _CHECKS + "test_what_tells_arguments_apart[dtypes]"),
         ("key += (x.shape, x.dtype, x.device)", "key += (x.shape, x.dtype)", "a check forgets devices",
          _CHECKS + "test_what_tells_arguments_apart[devices]"),
+        ("if len(kept) >= _KEPT:", "if False:", "answers pile up", _CHECKS + "test_answers_that_are_kept_are_not_many"),
         ("or torch.jit.is_tracing()", "", "sizes of a trace are kept", _CHECKS + "test_traces_keep_nothing"),
         ("elif isinstance(x, torch.Tensor):", "elif False:", "subclasses are told apart by their addresses",
          _CHECKS + "test_what_is_looked_at_anew[subclasses]"),

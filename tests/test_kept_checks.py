@@ -99,6 +99,13 @@ def test_traces_keep_nothing() -> None:
     assert seen and not check.kept  # type: ignore[attr-defined]
 
 
+def test_answers_that_are_kept_are_not_many() -> None:
+    check, seen = counted()
+    for n in range(600):
+        check(torch.empty(n), 1)
+    assert len(seen) == 600 and len(check.kept) <= 256  # type: ignore[attr-defined]
+
+
 def test_no_tensor_is_kept_alive() -> None:
     check, _ = counted()
     x = torch.randn(2, 3)

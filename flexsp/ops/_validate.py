@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
-from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -78,7 +77,9 @@ def once(check: Callable[..., _R]) -> Callable[..., _R]:
             return check(*args)
         if found is _NEW:
             found = check(*args)
-            keep(kept, key, found, _KEPT)
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[key] = found
         return found  # type: ignore[no-any-return]
 
     run.kept = kept  # type: ignore[attr-defined]

@@ -151,7 +151,7 @@ def test_bad_arguments_after_good_ones(change: str) -> None:
 
 
 def test_gates_are_looked_at_as_soon_as_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, by FLEXSP_CHECK; here a type of device stands in for one."""
+    """A call that did not look does not keep the next one from looking."""
     monkeypatch.setattr(_validate, "readable", lambda x: False)
     x = drawn() | {"g": torch.rand(1, 20, 2)}
     ops.chunk_gated_delta_rule(**x)

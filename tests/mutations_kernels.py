@@ -23,6 +23,8 @@ _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
 
 _KEYS = "tests/test_keys.py::test_against_float64"
+_LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
+_CHECKS = "tests/test_kept_checks.py::"
 _OPS = "tests/test_ops.py::test_against_the_token_loop"
 
 
@@ -243,6 +245,18 @@ KERNELS = [
          "one value head's gradient reaches the key", _KEYS),
         ("tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS", "offsets of keys overflow",
          "tests/test_keys.py::test_offsets_are_of_64_bits"),
+        ("_unit(x1, y1, x1_sb", "_unit(x1, y1, x0_sb", "keys are read with the strides of queries", _KEYS),
+        ("max(lengths) * H", "lengths[0] * H", "keys end with the tokens of queries", _KEYS),
+        ("x1.shape, x1.stride(), one", "x1.shape, one", "a kept launch forgets the strides of keys",
+         _LAUNCHES + "[strides of the second]"),
+        ("(x.dtype, x.data_ptr() % 16 == 0) for", "(x.dtype, True) for", "a kept launch forgets alignment",
+         _LAUNCHES + "[alignment of the second]"),
+        ("x1.stride(), one,", "x1.stride(),", "queries alone have the launch of both", _LAUNCHES + "[only one]"),
+        ("key = (repeats, norm,", "key = (norm,", "a kept launch forgets the value heads", _LAUNCHES + "[repeats]"),
+        ("if not all(ctx.needs_input_grad[2:])", "if False", "keys that nobody learns have gradients",
+         "tests/test_keys.py::test_gradients_of_one_of_two"),
+        ("tensors[-1] is tensors[-2]", "x0 is x1", "of a tensor that is query and key one is made",
+         "tests/test_keys.py::test_gradients_of_one_of_two"),
     ),
     *_in(
         "flexsp/kernels/keys_in_pytorch.py",
@@ -252,11 +266,25 @@ KERNELS = [
     *_in(
         "flexsp/ops/_delta.py",
         ('return -slope * F.softplus(raw)', 'return -F.softplus(raw)', "A_log has no effect", _OPS),
-        ("lower_bound * (raw if slope is None", "-1.0 * (raw if slope is None", "the bound of gates has no effect", _OPS),
-        ("(2.0 if allow_neg_eigval else 1.0)", "1.0", "no negative eigenvalues", _OPS),
+        ("lower_bound * raw.sigmoid()", "-1.0 * raw.sigmoid()", "the bound of gates has no effect", _OPS),
+        ("2.0 * found if allow_neg_eigval", "found if allow_neg_eigval", "no negative eigenvalues", _OPS),
         (" and engine_runs(heads.K, heads.V, q.device)", "", "generated kernels get gates that nobody clamped",
          "tests/test_nonfinite.py::test_closed_gates_of_delta_rules[torch.float32]"),
         ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/test_ops.py::test_documents_and_strides"),
+        ('            check.check_non_positive("g", g', '            print("g", g', "gates are not looked at",
+         _CHECKS + "test_bad_arguments_after_good_ones[gates]"),
+    ),
+    *_in(
+        "flexsp/ops/_validate.py",
+        ("key += (type(x), x)", "key += (None, x)", "True passes for 1", _CHECKS + "test_what_tells_arguments_apart[True for 1]"),
+        ("key += (x.shape, x.dtype, x.device)", "key += (x.shape, x.device)", "a check forgets dtypes",
+         _CHECKS + "test_what_tells_arguments_apart[dtypes]"),
+        ("key += (x.shape, x.dtype, x.device)", "key += (x.shape, x.dtype)", "a check forgets devices",
+         _CHECKS + "test_what_tells_arguments_apart[devices]"),
+        ("if len(kept) >= _KEPT:", "if False:", "answers pile up", _CHECKS + "test_answers_that_are_kept_are_not_many"),
+        ("or torch.jit.is_tracing()", "", "sizes of a trace are kept", _CHECKS + "test_traces_keep_nothing"),
+        ("elif isinstance(x, torch.Tensor):", "elif False:", "subclasses are told apart by their addresses",
+         _CHECKS + "test_what_is_looked_at_anew[subclasses]"),
     ),
     *_in(
         "flexsp/kernels/launches.py",

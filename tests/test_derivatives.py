@@ -114,7 +114,7 @@ def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
     from flexsp.kernels.keys import unit_keys
 
     x = leaf(1, 6, 2, 4, dtype=torch.float32)
-    return unit_keys(x, 2, True), [x]
+    return unit_keys((x,), 2, True)[0], [x]
 
 
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.

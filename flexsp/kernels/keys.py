@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransf
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
-from flexsp.runtime.launch import begin, launch
+from flexsp.runtime.kept import keep
+from flexsp.runtime.launch import KernelLaunch, begin
+from flexsp.runtime.steps import Frame, run_steps
 
 __all__ = ["unit_keys"]
 
 _EPS = tl.constexpr(EPS)
 _NAME = "keys of unit length"
 _NUMBERS = 2048  # of a program
+_CALLS = 256  # launches that are kept
+
+Tensors = Sequence[torch.Tensor]
+_launches: dict[Any, KernelLaunch] = {}
 
 
 @triton.jit
@@ -32,13 +39,11 @@ def _tile(x, x_sb, x_st, x_sh, rows, T, H, K: tl.constexpr, BK: tl.constexpr, RO
     return row, cols, inside, tl.load(x + at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "T", "H"])
-def unit_keys_kernel(
+@triton.jit
+def _unit(
     x, y, x_sb, x_st, x_sh, rows, T, H, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    """y [B, T, H REPEATS, K]: x [B, T, H, K] / sqrt(sum x^2 + EPS), or x itself, each head REPEATS times."""
-    begin(PDL)
     row, cols, inside, values = _tile(x, x_sb, x_st, x_sh, rows, T, H, K, BK, ROWS)
     if NORM:
         values *= tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + _EPS)[:, None]
@@ -46,13 +51,11 @@ def unit_keys_kernel(
         tl.store(y + ((row * REPEATS + r) * K)[:, None] + cols[None, :], values.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "T", "H"])
-def unit_keys_grad_kernel(
+@triton.jit
+def _unit_grad(
     x, dy, dx, x_sb, x_st, x_sh, rows, T, H, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    REPEATS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    REPEATS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, T, H, K] of dy [B, T, H REPEATS, K]."""
-    begin(PDL)
     row, cols, inside, values = _tile(x, x_sb, x_st, x_sh, rows, T, H, K, BK, ROWS)
     grad = tl.zeros([ROWS, BK], tl.float32)
     for r in tl.static_range(REPEATS):
@@ -64,39 +67,113 @@ def unit_keys_grad_kernel(
     tl.store(dx + (row * K)[:, None] + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
 
 
-def _run(kernel: Any, x: torch.Tensor, others: list[torch.Tensor], repeats: int, norm: bool) -> None:
-    B, T, H, K = x.shape
+_POINTERS = ("x0", "x1", "y0", "y1", "dy0", "dy1", "dx0", "dx1")
+_SIZES = ["x0_rows", "x0_T", "x1_rows", "x1_T", "H"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def unit_keys_kernel(
+    x0, x1, y0, y1, x0_sb, x0_st, x0_sh, x1_sb, x1_st, x1_sh, x0_rows, x0_T, x1_rows, x1_T, H, K: tl.constexpr,
+    BK: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [B, T, H REPEATS, K]: x [B, T, H, K] / sqrt(sum x^2 + EPS), or x itself, each head REPEATS times."""
+    begin(PDL)
+    if tl.program_id(1) == 0:
+        _unit(x0, y0, x0_sb, x0_st, x0_sh, x0_rows, x0_T, H, K, BK, ROWS, REPEATS, NORM)
+    else:
+        _unit(x1, y1, x1_sb, x1_st, x1_sh, x1_rows, x1_T, H, K, BK, ROWS, REPEATS, NORM)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def unit_keys_grad_kernel(
+    x0, x1, dy0, dy1, dx0, dx1, x0_sb, x0_st, x0_sh, x1_sb, x1_st, x1_sh, x0_rows, x0_T, x1_rows, x1_T, H,
+    K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """dx [B, T, H, K] of dy [B, T, H REPEATS, K]."""
+    begin(PDL)
+    if tl.program_id(1) == 0:
+        _unit_grad(x0, dy0, dx0, x0_sb, x0_st, x0_sh, x0_rows, x0_T, H, K, BK, ROWS, REPEATS, NORM)
+    else:
+        _unit_grad(x1, dy1, dx1, x1_sb, x1_st, x1_sh, x1_rows, x1_T, H, K, BK, ROWS, REPEATS, NORM)
+
+
+def _run(kernel: Any, pointers: Sequence[str], tensors: Tensors, repeats: int, norm: bool) -> None:
+    """`tensors`: what the kernel's `pointers` are, two of each kind: first x0 and x1 [B, T, H, K], last what it writes.
+    Twice the same where there is but one of each."""
+    x0, x1, one = *tensors[:2], tensors[-1] is tensors[-2]
+    looks = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]  # as many as the kernel has pointers
+    key = (repeats, norm, x0.device, x0.shape, x0.stride(), x1.shape, x1.stride(), one, *looks)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launch(kernel, pointers, x0, x1, 1 if one else 2, repeats, norm)
+        keep(_launches, key, launch, _CALLS)
+    if x0.numel():
+        run_steps([launch], Frame(dict(zip(pointers, tensors, strict=True)), ()), x0.device)
+
+
+def _launch(
+    kernel: Any, pointers: Sequence[str], x0: torch.Tensor, x1: torch.Tensor, count: int, repeats: int, norm: bool
+) -> KernelLaunch:  # fmt: skip
+    """A row of programs for each of x0 and x1, or for x0 alone."""
+    B, _, H, K = x0.shape
     block = triton.next_power_of_2(K)
     lines = max(1, _NUMBERS // block)
-    if x.numel():
-        constants = {"K": K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
-        args = (x, *others, *x.stride()[:3], B * T * H, T, H)
-        launch(kernel, (triton.cdiv(B * T * H, lines),), args, constants, {"num_warps": 4})
+    lengths = x0.shape[1], x1.shape[1]
+    numbers = [*x0.stride()[:3], *x1.stride()[:3], *[n for T in lengths for n in (B * T * H, T)], H]
+    constants = {"K": K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
+    grid = triton.cdiv(B * max(lengths) * H, lines), count, 1
+    return KernelLaunch(kernel, grid, pointers, numbers, constants, {"num_warps": 4})
+
+
+def _pair(tensors: Tensors) -> Tensors:
+    return tensors[0], tensors[-1]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _forward(tensors: Tensors, repeats: int, norm: bool) -> tuple[torch.Tensor, ...]:
+    found = []
+    for x in tensors:
+        B, T, H, K = x.shape
+        found.append(x.new_empty(B, T, H * repeats, K))
+    _run(unit_keys_kernel, _POINTERS[:4], [*_pair(tensors), *_pair(found)], repeats, norm)
+    return (*found,)
 
 
 class _UnitKeys(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        B, T, H, K = x.shape
-        y = x.new_empty(B, T, H * repeats, K)
-        _run(unit_keys_kernel, x, [y], repeats, norm)
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, repeats: int, norm: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = _forward(tensors, repeats, norm)
+        ctx.save_for_backward(*tensors)
         ctx.how = repeats, norm
-        return y
+        ctx.set_materialize_grads(False)
+        if not all(ctx.needs_input_grad[2:]):
+            ctx.mark_non_differentiable(*[y for y, x in zip(found, tensors, strict=True) if not x.requires_grad])
+        return found
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, IN_PYTORCH)
-        untransformed(_NAME, IN_PYTORCH, dy)
-        (x,) = ctx.saved_tensors
-        same_place(dy.device, x)
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        if not plain(x, dy):
-            return _grad(x, dy, *ctx.how), None, None
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _run(unit_keys_grad_kernel, x, [dy.contiguous(), dx], *ctx.how)
-        return dx, None, None
+        untransformed(_NAME, IN_PYTORCH, *dys)
+        saved = ctx.saved_tensors
+        asked = {i: dy for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[2 + i]}
+        for dy in asked.values():
+            same_place(dy.device, *saved)
+        grads = dict(zip(asked, _backward([_rows(saved[i]) for i in asked], [*asked.values()], *ctx.how), strict=True))
+        return None, None, *[grads.get(i) for i in range(len(dys))]
+
+
+def _backward(xs: Tensors, dys: Tensors, repeats: int, norm: bool) -> Sequence[torch.Tensor]:
+    if not plain(*xs, *dys):
+        return [_grad(x, dy, repeats, norm) for x, dy in zip(xs, dys, strict=True)]
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+    if found:
+        given = [*_pair(xs), *_pair([dy.contiguous() for dy in dys]), *_pair(found)]
+        _run(unit_keys_grad_kernel, _POINTERS[:2] + _POINTERS[4:], given, repeats, norm)
+    return found
 
 
 def _grad(x: torch.Tensor, dy: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
@@ -107,10 +184,14 @@ def _grad(x: torch.Tensor, dy: torch.Tensor, repeats: int, norm: bool) -> torch.
     return torch.autograd.grad(y, leaf, dy)[0]
 
 
-def unit_keys(x: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
-    """x [B, T, H, K] with unit rows if `norm`, each head `repeats` times: [B, T, H repeats, K], in x's dtype.
+def unit_keys(tensors: Tensors, repeats: int, norm: bool) -> tuple[torch.Tensor, ...]:
+    """Of each of one or two x [B, T, H, K], which may differ in T: x with unit rows if `norm`, each head `repeats`
+    times, [B, T, H repeats, K], in x's dtype.
 
     Value head h has key head h // repeats. The norm is sqrt(sum of squares + 1e-6), in float32.
     """
-    y: torch.Tensor = _UnitKeys.apply(x, repeats, norm)
-    return y
+    tensors = [_rows(x) for x in tensors]
+    if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
+        found: tuple[torch.Tensor, ...] = _UnitKeys.apply(repeats, norm, *tensors)
+        return found
+    return _forward(tensors, repeats, norm)

@@ -95,6 +95,7 @@ class Recipe(Generic[_C]):
     ) -> None:  # fmt: skip
         self.call, self.given, self.remake = call, given, remake
         self.device, self.dtype, self.names = given.device, given.dtype, given.names
+        self.gradients = [(name, f"d.{name}") for name in self.names]
         self.others: dict[Any, Recipe[_C]] = {}
         self.sp_id = -1 if sp is None else sp.id
         self.chained = sp is not None and sp.world_size > 1
@@ -237,23 +238,24 @@ class Recipe(Generic[_C]):
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:
         """(o, final states, what the backward pass reads)."""
         given = self.inputs(tensors, initial, table)
-        o = given["@o"] = self.empty(*self.out, dtype=self.dtype)
+        lead = tensors[0]
+        o = given["@o"] = lead.new_empty(self.out)
         final = None
         if self.call.facts.ends:
-            final = given["@final"] = self._edge()
-        saved = self.empty(self.saved.nbytes, dtype=torch.uint8)
+            final = given["@final"] = self._edge(lead)
+        saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
         workspaces = [(self.saved, saved)]
         if self.scratch.nbytes:
-            workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
+            workspaces.append((self.scratch, lead.new_empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
         run_steps(self.forward, frame, self.device)
         if os.environ.get("FLEXSP_CHECK") == "1":
             self.call.look(frame)
         return o, final, saved
 
-    def _edge(self) -> torch.Tensor:
-        """States of documents or sequences."""
-        x = self.empty(*self.edge)
+    def _edge(self, lead: torch.Tensor) -> torch.Tensor:
+        """States of documents or sequences, beside the first of the tensors."""
+        x = lead.new_empty(self.edge, dtype=_F32)
         return x.zero_() if self.partly else x
 
     def run_backward(
@@ -276,18 +278,19 @@ class Recipe(Generic[_C]):
             given["@final"] = final.contiguous()
         dinitial = None
         if want_dinitial:
-            dinitial = given["@dinitial"] = self._edge()
+            dinitial = given["@dinitial"] = self._edge(tensors[0])
         back = self.backward(do, given.get("@dfinal"), want_dinitial, wanted)
-        for name, x in zip(self.names, tensors, strict=True):
-            if name in self.given.tokens and f"d.{name}" in back.makes:
-                shape = (self.given.B, self.given.H, self.given.T) if name in self.call.facts.by_head else x.shape
-                given[f"d.{name}"] = self.empty(*shape, dtype=self._gradient_type(name, x))
-        scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
+        by_head = self.call.facts.by_head
+        for (name, grad), x in zip(self.gradients, tensors, strict=True):
+            if name in self.given.tokens and grad in back.makes:
+                shape = (self.given.B, self.given.H, self.given.T) if name in by_head else x.shape
+                given[grad] = x.new_empty(shape, dtype=_F32) if name in by_head else x.new_empty(shape)
+        scratch = tensors[0].new_empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
         run_steps(back.steps, frame, self.device)
         grads = [
-            self._gradient(frame, name, x) if f"d.{name}" in back.makes else None
-            for name, x in zip(self.names, tensors, strict=True)
+            self._gradient(frame[grad], name, x) if grad in back.makes else None
+            for (name, grad), x in zip(self.gradients, tensors, strict=True)
         ]
         return grads, dinitial
 
@@ -298,7 +301,7 @@ class Recipe(Generic[_C]):
         if saved.dtype != torch.uint8 or saved.numel() != self.saved.nbytes:
             changed("memory", f"{self.saved.nbytes} x {torch.uint8}", f"{saved.numel()} x {saved.dtype}")
         types = (torch.int32, _F32, _F32)
-        if any(x is not None and x.dtype != kept for x, kept in zip((table, initial, final), types, strict=True)):
+        if any([x is not None and x.dtype != kept for x, kept in zip((table, initial, final), types, strict=True)]):
             got = [None if x is None else x.dtype for x in (table, initial, final)]
             changed("dtypes of chunk table and states", types, got)
         if not saved.is_contiguous() or saved.data_ptr() % 16:
@@ -308,8 +311,7 @@ class Recipe(Generic[_C]):
     def _gradient_type(self, name: str, x: torch.Tensor) -> torch.dtype:
         return _F32 if name in self.call.facts.by_head else x.dtype
 
-    def _gradient(self, frame: Frame, name: str, x: torch.Tensor) -> torch.Tensor:
-        found = frame[f"d.{name}"]
+    def _gradient(self, found: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
         if name in self.call.facts.by_head:
             dx = found.transpose(1, 2).to(x.dtype)
             return dx if self.given.batched else dx[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -52,8 +53,10 @@ class Call(NamedTuple):
     sp: SequenceParallel | bool | None = False
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: int = 1) -> Heads:
-    """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V] and beta [B, T n, HV]."""
+@check.once
+def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, steps: int, by_channel: bool) -> Heads:
+    """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV] and, unless
+    it is None, g [B, T, HV] or [B, T, HV, K]."""
     check.check_tensor("q", q, None, "[B, T, H, K]", dtypes=check.FLOAT_DTYPES)
     B, T, H, K = q.shape
     tokens = "T" if steps == 1 else "T n"
@@ -71,62 +74,68 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: int = 1) -
             check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
     strengths = (q.dtype, torch.float32)
     check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
+    if g is not None:
+        wide, dims = ((K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
+        check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=strengths, device=q.device)
     return Heads(B, T, H, HV, K, V)
 
 
-def keys(x: Tensor, HV: int, norm: bool) -> Tensor:
-    """q or k [B, T, H, K] for each value head, [B, T, HV, K]; over sqrt(sum x^2 + 1e-6) if norm."""
-    check.check_flag("use_qk_l2norm_in_kernel", norm)
-    H = x.shape[2]
-    if not norm and H == HV:
-        return x
-    if x.is_cuda and x.dtype != torch.float64 and plain(x) and not transformed():
-        from flexsp.kernels.keys import unit_keys
-
-        return unit_keys(x, HV // H, norm)
-    return keys_in_pytorch.unit_keys(x, HV // H, norm)
-
-
-def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
-    """beta, or sigmoid(beta), or twice that."""
-    check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
-    check.check_flag("allow_neg_eigval", allow_neg_eigval)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        check.fail("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel", True)
-    if not use_beta_sigmoid_in_kernel:
-        return beta
-    return beta.to(check.accumulation_dtype(beta)).sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-
-
-def activated(
-    g: Tensor, like: Tensor, A_log: Optional, dt_bias: Optional, use_gate_in_kernel: bool,
-    lower_bound: float | None = None,
-) -> Tensor:  # fmt: skip
-    """The natural-log gates g [B, T, HV] or [B, T, HV, K], those of raw g if use_gate_in_kernel."""
-    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
-    if not use_gate_in_kernel:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if x is not None:
-                check.fail(name, "None without use_gate_in_kernel", "a tensor")
-        check.check_non_positive("g", g, "natural-log gates <= 0")
-        return g
-    dtypes, heads, wide = (like.dtype, torch.float32), g.shape[2:], check.accumulation_dtype(like)
-    raw = g.to(wide)
+@check.once
+def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Optional, bounded: bool) -> None:
+    """What raw gates g [B, T, HV] or [B, T, HV, K] are made log gates with."""
+    dtypes, heads = (like.dtype, torch.float32), g.shape[2:]
     if dt_bias is not None:
         shape, dims = tuple(heads), "[HV]" if len(heads) == 1 else "[HV, K]"
         if len(heads) == 2 and isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
             shape, dims = (heads.numel(),), "[HV * K]"
         check.check_tensor("dt_bias", dt_bias, shape, dims, dtypes=dtypes, device=g.device)
-        raw = raw + dt_bias.to(wide).view(heads)
-    slope = None
     if A_log is not None:
         check.check_tensor("A_log", A_log, (heads[0],), "[HV]", dtypes=dtypes, device=g.device)
-        slope = A_log.to(wide).exp().view(-1, *[1] * (len(heads) - 1))
-    if lower_bound is not None:
-        return lower_bound * (raw if slope is None else slope * raw).sigmoid()
-    if slope is None:
+    elif not bounded:
         check.fail("A_log", "a tensor [HV] with use_gate_in_kernel", None)
-    return -slope * F.softplus(raw)
+
+
+def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
+    """q and k [B, T, H, K] for each value head, [B, T, HV, K]; over sqrt(sum x^2 + 1e-6) if norm."""
+    if not norm and heads.H == heads.HV:
+        return q, k
+    repeats = heads.HV // heads.H
+    if q.is_cuda and q.dtype != torch.float64 and plain(q, k) and not transformed():
+        from flexsp.kernels.keys import unit_keys
+
+        return unit_keys((q, k), repeats, norm)
+    return [keys_in_pytorch.unit_keys(x, repeats, norm) for x in (q, k)]
+
+
+def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
+    """beta, or sigmoid(beta), or twice that."""
+    if not use_beta_sigmoid_in_kernel:
+        return beta
+    found = _wide(beta).sigmoid()
+    return 2.0 * found if allow_neg_eigval else found
+
+
+def _wide(x: Tensor, like: Optional = None) -> Tensor:
+    """x in the accumulation dtype of `like`, or its own."""
+    dtype = check.accumulation_dtype(x if like is None else like)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def activated(
+    g: Tensor, like: Tensor, A_log: Optional, dt_bias: Optional, lower_bound: float | None = None
+) -> Tensor:  # fmt: skip
+    """The natural-log gates [B, T, HV] or [B, T, HV, K] of raw g."""
+    check_gate_arguments(g, like, A_log, dt_bias, lower_bound is not None)
+    heads = g.shape[2:]
+    raw = _wide(g, like) if dt_bias is None else g + _wide(dt_bias, like).view(heads)  # as wide as the wider one
+    if A_log is not None:
+        slope = _wide(A_log, like).exp()
+        slope = slope if len(heads) == 1 else slope.unsqueeze(-1)
+        if lower_bound is None:
+            return -slope * F.softplus(raw)
+        raw = slope * raw
+    assert lower_bound is not None
+    return lower_bound * raw.sigmoid()
 
 
 def prepared(
@@ -135,22 +144,31 @@ def prepared(
     A_log: Optional = None, dt_bias: Optional = None, lower_bound: float | None = None,
 ) -> tuple[Heads, dict[str, Tensor]]:  # fmt: skip
     """The arguments checked, and what the recurrence reads: q, k, v, beta and, unless g is None, g."""
-    heads = check_heads(q, k, v, beta, steps)
-    shape, dims = ((heads.K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
+    heads = check_heads(q, k, v, beta, g, steps, by_channel)
+    check.check_flag("use_qk_l2norm_in_kernel", norm)
+    check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    check.check_flag("allow_neg_eigval", allow_neg_eigval)
+    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        check.fail("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel", True)
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                check.fail(name, "None without use_gate_in_kernel", "a tensor")
+    q_unit, k_unit = keys(q, k, heads, norm)
+    tokens = {"q": q_unit, "k": k_unit, "v": v, "beta": strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
     if g is not None:
-        shape, dtypes = (heads.B, heads.T, heads.HV, *shape), (q.dtype, torch.float32)
-        check.check_tensor("g", g, shape, dims, dtypes=dtypes, device=q.device)
-    tokens = {"q": keys(q, heads.HV, norm), "k": keys(k, heads.HV, norm), "v": v}
-    tokens["beta"] = strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if g is not None:
-        tokens["g"] = activated(g, q, A_log, dt_bias, use_gate_in_kernel, lower_bound)
+        if use_gate_in_kernel:
+            g = activated(g, q, A_log, dt_bias, lower_bound)
+        else:
+            check.check_non_positive("g", g, "natural-log gates <= 0")
+        tokens["g"] = g
     return heads, tokens
 
 
 def _clamped(g: Tensor, like: Tensor) -> Tensor:
     """Gates so large that differences of their sums keep what follows; e^x is 0 already."""
-    wide = check.accumulation_dtype(like)
-    return g.to(wide).clamp(min=_MIN_LOG_DECAY[wide])
+    return _wide(g, like).clamp(min=_MIN_LOG_DECAY[check.accumulation_dtype(like)])
 
 
 def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
@@ -204,7 +222,7 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     """
     q = tokens["q"]
     group = check.resolve(call.sp, q)
-    one = q[:, ::steps]
+    one = q if steps == 1 else q[:, ::steps]
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, one, "q", group)
     N, initial = _state(heads, call, group, q)
     scale = check.check_scale(call.scale, heads.K)

@@ -6,9 +6,11 @@ and on CUDA tensors only under FLEXSP_CHECK=1 because reading them synchronises;
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -35,12 +37,53 @@ __all__ = [
     "check_tensor",
     "fail",
     "number_of_states",
+    "once",
     "resolve",
     "same_call",
 ]
 
+_R = TypeVar("_R")
+_KEPT = 256  # answers of each check
+_NEW = object()
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+
+
+def once(check: Callable[..., _R]) -> Callable[..., _R]:
+    """Decorator of checks that look at nothing of tensors but their shapes, dtypes and devices.
+
+    What passed is not looked at again where arguments look alike; what fails, fails anew. Only of tensors that lie in
+    memory is that all there is to see: sizes may be symbols in graphs, and subclasses may be anything.
+    """
+    kept: dict[Any, _R] = {}
+
+    @functools.wraps(check)
+    def run(*args: Any) -> _R:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return check(*args)
+        key: Any = []
+        for x in args:
+            if type(x) in _TENSORS and x.layout is torch.strided and not x.is_nested:
+                key += (x.shape, x.dtype, x.device)
+            elif isinstance(x, torch.Tensor):
+                return check(*args)
+            else:
+                key += (type(x), x)  # True is not 1
+        key = (*key,)
+        try:
+            found: Any = kept.get(key, _NEW)
+        except TypeError:  # cannot be hashed
+            return check(*args)
+        if found is _NEW:
+            found = check(*args)
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[key] = found
+        return found  # type: ignore[no-any-return]
+
+    run.kept = kept  # type: ignore[attr-defined]
+    return run
 
 
 def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
@@ -50,11 +93,14 @@ def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def readable(x: torch.Tensor) -> bool:
     """Whether looking at the values of ``x`` is possible and allowed here."""
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed():
+    if torch.compiler.is_compiling():
         return False
-    if get_proxy_mode() is not None:  # make_fx: values are not known to what it traces
+    kind = x.device.type
+    if kind == "meta" or (kind != "cpu" and os.environ.get("FLEXSP_CHECK") != "1"):
         return False
-    return x.device.type == "cpu" or (x.device.type != "meta" and os.environ.get("FLEXSP_CHECK") == "1")
+    if type(x) not in _TENSORS or transformed():
+        return False
+    return get_proxy_mode() is None  # make_fx: values are not known to what it traces
 
 
 def resolve(sp: SequenceParallel | bool | None, x: torch.Tensor) -> SequenceParallel | None:
@@ -94,6 +140,7 @@ def check_tensor(
         fail(name, f"device {device}", x.device)
 
 
+@once
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "qkv") -> tuple[int, int, int, int, int]:
     """Shapes, dtype and device of q, k [B, T, H, K] and v [B, T, H, V]; returns (B, T, H, K, V)."""
     name_q, name_k, name_v = tuple(names)

@@ -275,8 +275,8 @@ def current_stream(device: int) -> int:
 
 def profiled() -> bool:
     """Whether somebody listens to launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any([hook is not None and hook.calls for hook in hooks])
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and enter.calls) or (leave is not None and leave.calls))
 
 
 def make_launcher(compiled: Any) -> Any:

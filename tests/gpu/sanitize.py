@@ -80,8 +80,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     def of_keys(dtype: torch.dtype, K: int, norm: bool) -> None:
         from flexsp.kernels.keys import unit_keys
 
-        x = torch.randn(2, 77, 3, K, dtype=dtype, device="cuda", requires_grad=True)
-        unit_keys(x, 2, norm).sum().backward()
+        x = [torch.randn(2, T, 3, K, dtype=dtype, device="cuda", requires_grad=True) for T in (77, 154)]
+        sum(y.sum() for y in unit_keys(x, 2, norm)).backward()  # type: ignore[union-attr]
 
     for packed, dtype in itertools.product((False, True), dtypes):
         how = f"{str(dtype)[6:]} {'packed' if packed else 'whole'}"

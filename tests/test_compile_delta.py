@@ -27,16 +27,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
     "bf16 64": {"K": 64, "V": 64},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
+    "in Triton": {"gluon": False},
+    "in Triton, no decay": {"name": "deltanet", "gluon": False},
+    "in Triton, packed": {"packed": True, "gluon": False},
 }
 QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed"]
-SLOW = [name for name in CONFIGS if name not in QUICK]
+IN_TRITON = ["in Triton", "in Triton, no decay"]
+SLOW = [name for name in CONFIGS if name not in (*QUICK, *IN_TRITON) and CONFIGS[name].get("gluon", True)]
+IN_TRITON_SLOW = ["in Triton, packed"]
 WALKS = {"output", "states", "back", "summarize", "collect"}
+IN_GLUON = {"forward", "backward", "scores", "grads"}
 MAY_SPILL = {(3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 48}}
 
 
 def compile_config(
-    name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False, H: int = 32
-) -> list[dict[str, Any]]:
+    name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False,
+    H: int = 32, gluon: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import importlib
 
@@ -45,8 +52,11 @@ def compile_config(
     from flexsp.compiler.dispatch import recipe_of
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.delta.launches import DeltaCall
+    from flexsp.runtime import covered
     from flexsp.testing.offline import compile_launches, record_launches
 
+    if not gluon:
+        covered.GLUON = frozenset()  # type: ignore[misc]
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
     docs = 4 if packed else 0
@@ -78,29 +88,41 @@ def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
+    return next(compile_all(*group)[name] for group in (QUICK, IN_TRITON, SLOW, IN_TRITON_SLOW) if name in group)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
+def in_gluon(name: str) -> bool:
+    how = {"K": 128, "dtype": "bfloat16", "gluon": True} | CONFIGS[name]
+    return how["gluon"] and how["dtype"] == "bfloat16" and how["K"] in (64, 128)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *slow(*SLOW, *IN_TRITON_SLOW)])
 def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
-    found = compiled(name)
-    ends = {"summarize", "collect", "join"} if "no decay" not in name and "many" not in name else set()
-    want = {"prepare", "values", "output", "states", "back", "grads", "gathered"} | ends
+    found, decays = compiled(name), CONFIGS[name].get("name") != "deltanet"
+    want = {"prepare", "grads", "gathered"}
+    if in_gluon(name):
+        want |= {"scores", "forward", "backward"} | ({"horizons", "join"} if decays else set())
+    else:
+        want |= {"values", "output", "states", "back"} | ({"summarize", "collect", "join"} if decays else set())
     assert {kernel["name"] for kernel in found} == want, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay"])
+@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay", "in Triton", "in Triton, no decay"])
 def test_products_of_training_shapes(name: str) -> None:
-    found, products = compiled(name), WALKS | {"values", "grads"}
+    found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | {"values", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     if RELEASE in MAY_SPILL:
-        over = [x["name"] for x in found if x["stack"] > MAY_SPILL[RELEASE].get(x["name"], 0)]
+        may = {"prepare": MAY_SPILL[RELEASE]["prepare"]} if in_gluon(name) else MAY_SPILL[RELEASE]
+        over = [x["name"] for x in found if x["stack"] > may.get(x["name"], 0)]
         assert not over, f"{over} spill:\n{described(found)}"
+    if in_gluon(name):
+        large = [x["name"] for x in found if x["name"] in IN_GLUON and 2 * (x["shared"] + 1024) > 228 * 1024]
+        assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
 
-__all__ = ["Given", "Recipe"]
+__all__ = ["Given", "Recipe", "in_vectors"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -67,10 +67,25 @@ class Given:
             return x.is_contiguous()
         return x.dim() == 2 + self.batched or x.stride(-1) == 1 or x.shape[-1] == 1
 
+    def require_vectors(self, *tokens: str) -> None:
+        """Has kernels read contiguous copies of those inputs with a row a token that do not lie `in_vectors`."""
+        for name in tokens:
+            at = None if self.layout is None else self.layout[self.names.index(name)]
+            aligned = at is None or at[1]
+            if name not in self.copied and not (aligned and in_vectors(self.strides[name])):
+                heads, width = self.shapes[name][1:]
+                self.copied.append(name)
+                self.strides[name] = (self.T * heads * width if self.B > 1 else 0, heads * width, width)
+
     def strides_of(self, x: torch.Tensor) -> Strides:
         """Of an input or of the outputs' gradient."""
         b, t, h = x.stride()[:3] if self.batched else (0, *x.stride()[:2])
         return (b if self.B > 1 else 0, t, h)
+
+
+def in_vectors(strides: Sequence[int]) -> bool:
+    """Whether rows of half precision at an address that 16 divides begin at one that Triton knows to be such, too."""
+    return all(n % 16 == 0 for n in strides)
 
 
 @dataclass(frozen=True)
@@ -269,7 +284,10 @@ class Recipe(Generic[_C]):
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
             final: the final states, where `call.facts.keeps_final`.
         """
-        do = do if do.stride(-1) == 1 or do.shape[-1] == 1 else do.contiguous()
+        well = do.stride(-1) == 1 or do.shape[-1] == 1
+        if self.call.facts.vectors:
+            well = well and do.data_ptr() % 16 == 0 and in_vectors(self.given.strides_of(do))
+        do = do if well else do.clone(memory_format=torch.contiguous_format)
         saved, table = self._as_kept(saved, initial, table, final)
         given = self.inputs(tensors, initial, table) | {"@do": do}
         if dfinal is not None:

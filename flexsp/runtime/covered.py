@@ -15,7 +15,7 @@ import torch
 
 from flexsp.exceptions import UncoveredWarning
 
-__all__ = ["COVERED", "Run", "uncovered", "warn_if_uncovered"]
+__all__ = ["COVERED", "GLUON", "Run", "uncovered", "warn_if_uncovered"]
 
 
 class Run(NamedTuple):
@@ -33,6 +33,9 @@ COVERED: tuple[Run, ...] = (
     Run("3.6.0", (9, 0), "NVIDIA H200", "5f9294f", 972),
     Run("3.9.0", (9, 0), "NVIDIA H200", "a03ce10", 972),
 )
+
+GLUON: frozenset[str] = frozenset({"3.6"})
+"""Releases of Triton with which the kernels in Gluon passed the GPU tests; others run those in Triton instead."""
 
 
 def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:

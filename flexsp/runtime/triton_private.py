@@ -38,6 +38,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
+from flexsp.runtime import covered
+
 __all__ = [
     "FENCES_COPIES",
     "RELEASE",
@@ -61,6 +63,7 @@ __all__ = [
     "profiled",
     "quicken_interpreter",
     "record_launches",
+    "runs_gluon",
     "shipped_assemblers",
     "starter",
     "tool",
@@ -130,6 +133,11 @@ def freedom(kernel: Any) -> tuple[bool, ...]:
 def gpu_target(arch: int) -> Any:
     """What Triton compiles for: NVIDIA GPUs of compute capability arch / 10."""
     return GPUTarget("cuda", arch, 32)
+
+
+def runs_gluon() -> bool:
+    """Whether kernels in Gluon may be launched: the interpreter has none, and its language changes with releases."""
+    return not knobs.runtime.interpret and ".".join(map(str, RELEASE[:2])) in covered.GLUON
 
 
 def current_target() -> Any:

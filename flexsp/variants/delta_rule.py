@@ -34,6 +34,7 @@ class _DeltaRule(Lowering):
         from flexsp.devices import of_device
         from flexsp.kernels.delta.launches import DeltaCall
         from flexsp.kernels.delta.plan import engine_runs, plan_of
+        from flexsp.runtime.triton_private import runs_gluon
 
         dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
         arguments = code.program.chunk.arguments
@@ -46,7 +47,7 @@ class _DeltaRule(Lowering):
         if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
             return None
         chained, device = sp is not None and sp.world_size > 1, of_device(given.device)
-        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device)
+        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device, runs_gluon())
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]
         kind: type[DeltaCall] = DeltaCall
@@ -54,6 +55,7 @@ class _DeltaRule(Lowering):
             from flexsp.kernels.delta.hopper_launches import HopperCall
 
             kind = HopperCall
+            given.require_vectors("q", "k", "v")
         return kind(
             plan, given.dtype, beta, gate, types, numbers["scale"], initial, ends, text, code.program.merge.name
         )

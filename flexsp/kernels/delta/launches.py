@@ -64,7 +64,7 @@ class DeltaCall:
         p = self.plan
         return Facts(
             self.name, self.text, p.B, p.T, p.H, p.docs, p.tiles.chunk, p.n_chunks, 1, ("dense", p.K, p.V),
-            self.ends, sparse=p.docs > 0,
+            self.ends, sparse=p.docs > 0, vectors=p.tiles.copies,
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:

@@ -23,7 +23,8 @@ _LEAST = 4  # chunks of a segment
 class Tiles:
     """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched.
 
-    `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time.
+    `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time. `copies`: what
+    chunks read is copied to shared memory ahead, by the kernels in Gluon, whose walks have 64 columns.
     """
 
     chunk: int
@@ -68,7 +69,7 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
-def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tiles:
+def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
     packed: a document sets the state anew, which takes registers and shared memory.
@@ -80,7 +81,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        grads, copies = Launch(keys, 4, 1), {K, V} <= {64, 128}
+        grads, copies = Launch(keys, 4, 1), gluon and {K, V} <= {64, 128}
         return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, grads, block, copies)
     walk = Launch(narrow, 4, 1)
     return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(keys, 8, 1), narrow)
@@ -88,18 +89,21 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device
+    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device,
+    gluon: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
     Long heads whose states decay are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
     others, columns of the state are spread over more programs instead, where heads are few.
+
+    gluon: whether kernels in Gluon may be launched.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
     n_chunks = -(-T // _chunk(dtype)) + docs
     cut = gated and n_chunks >= LONG
-    tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H)
+    tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
     cols, room = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1

@@ -1,4 +1,4 @@
-"""Variants that the delta engine runs: DeltaNet and Gated DeltaNet, against token loops."""
+"""Variants that the delta engine runs, against token loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_run
 __all__ = ["folder"]
 
 BF16 = torch.bfloat16
-NAMES = ["deltanet", "gated_deltanet"]
+NAMES = ["deltanet", "gated_deltanet", "vector_gated_delta"]
 
 
 def runs(name: str, **options: object) -> Run:

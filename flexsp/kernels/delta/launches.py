@@ -9,21 +9,28 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import grads, join, prepare, walks
-from flexsp.kernels.delta.plan import Plan
+from flexsp.kernels.delta import channels, grads, join, prepare, walks
+from flexsp.kernels.delta.plan import Plan, block_of
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores")
-_OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors")
+_SAVED = (
+    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores", "@reads",
+    "@writes", "@decay",
+)  # fmt: skip
+_OWN = (
+    *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@kept", "@parts",
+    "@dwrites", "@dpairs",
+)  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
         prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
-        walks.back, grads.grads,
+        walks.back, grads.grads, channels.channel_scores, channels.channel_inverse, channels.channel_values,
+        channels.channel_parts, channels.channel_grads,
     )
 }  # fmt: skip
 
@@ -34,12 +41,15 @@ class DeltaCall:
 
     A pointer that a kernel does not use is that of q. Buffers: ``@states`` and ``@dstates`` at the edges of the rank,
     ``@A`` its matrix, ``@gates`` cumulative log2 decay within chunks, ``@inverse`` of chunks, and in the backward pass
-    what `walks` keeps of every chunk.
+    what `walks` keeps of every chunk. With a gate a channel, ``@reads``, ``@writes`` and ``@decay`` of chunks are there
+    for queries, keys and gates; and ``@parts``, ``@dwrites`` and ``@dpairs``, which lie in place of the states and errors
+    that they are made of where these are large enough.
 
     Attributes:
         dtype: of q, k and v.
         beta: the name of the input beta.
         gate: that of the log gates, None where the state does not decay.
+        by_channel: there is a gate a key channel.
         initial: initial states are given on this rank.
         ends: final states are wanted, and leave on this rank.
         text: what ranks compare of the call.
@@ -56,6 +66,7 @@ class DeltaCall:
     ends: bool
     text: str
     name: str
+    by_channel: bool = False
 
     @cached_property
     def facts(self) -> Facts:
@@ -96,8 +107,15 @@ class DeltaCall:
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
+            "@reads": (half, (*chunks, C, p.K)),
+            "@writes": (half, (*chunks, C, p.K)),
+            "@decay": (_F32, (*chunks, p.K)),
+            "@kept": (_F32, (*chunks, p.K)),
+            "@parts": (half, (*chunks, 2 * C, p.K)),
+            "@dwrites": (half, (*chunks, 2 * C, p.K)),
+            "@dpairs": (half, (*chunks, 2 * C, C)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
-            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
+            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H, *([p.K] if self.by_channel else []))),
         }
         if name in found:
             return Buffer(*found[name])
@@ -116,7 +134,7 @@ class DeltaCall:
 
     def forward(self) -> list[LaunchSpec]:
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
-        launches = [self._prepare(), self._values()]
+        launches = self._of_channels() if self.by_channel else [self._prepare(), self._values()]
         given = "@initial" if self.initial else None
         if p.scanned:
             launches += [self._summarize(given), *self._scan("@states", reverse=False)]
@@ -124,7 +142,7 @@ class DeltaCall:
         states, final = "@states" if p.scanned else None, "@final" if self.ends else None
         output = self._launch(
             "output", p.tiles.output,
-            ["q", "k", "@strength", "@u", "@w", "@scores", self._gates, "@o", states, within, final],
+            [*self._keys, self._strength, "@u", "@w", "@scores", self._gates, "@o", states, within, final],
             ("@o", *named(final)), ["q", "k"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=within is not None, LEAVES=self.ends,
         )  # fmt: skip
@@ -151,21 +169,21 @@ class DeltaCall:
         tiles, of = p.tiles, ["@w", "@scores", self._gates]
         launches = [self._launch(
             "states", tiles.states,
-            ["k", "@strength", "@u", "@w", self._gates, "@errors", states, initial, "@entering"],
+            [self._keys[1], self._strength, "@u", "@w", self._gates, "@errors", states, initial, "@entering"],
             ("@errors", "@entering"), ["k"], ENTERS=p.scanned, BOUNDARY=initial is not None,
         )]  # fmt: skip
         if p.scanned:
             collect = self._launch(
-                "collect", tiles.back, ["q", "k", "@do", "@strength", *of, self._bounds, "@dstates", after],
+                "collect", tiles.back, [*self._keys, "@do", self._strength, *of, self._bounds, "@dstates", after],
                 ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
             )  # fmt: skip
             launches += [collect, *self._scan("@dstates", reverse=True)]
         launches.append(self._launch(
-            "back", tiles.back, ["q", "k", "@do", "@strength", *of, "@derrors", dstates, last, to, "@leaving"],
+            "back", tiles.back, [*self._keys, "@do", self._strength, *of, "@derrors", dstates, last, to, "@leaving"],
             ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
             ENTERS=p.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         ))  # fmt: skip
-        launches.append(self._grads())
+        launches += self._grads_of_channels() if self.by_channel else [self._grads()]
         if p.n_chunks:
             return launches
         if not p.scanned:
@@ -177,15 +195,30 @@ class DeltaCall:
 
     @property
     def _gates(self) -> str | None:
-        return None if self.gate is None else "@gates"
+        return None if self.gate is None else "@decay" if self.by_channel else "@gates"
+
+    @property
+    def _gated(self) -> int:
+        """What decays a state, as `walks` knows it."""
+        kind = walks.NONE if self.gate is None else walks.CHANNEL if self.by_channel else walks.SCALAR
+        return int(kind.value)
 
     @property
     def _bounds(self) -> str | None:
-        return "@bounds" if self.gate is not None and self.plan.scanned else None
+        return "@bounds" if self._alive is not None and self.plan.scanned else None
 
     @property
     def _alive(self) -> str | None:
-        return None if self.gate is None else "@alive"
+        return None if self.gate is None or self.by_channel else "@alive"
+
+    @property
+    def _keys(self) -> list[str]:
+        """Queries and keys of walks."""
+        return ["@reads", "@writes"] if self.by_channel else ["q", "k"]
+
+    @property
+    def _strength(self) -> str | None:
+        return None if self.by_channel else "@strength"
 
     def _scan(self, states: str, reverse: bool) -> list[LaunchSpec]:
         """What enters segments, from what each of them leaves."""
@@ -206,7 +239,7 @@ class DeltaCall:
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
         reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
         constants = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "V": p.V, "BV": how.cols}
-        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.gate is not None}
+        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self._alive is not None}
         return LaunchSpec(
             "join", how, (panels, p.B * p.H, 1), tuple(x or "q" for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
@@ -219,7 +252,7 @@ class DeltaCall:
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
         sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
-        constants = sizes | {"GATED": self.gate is not None, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        constants = sizes | {"GATED": self._gated, "PACKED": p.docs > 0} | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"
         return LaunchSpec(
             kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
@@ -253,7 +286,8 @@ class DeltaCall:
         """A walk over the chunks of segments."""
         p = self.plan
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
-        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
+        given = self._strides([None if self.by_channel and x != "do" else x for x in inputs])
+        numbers: list[int | float | str] = [*given, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
         numbers += [self.scale] if scaled else []
         grid = panels, p.B * p.H, p.n_seg
         return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
@@ -261,7 +295,7 @@ class DeltaCall:
     def _summarize(self, given: str | None) -> LaunchSpec:
         return self._launch(
             "summarize", self.plan.tiles.states,
-            ["k", "@strength", "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
+            [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
             ["k"], BOUNDARY=given is not None,
         )  # fmt: skip
@@ -277,3 +311,53 @@ class DeltaCall:
             "grads", how, (p.n_chunks, p.B * p.H, 1), pointers, writes, numbers,
             {"V": p.V, "BV": how.cols},
         )  # fmt: skip
+
+    # With gates of channels
+
+    def _chunkwise(
+        self, kind: str, how: Launch, pointers: Sequence[str], writes: Sequence[str],
+        numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
+    ) -> LaunchSpec:  # fmt: skip
+        """A program a chunk; what it writes `in_place` it reads first."""
+        p = self.plan
+        reads = tuple(x for x in dict.fromkeys(pointers) if x not in writes or x in in_place)
+        given = {"K": p.K, "COLS": how.cols, "C": p.tiles.chunk, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        return LaunchSpec(
+            kind, how, (p.n_chunks, p.B * p.H, 1), (*pointers, "@table" if p.docs else "q"), reads, tuple(writes),
+            tuple(numbers), given, how.options,
+        )  # fmt: skip
+
+    def _of_channels(self) -> list[LaunchSpec]:
+        """What `prepare` and `values` are otherwise."""
+        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay"]
+        scores = self._chunkwise(
+            "channel_scores", t.channel_scores, [*names, *made], made, [*names, p.T, p.H, self.scale]
+        )
+        inverse = LaunchSpec(
+            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
+            constants={"C": t.chunk}, options=t.prepare.options,
+        )  # fmt: skip
+        values = self._chunkwise(
+            "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
+        )
+        return [scores, inverse, values]
+
+    def _grads_of_channels(self) -> list[LaunchSpec]:
+        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        around = ["@entering", "@leaving", "@errors"]
+        in_place = p.V >= 2 * t.chunk
+        left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
+        rows = p.V if in_place else 2 * t.chunk
+        parts = self._chunkwise(
+            "channel_parts", t.channel_parts,
+            ["@do", "@inverse", "@errors", "@derrors", *around[:2], "d.v", "@kept", *left],
+            ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=block_of(p.V),
+            ROWS=rows,
+        )  # fmt: skip
+        made = ["d.q", "d.k", f"d.{self.beta}", f"d.{self.gate}"]
+        grads = self._chunkwise(
+            "channel_grads", t.channel_grads, [*names, "@kept", *left, *made], made,
+            [*names, p.T, p.H, p.n_chunks, self.scale], ROWS=rows,
+        )  # fmt: skip
+        return [parts, grads]

@@ -10,7 +10,7 @@ import torch
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["LONG", "MOST", "Plan", "Tiles", "engine_runs", "plan_of"]
+__all__ = ["LONG", "MOST", "Plan", "Tiles", "block_of", "engine_runs", "plan_of"]
 
 MOST = 128
 """Of K and V."""
@@ -30,6 +30,9 @@ class Tiles:
     states: Launch
     back: Launch
     grads: Launch
+    channel_scores: Launch
+    channel_parts: Launch
+    channel_grads: Launch
 
 
 @dataclass(frozen=True)
@@ -63,20 +66,30 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
+def block_of(size: int) -> int:
+    """Columns of a tile that has all columns of a head."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
     packed: a document sets the state anew, which takes registers and shared memory.
     few: heads and segments alone are too few programs, so columns of the state are spread over more.
     """
-    block = max(16, 1 << (V - 1).bit_length())
+    block, of_keys = block_of(V), block_of(K)
     part, narrow = min(block, 64), min(block, 32)
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1))
-    walk = Launch(narrow, 4, 1)
-    return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1))
+        channels = [Launch(min(of_keys, 64), 4, 1)] * 3
+        return Tiles(
+            _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1), *channels
+        )
+    walk, channels = Launch(narrow, 4, 1), [Launch(min(of_keys, 32), 4, 1)] * 3
+    return Tiles(
+        _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1), *channels
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,8 +98,8 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
-    Long heads whose states decay are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
-    others, columns of the state are spread over more programs instead, where heads are few.
+    gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix
+    (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are few.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")

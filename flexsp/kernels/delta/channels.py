@@ -1,8 +1,9 @@
 """What the delta engine does chunk by chunk where each key channel has a gate (docs/math.md, section 7).
 
-Decays e^{b_i - b_j} of pairs of tokens go over the edges of blocks: at the level of blocks of s tokens, those of the
-odd blocks meet those of the even blocks before them. The decay of a pair is that from the edge to i times that from
-j to the edge, neither of which grows where gates are not positive. Every pair of tokens meets at one level.
+Decays e^{b_i - b_j} of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once. Within
+a block of so many tokens that the gates add up to little, m is its middle, and either factor may grow. Blocks beyond that
+meet in pairs, level by level, from those blocks to the halves of the chunk: m is the edge between an odd block and the
+even one before it, and no factor grows where gates are not positive. Every pair of tokens meets once.
 """
 
 from __future__ import annotations
@@ -14,55 +15,121 @@ from flexsp.kernels.delta.prepare import load_numbers, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
+_LITTLE = tl.constexpr(100.0)  # log2: nothing overflows that such factors multiply
+_FEW = tl.constexpr(4)  # log2 of how many tokens the smaller blocks have that are tried
+_ALL = tl.constexpr(4)  # matrices of `channel_blocks` before those of blocks
+
 
 @triton.jit
-def _load_gates(base, stride_t, length, k0, C: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, DOT: tl.constexpr):
-    """Gates [C, COLS] as two parts in DOT whose sum they are; the second one is 0 where the first is exact."""
+def _load_gates(base, stride_t, length, k0, C: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+    """Gates [C, COLS] in log2."""
     gate = load_rows(base, stride_t, length, k0, C, K, COLS).to(tl.float32)
-    gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
-    first = gate.to(DOT)
-    return first, (gate - first.to(tl.float32)).to(DOT)
+    return tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL) * LOG2E
 
 
 @triton.jit
-def _summed(chosen, first, second, EXACT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """For each token the sum of the gates of the tokens that are chosen [C, C], in log2."""
-    ones = tl.where(chosen, 1.0, 0.0)
+def _split(x, DOT: tl.constexpr):
+    """x as a sum of two numbers in DOT."""
+    first = x.to(DOT)
+    return first, (x - first.to(tl.float32)).to(DOT)
+
+
+@triton.jit
+def _ones(blocks, which, C: tl.constexpr):
+    """A matrix [C, C] of `channel_blocks`."""
+    i = tl.arange(0, C)
+    return tl.load(blocks + which * C * C + i[:, None] * C + i[None, :])
+
+
+@triton.jit
+def _summed(ones, first, second, DOT: tl.constexpr, PREC: tl.constexpr):
+    """For each token the sum of gates over the tokens that have ones."""
     x = mm(ones, first, DOT, PREC)
-    if not EXACT:
+    if DOT == tl.bfloat16:
         x += mm(ones, second, DOT, PREC)
-    return x * LOG2E
+    return x
 
 
 @triton.jit
-def _to_edge(i, shift):
-    """[C, C]: the tokens whose gates lie between a token and the edge at which it meets others, by blocks of 2^shift."""
-    same = (i[:, None] >> shift) == (i[None, :] >> shift)
-    odd = ((i[:, None] >> shift) & 1) == 1
-    return same & ((odd & (i[None, :] <= i[:, None])) | (~odd & (i[None, :] > i[:, None])))
+def _block(blocks, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """log2 of how many tokens a block may have whose gates add up to little in all channels; total: sums of gates from
+    the chunk's start on."""
+    block = LEVELS
+    wide = ~((total >= -_LITTLE) & (total <= _LITTLE / 10))
+    if tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) > 0:
+        x = _summed(_ones(blocks, _ALL + _FEW, C), first, second, DOT, PREC)
+        wide = ~(tl.abs(x) <= _LITTLE / 2)
+        block = tl.where(tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) == 0, _FEW, 0)
+    return block
 
 
 @triton.jit
-def _meet(i, shift):
-    """[C, C]: pairs of a token of an odd block and one of the even block before it."""
-    block = i >> shift
-    return ((block[:, None] & 1) == 1) & (block[None, :] == block[:, None] - 1)
+def _factors(blocks, n, block, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Decay from the middle of a block, or the edge, to each token that reads, and that from each token that writes."""
+    which = _ALL + tl.where(n == 0, block, LEVELS + block + n)
+    x = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+    return tl.exp2(x), tl.exp2(tl.where(n == 0, -x, x))
 
 
 @triton.jit
-def _levels(C: tl.constexpr):
-    return 4 if C == 16 else 5 if C == 32 else 6
+def _between(i, first, end):
+    """[C, C]: the tokens from first [C] to those before end [C]."""
+    return (i[None, :] >= first[:, None]) & (i[None, :] < end[:, None])
+
+
+@triton.jit
+def _met(i, n, block):
+    """[C, C]: the tokens that a token meets: at first itself and those before it in its block; then for tokens of odd
+    blocks of 2^{block + n - 1} tokens those of the even block before."""
+    level = tl.where(n == 0, block, block + n - 1)
+    start = (i >> level) << level
+    odd = ((i >> level) & 1) == 1
+    first = tl.where(n == 0, start, start - (1 << level))
+    return _between(i, first, tl.where(n == 0, i + 1, tl.where(odd, start, 0)))
+
+
+def matrices(C: int) -> int:
+    """How many of them `channel_blocks` makes."""
+    return 4 + 2 * C.bit_length() - 1
+
+
+@triton.jit
+def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
+    """Matrices of ones and zeros [.., C, C], one a program. For a token, ones stand for: itself and those before it;
+    those after it; those before it; itself and those after it. Then for blocks of 1, 2, 4, .. C tokens those between it
+    and the middle, -1 where these come after it. Last, those between it and the edge where blocks meet.
+    """
+    begin(PDL)
+    which = tl.program_id(0)
+    LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
+    i = tl.arange(0, C)
+    within = which <= _ALL + LEVELS
+    level = tl.maximum(which - _ALL - tl.where(within, 0, LEVELS + 1), 0)
+    start = (i >> level) << level
+    edge = tl.where(within, start + ((1 << level) >> 1), start + tl.where(((i >> level) & 1) == 1, 0, 1 << level))
+    found = tl.where(_between(i, edge, i + 1), 1.0, 0.0)
+    found += tl.where(_between(i, i + 1, edge), tl.where(within, -1.0, 1.0), 0.0)
+    if which == 0:
+        found = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+    elif which == 1:
+        found = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
+    elif which == 2:
+        found = tl.where(i[:, None] > i[None, :], 1.0, 0.0)
+    elif which == 3:
+        found = tl.where(i[:, None] <= i[None, :], 1.0, 0.0)
+    place = blocks + which * C * C + i[:, None] * C + i[None, :]
+    tl.store(place, found.to(blocks.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh,
-    beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
+    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
-    [.., K].
+    [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -73,36 +140,36 @@ def channel_scores(
     q += b * q_sb + h * q_sh + start * q_st
     k += b * k_sb + h * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
-    EXACT: tl.constexpr = g.dtype.element_ty == DOT
-    LEVELS: tl.constexpr = _levels(C)
+    LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     i = tl.arange(0, C)
     strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
     of_queries = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
-    for k0 in tl.static_range(0, K, COLS):
-        first, second = _load_gates(g, g_st, length, k0, C, K, COLS, DOT)
-        qc = load_rows(q, q_st, length, k0, C, K, COLS)
-        kc = load_rows(k, k_st, length, k0, C, K, COLS)
-        own += sum_over(qc.to(tl.float32) * kc.to(tl.float32), 1)
-        for level in range(LEVELS):
-            e = tl.exp2(_summed(_to_edge(i, level), first, second, EXACT, DOT, PREC))
-            met = _meet(i, level)
-            ke = (kc.to(tl.float32) * e).to(DOT)
-            qe = (qc.to(tl.float32) * e).to(DOT)
-            of_keys += tl.where(met, mm(ke, tl.trans(ke), DOT, PREC), 0.0)
-            of_queries += tl.where(met, mm(qe, tl.trans(ke), DOT, PREC), 0.0)
-        e = tl.exp2(_summed(i[:, None] >= i[None, :], first, second, EXACT, DOT, PREC))
-        store_rows(reads + at * C * K, qc.to(tl.float32) * e * scale, K, C, k0, C, K, COLS)
-        store_rows(w + at * C * K, kc.to(tl.float32) * e, K, C, k0, C, K, COLS)
-        left = tl.where((i == C - 1)[:, None], e, 0.0)
-        cols = k0 + tl.arange(0, COLS)
-        tl.store(decay + at * K + cols, tl.sum(left, axis=0), mask=cols < K)
-        e = tl.exp2(_summed(i[:, None] < i[None, :], first, second, EXACT, DOT, PREC))
-        store_rows(writes + at * C * K, kc.to(tl.float32) * strength[:, None] * e, K, C, k0, C, K, COLS)
+    for k0 in range(0, K, COLS):
+        gate = _load_gates(g, g_st, length, k0, C, K, COLS)
+        first, second = _split(gate, DOT)
+        qc = load_rows(q, q_st, length, k0, C, K, COLS).to(tl.float32)
+        kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
+        which = tl.minimum(k0, 0)  # 0, and no matrix stays in registers
+        total = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+        block = _block(blocks, total, first, second, C, LEVELS, DOT, PREC)
+        tl.store(sizes + at * ((K + COLS - 1) // COLS) + k0 // COLS, block)
+        e = tl.exp2(total)
+        store_rows(reads + at * C * K, qc * e * scale, K, C, k0, C, K, COLS)
+        store_rows(w + at * C * K, kc * e, K, C, k0, C, K, COLS)
+        cols = k0 + tl.arange(0, COLS)[None, :] + 0 * i[:, None]
+        tl.store(decay + at * K + cols, e, mask=(i[:, None] == C - 1) & (cols < K))
+        e = tl.exp2(_summed(_ones(blocks, which + 1, C), first, second, DOT, PREC))
+        store_rows(writes + at * C * K, kc * strength[:, None] * e, K, C, k0, C, K, COLS)
+        for n in range(LEVELS + 1 - block):
+            e, f = _factors(blocks, n, block, first, second, C, LEVELS, DOT, PREC)
+            met = _met(i, n, block)
+            written = tl.trans((kc * f).to(DOT))
+            of_keys += tl.where(met, mm((kc * e).to(DOT), written, DOT, PREC), 0.0)
+            of_queries += tl.where(met, mm((qc * e).to(DOT), written, DOT, PREC), 0.0)
     square = at * C * C + i[:, None] * C + i[None, :]
-    of_queries += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-    tl.store(pairs + square, (of_keys * strength[None, :]).to(pairs.dtype.element_ty))
+    of_keys = tl.where(i[:, None] > i[None, :], of_keys * strength[None, :], 0.0)
+    tl.store(pairs + square, of_keys.to(pairs.dtype.element_ty))
     tl.store(scores + square, (of_queries * (strength * scale)[None, :]).to(scores.dtype.element_ty))
 
 
@@ -190,9 +257,8 @@ def channel_parts(
 
 
 @triton.jit
-def _exact_sums(chosen, x, DOT: tl.constexpr, PREC: tl.constexpr):
-    """For each token the sum of x [C, N] over the tokens that are chosen [C, C], in fp32."""
-    ones = tl.where(chosen, 1.0, 0.0)
+def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
+    """For each token the sum of x [C, N] over the tokens that have ones, in fp32."""
     first = x.to(DOT)
     found = mm(ones, first, DOT, PREC)
     if DOT == tl.bfloat16:
@@ -205,13 +271,13 @@ def _exact_sums(chosen, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
-    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, beta, blocks, sizes, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
+    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr, COLS: tl.constexpr, SIZED: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and dbeta [B, T, H], of what `channel_parts` left."""
+    """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
     begin(PDL)
-    c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c, row, k0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * COLS
     b = row // H
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, c, T, C, PACKED)
@@ -220,60 +286,57 @@ def channel_grads(
     k += b * k_sb + h * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
     to = ((b * T + start) * H + h) * K
-    EXACT: tl.constexpr = g.dtype.element_ty == DOT
-    LEVELS: tl.constexpr = _levels(C)
+    LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     i = tl.arange(0, C)
+    cols = k0 + tl.arange(0, COLS)
     strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     square = dpairs + at * ROWS * C + i[:, None] * C + i[None, :]
-    of_scores = tl.load(square)
-    of_pairs = tl.load(square + C * C)
-    own = tl.sum(tl.where(i[:, None] == i[None, :], of_scores.to(tl.float32), 0.0), axis=1)
+    block = tl.load(sizes + at * ((K + SIZED - 1) // SIZED) + k0 // SIZED)
+    first, second = _split(_load_gates(g, g_st, length, k0, C, K, COLS), DOT)
+    qc = load_rows(q, q_st, length, k0, C, K, COLS).to(tl.float32)
+    kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
+    to_q = tl.zeros([C, COLS], tl.float32)
+    to_k = tl.zeros([C, COLS], tl.float32)
+    sums = tl.zeros([C, COLS], tl.float32)
     written = tl.zeros([C], tl.float32)
-    for k0 in tl.static_range(0, K, COLS):
-        first, second = _load_gates(g, g_st, length, k0, C, K, COLS, DOT)
-        qc = load_rows(q, q_st, length, k0, C, K, COLS)
-        kc = load_rows(k, k_st, length, k0, C, K, COLS)
-        to_q = tl.zeros([C, COLS], tl.float32)
-        to_k = tl.zeros([C, COLS], tl.float32)
-        to_p = tl.zeros([C, COLS], tl.float32)
-        sums = tl.zeros([C, COLS], tl.float32)
-        for level in range(LEVELS):
-            e = tl.exp2(_summed(_to_edge(i, level), first, second, EXACT, DOT, PREC))
-            met = _meet(i, level)
-            odd = (((i >> level) & 1) == 1)[:, None]
-            qe = (qc.to(tl.float32) * e).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in its sums
-            ke = (kc.to(tl.float32) * e).to(DOT)
-            pe = (kc.to(tl.float32) * strength[:, None] * e).to(DOT)
-            chosen = tl.where(met, of_scores, 0.0).to(DOT)
-            x = mm(chosen, pe, DOT, PREC) + mm(tl.trans(chosen), qe, DOT, PREC)
-            chosen = tl.where(met, of_pairs, 0.0).to(DOT)
-            y = mm(chosen, pe, DOT, PREC) + mm(tl.trans(chosen), ke, DOT, PREC)
-            read = qe.to(tl.float32) * x + ke.to(tl.float32) * y
-            sums += tl.where(odd, read, -pe.to(tl.float32) * (x + y))
-            to_q += tl.where(odd, e * x, 0.0)
-            to_k += tl.where(odd, e * y, 0.0)
-            to_p += tl.where(odd, 0.0, e * (x + y))
-        queries = qc.to(tl.float32)
-        keys = kc.to(tl.float32)
-        e = tl.exp2(_summed(i[:, None] >= i[None, :], first, second, EXACT, DOT, PREC))
-        part = load_rows(parts + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e * scale
-        sums += queries * part
-        to_q += part + own[:, None] * keys * strength[:, None]
-        store_rows(dq + to, to_q, H * K, length, k0, C, K, COLS)
-        part = load_rows(parts + at * ROWS * K + C * K, K, C, k0, C, K, COLS).to(tl.float32) * e
-        sums += keys * part
-        to_k += part
-        cols = k0 + tl.arange(0, COLS)
-        end = tl.sum(tl.where((i == C - 1)[:, None], e, 0.0), axis=0)
-        through = tl.load(kept + at * K + cols, mask=cols < K, other=0.0) * end
-        e = tl.exp2(_summed(i[:, None] < i[None, :], first, second, EXACT, DOT, PREC))
-        part = load_rows(dwrites + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e
-        to_g = _exact_sums(i[:, None] > i[None, :], keys * strength[:, None] * part, DOT, PREC) + through[None, :]
-        to_g += _exact_sums(i[:, None] <= i[None, :], sums, DOT, PREC)
-        gate = load_rows(g, g_st, length, k0, C, K, COLS).to(tl.float32)
-        store_rows(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g), H * K, length, k0, C, K, COLS)
-        to_p += part + own[:, None] * queries
-        written += sum_over(to_p * keys, 1)
-        store_rows(dk + to, to_k + to_p * strength[:, None], H * K, length, k0, C, K, COLS)
-    at_token = (b * T + start + i) * H + h
+    for n in range(LEVELS + 1 - block):
+        e, f = _factors(blocks, n, block, first, second, C, LEVELS, DOT, PREC)
+        met = _met(i, n, block)
+        qe = (qc * e).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in its sums
+        ke = (kc * e).to(DOT)
+        pe = (kc * f * strength[:, None]).to(DOT)
+        given = square + tl.minimum(n, 0) * C  # 0, and the gradients do not stay in registers
+        chosen = tl.where(met, tl.load(given), 0.0).to(DOT)
+        x = mm(chosen, pe, DOT, PREC)
+        to_q += e * x
+        sums += qe.to(tl.float32) * x
+        z = mm(tl.trans(chosen), qe, DOT, PREC)
+        chosen = tl.where(met, tl.load(given + C * C), 0.0).to(DOT)
+        x = mm(chosen, pe, DOT, PREC)
+        to_k += e * x
+        sums += ke.to(tl.float32) * x
+        z += mm(tl.trans(chosen), ke, DOT, PREC)
+        sums -= pe.to(tl.float32) * z
+        z *= f
+        written += sum_over(z * kc, 1)
+        to_k += z * strength[:, None]
+    e = tl.exp2(_summed(_ones(blocks, 0, C), first, second, DOT, PREC))
+    part = load_rows(parts + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e * scale
+    sums += qc * part
+    to_q += part
+    store_rows(dq + to, to_q, H * K, length, k0, C, K, COLS)
+    part = load_rows(parts + at * ROWS * K + C * K, K, C, k0, C, K, COLS).to(tl.float32) * e
+    sums += kc * part
+    to_k += part
+    end = tl.sum(tl.where((i == C - 1)[:, None], e, 0.0), axis=0)
+    to_g = _exact_sums(_ones(blocks, 3, C), sums, DOT, PREC)
+    to_g += (tl.load(kept + at * K + cols, mask=cols < K, other=0.0) * end)[None, :]
+    e = tl.exp2(_summed(_ones(blocks, 1, C), first, second, DOT, PREC))
+    part = load_rows(dwrites + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e
+    to_g += _exact_sums(_ones(blocks, 2, C), kc * strength[:, None] * part, DOT, PREC)
+    gate = load_rows(g, g_st, length, k0, C, K, COLS).to(tl.float32)
+    store_rows(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g), H * K, length, k0, C, K, COLS)
+    written += sum_over(part * kc, 1)
+    store_rows(dk + to, to_k + part * strength[:, None], H * K, length, k0, C, K, COLS)
+    at_token = ((tl.program_id(2) * (tl.num_programs(1) // H) + b) * T + start + i) * H + h
     tl.store(dbeta + at_token, written.to(dbeta.dtype.element_ty), mask=i < length)

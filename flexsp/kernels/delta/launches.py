@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from flexsp.kernels.delta import channels, grads, join, prepare, walks
 from flexsp.kernels.delta.plan import Plan, block_of
-from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
+from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, step, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DeltaCall"]
@@ -19,16 +19,16 @@ __all__ = ["DeltaCall"]
 _F32 = torch.float32
 _SAVED = (
     "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@strength", "@inverse", "@u", "@w", "@scores", "@reads",
-    "@writes", "@decay",
+    "@writes", "@decay", "@blocks", "@sizes",
 )  # fmt: skip
 _OWN = (
     *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@kept", "@parts",
-    "@dwrites", "@dpairs",
+    "@dwrites", "@dpairs", "@dbeta",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
+        channels.channel_blocks, prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
         walks.back, grads.grads, channels.channel_scores, channels.channel_inverse, channels.channel_values,
         channels.channel_parts, channels.channel_grads,
     )
@@ -107,10 +107,13 @@ class DeltaCall:
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
+            "@blocks": (half, (channels.matrices(C), C, C)),
             "@reads": (half, (*chunks, C, p.K)),
             "@writes": (half, (*chunks, C, p.K)),
+            "@sizes": (torch.int32, (*chunks, -(-p.K // p.tiles.channel_scores.cols))),
             "@decay": (_F32, (*chunks, p.K)),
             "@kept": (_F32, (*chunks, p.K)),
+            "@dbeta": (_F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
             "@parts": (half, (*chunks, 2 * C, p.K)),
             "@dwrites": (half, (*chunks, 2 * C, p.K)),
             "@dpairs": (half, (*chunks, 2 * C, C)),
@@ -330,9 +333,9 @@ class DeltaCall:
     def _of_channels(self) -> list[LaunchSpec]:
         """What `prepare` and `values` are otherwise."""
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay"]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
         scores = self._chunkwise(
-            "channel_scores", t.channel_scores, [*names, *made], made, [*names, p.T, p.H, self.scale]
+            "channel_scores", t.channel_scores, [*names, "@blocks", *made], made, [*names, p.T, p.H, self.scale]
         )
         inverse = LaunchSpec(
             "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
@@ -341,7 +344,11 @@ class DeltaCall:
         values = self._chunkwise(
             "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
         )
-        return [scores, inverse, values]
+        blocks = LaunchSpec(
+            "channel_blocks", Launch(0, 4, 1), (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
+            constants={"C": t.chunk}, options=Launch(0, 4, 1).options,
+        )  # fmt: skip
+        return [blocks, scores, inverse, values]
 
     def _grads_of_channels(self) -> list[LaunchSpec]:
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
@@ -355,9 +362,16 @@ class DeltaCall:
             ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=block_of(p.V),
             ROWS=rows,
         )  # fmt: skip
-        made = ["d.q", "d.k", f"d.{self.beta}", f"d.{self.gate}"]
+        to_beta = f"d.{self.beta}"
+        whole = t.channel_grads.cols >= p.K
+        made = ["d.q", "d.k", to_beta if whole else "@dbeta", f"d.{self.gate}"]
         grads = self._chunkwise(
-            "channel_grads", t.channel_grads, [*names, "@kept", *left, *made], made,
-            [*names, p.T, p.H, p.n_chunks, self.scale], ROWS=rows,
+            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", "@kept", *left, *made], made,
+            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
         )  # fmt: skip
-        return [parts, grads]
+        grads = replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))
+        return [parts, grads] if whole else [parts, grads, step("sum", _sum, ("@dbeta",), (to_beta,))]
+
+
+def _sum(parts: torch.Tensor, to: torch.Tensor) -> None:
+    to.copy_(parts.sum(0))

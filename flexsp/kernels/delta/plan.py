@@ -82,7 +82,8 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        channels = [Launch(min(of_keys, 64), 4, 1)] * 3
+        narrow, part = min(of_keys, 32), min(of_keys, 64)
+        channels = Launch(narrow, 4, 1), Launch(part, 4, 1), Launch(narrow, 4, 1)
         return Tiles(
             _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1), *channels
         )

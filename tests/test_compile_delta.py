@@ -23,15 +23,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"K": 128, "V": 128},
     "bf16 128, no decay": {"name": "deltanet", "K": 128, "V": 128},
     "bf16 128, packed": {"K": 128, "V": 128, "packed": True},
+    "bf16 128, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 128},
+    "bf16 20, 24, gates of channels": {"name": "vector_gated_delta", "K": 20, "V": 24, "packed": True},
+    "fp32 64, gates of channels": {"name": "vector_gated_delta", "K": 64, "V": 64, "dtype": "float32"},
     "bf16 20, 24": {"K": 20, "V": 24, "packed": True},
     "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
     "bf16 64": {"K": 64, "V": 64},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
 }
-QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed"]
+QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates of channels"]
 SLOW = [name for name in CONFIGS if name not in QUICK]
 WALKS = {"output", "states", "back", "summarize", "collect"}
-MAY_SPILL = {(3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 208}}
+OF_TOKENS = {"prepare", "values", "grads"}
+OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
+MAY_SPILL = {
+    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 208, "channel_inverse": 128, "channel_grads": 88}
+}
 
 
 def compile_config(
@@ -86,17 +93,19 @@ def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
     found = compiled(name)
-    ends = {"summarize", "collect", "join"} if "no decay" not in name and "many" not in name else set()
-    want = {"prepare", "values", "output", "states", "back", "grads"} | ends
+    by_channel = "channels" in name
+    segments = not by_channel and "no decay" not in name and "many" not in name
+    want = {"output", "states", "back"} | ({"summarize", "collect", "join"} if segments else set())
+    want |= OF_CHANNELS | {"channel_blocks", "channel_inverse"} if by_channel else OF_TOKENS
     assert {kernel["name"] for kernel in found} == want, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay"])
+@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay", "bf16 128, gates of channels"])
 def test_products_of_training_shapes(name: str) -> None:
-    found, products = compiled(name), WALKS | {"values", "grads"}
+    found, products = compiled(name), WALKS | OF_CHANNELS | {"values", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     if RELEASE in MAY_SPILL:
         over = [x["name"] for x in found if x["stack"] > MAY_SPILL[RELEASE].get(x["name"], 0)]

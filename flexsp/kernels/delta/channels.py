@@ -17,6 +17,7 @@ from flexsp.runtime.launch import begin
 
 _LITTLE = tl.constexpr(100.0)  # log2: nothing overflows that such factors multiply
 _FEW = tl.constexpr(4)  # log2 of how many tokens the smaller blocks have that are tried
+_STEPS = tl.constexpr(1024.0)
 _ALL = tl.constexpr(4)  # matrices of `channel_blocks` before those of blocks
 
 
@@ -28,10 +29,13 @@ def _load_gates(base, stride_t, length, k0, C: tl.constexpr, K: tl.constexpr, CO
 
 
 @triton.jit
-def _split(x, DOT: tl.constexpr):
-    """x as a sum of two numbers in DOT."""
-    first = x.to(DOT)
-    return first, (x - first.to(tl.float32)).to(DOT)
+def _split(gate, DOT: tl.constexpr):
+    """Gates as sums of two numbers in DOT. In fp32 sums of the first are exact."""
+    if DOT == tl.float32:
+        first = tl.floor(gate * _STEPS) / _STEPS
+    else:
+        first = gate.to(DOT)
+    return first, (gate - first.to(tl.float32)).to(DOT)
 
 
 @triton.jit
@@ -43,11 +47,30 @@ def _ones(blocks, which, C: tl.constexpr):
 
 @triton.jit
 def _summed(ones, first, second, DOT: tl.constexpr, PREC: tl.constexpr):
-    """For each token the sum of gates over the tokens that have ones."""
+    """For each token the sum of gates over the tokens that have ones; in fp32 in two parts, or else as the first."""
     x = mm(ones, first, DOT, PREC)
+    rest = mm(ones, second, DOT, PREC)
     if DOT == tl.bfloat16:
-        x += mm(ones, second, DOT, PREC)
-    return x
+        x += rest
+    return x, rest
+
+
+@triton.jit
+def _power(x, rest, DOT: tl.constexpr):
+    """2^{x + rest}."""
+    if DOT == tl.float32:
+        whole = tl.floor(x)  # their sum would be rounded
+        found = tl.exp2((x - whole) + rest) * tl.exp2(whole)
+    else:
+        found = tl.exp2(x)
+    return found
+
+
+@triton.jit
+def _decays(blocks, which, first, second, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Decay over the tokens that a matrix of `channel_blocks` has ones for."""
+    x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+    return _power(x, rest, DOT)
 
 
 @triton.jit
@@ -57,7 +80,7 @@ def _block(blocks, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, 
     block = LEVELS
     wide = ~((total >= -_LITTLE) & (total <= _LITTLE / 10))
     if tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) > 0:
-        x = _summed(_ones(blocks, _ALL + _FEW, C), first, second, DOT, PREC)
+        x, rest = _summed(_ones(blocks, _ALL + _FEW, C), first, second, DOT, PREC)
         wide = ~(tl.abs(x) <= _LITTLE / 2)
         block = tl.where(tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) == 0, _FEW, 0)
     return block
@@ -67,8 +90,9 @@ def _block(blocks, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, 
 def _factors(blocks, n, block, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """Decay from the middle of a block, or the edge, to each token that reads, and that from each token that writes."""
     which = _ALL + tl.where(n == 0, block, LEVELS + block + n)
-    x = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
-    return tl.exp2(x), tl.exp2(tl.where(n == 0, -x, x))
+    x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+    sign = tl.where(n == 0, -1.0, 1.0)
+    return _power(x, rest, DOT), _power(x * sign, rest * sign, DOT)
 
 
 @triton.jit
@@ -106,7 +130,7 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
     within = which <= _ALL + LEVELS
     level = tl.maximum(which - _ALL - tl.where(within, 0, LEVELS + 1), 0)
     start = (i >> level) << level
-    edge = tl.where(within, start + ((1 << level) >> 1), start + tl.where(((i >> level) & 1) == 1, 0, 1 << level))
+    edge = tl.where(within, start + (((1 << level) + 1) >> 1), start + tl.where(((i >> level) & 1) == 1, 0, 1 << level))
     found = tl.where(_between(i, edge, i + 1), 1.0, 0.0)
     found += tl.where(_between(i, i + 1, edge), tl.where(within, -1.0, 1.0), 0.0)
     if which == 0:
@@ -151,15 +175,15 @@ def channel_scores(
         qc = load_rows(q, q_st, length, k0, C, K, COLS).to(tl.float32)
         kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
         which = tl.minimum(k0, 0)  # 0, and no matrix stays in registers
-        total = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+        total, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
         block = _block(blocks, total, first, second, C, LEVELS, DOT, PREC)
         tl.store(sizes + at * ((K + COLS - 1) // COLS) + k0 // COLS, block)
-        e = tl.exp2(total)
+        e = _power(total, rest, DOT)
         store_rows(reads + at * C * K, qc * e * scale, K, C, k0, C, K, COLS)
         store_rows(w + at * C * K, kc * e, K, C, k0, C, K, COLS)
         cols = k0 + tl.arange(0, COLS)[None, :] + 0 * i[:, None]
         tl.store(decay + at * K + cols, e, mask=(i[:, None] == C - 1) & (cols < K))
-        e = tl.exp2(_summed(_ones(blocks, which + 1, C), first, second, DOT, PREC))
+        e = _decays(blocks, which + 1, first, second, C, DOT, PREC)
         store_rows(writes + at * C * K, kc * strength[:, None] * e, K, C, k0, C, K, COLS)
         for n in range(LEVELS + 1 - block):
             e, f = _factors(blocks, n, block, first, second, C, LEVELS, DOT, PREC)
@@ -209,6 +233,18 @@ def channel_values(
         store_rows(u + at * C * V, mm(found, vc, DOT, PREC), V, C, v0, C, V, COLS)
 
 
+@triton.jit
+def _chunk(
+    do, do_st, errors, derrors, turned, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN."""
+    oc = load_rows(do, do_st, length, v0, C, V, BV)
+    dN = load_state(derrors, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+    N = load_state(errors, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
+    return oc, N, mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
     do, inverse, errors, derrors, entering, leaving, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st, do_sh,
@@ -219,7 +255,7 @@ def channel_parts(
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
     with scale, and then of G [C, C]; and kept [.., K], products of the states around the chunk, summed.
 
-    These may be the memory of entering, leaving and errors, which have V = ROWS rows a chunk then.
+    These may be the memory of entering, leaving and errors, which have V = ROWS rows a chunk then, where BV >= V.
     """
     begin(PDL)
     c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -229,27 +265,39 @@ def channel_parts(
     at = row * n_chunks + c
     i = tl.arange(0, C)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
-    oc = load_rows(do + b * do_sb + h * do_sh + start * do_st, do_st, length, 0, C, V, BV)
-    dN = load_state(derrors + at * V * C, 0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
-    N = load_state(errors + at * V * C, 0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
-    y = mm(turned, tl.trans(dN), DOT, PREC)
-    store_rows(dv + ((b * T + start) * H + h) * V, y, H * V, length, 0, C, V, BV)
-    y = y.to(DOT)
+    do += b * do_sb + h * do_sh + start * do_st
+    errors += at * V * C
+    derrors += at * V * C
+    dv += ((b * T + start) * H + h) * V
+    entering += at * V * K
+    leaving += at * V * K
     square = dpairs + at * ROWS * C + i[:, None] * C + i[None, :]
-    of_scores = tl.where(i[:, None] >= i[None, :], mm(oc, N, DOT, PREC) * scale, 0.0)
-    of_pairs = tl.where(i[:, None] > i[None, :], -mm(y, N, DOT, PREC), 0.0)
+    of_scores = tl.zeros([C, C], tl.float32)
+    of_pairs = tl.zeros([C, C], tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        oc, N, y = _chunk(do, do_st, errors, derrors, turned, length, v0, C, V, BV, DOT, PREC)
+        store_rows(dv, y, H * V, length, v0, C, V, BV)
+        of_scores += mm(oc, N, DOT, PREC)
+        of_pairs -= mm(y, N, DOT, PREC)
     tl.debug_barrier()  # all of N is read before it is written over
-    tl.store(square, of_scores.to(dpairs.dtype.element_ty))
-    tl.store(square + C * C, of_pairs.to(dpairs.dtype.element_ty))
-    for k0 in tl.static_range(0, K, COLS):
-        S = load_state(entering + at * V * K, 0, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
-        dS = load_state(leaving + at * V * K, 0, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
+    tl.store(square, tl.where(i[:, None] >= i[None, :], of_scores * scale, 0.0).to(dpairs.dtype.element_ty))
+    tl.store(square + C * C, tl.where(i[:, None] > i[None, :], of_pairs, 0.0).to(dpairs.dtype.element_ty))
+    for k0 in range(0, K, COLS):
+        to_reads = tl.zeros([C, COLS], tl.float32)
+        to_keys = tl.zeros([C, COLS], tl.float32)
+        to_writes = tl.zeros([C, COLS], tl.float32)
+        both = tl.zeros([COLS], tl.float32)
+        for v1 in tl.static_range(0, V, BV):
+            if BV < V:
+                oc, N, y = _chunk(do, do_st, errors, derrors, turned, length, v1, C, V, BV, DOT, PREC)
+            S = load_state(entering, v1, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
+            dS = load_state(leaving, v1, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
+            both += sum_over(S.to(tl.float32) * dS.to(tl.float32), 0)
+            to_reads += mm(oc, S, DOT, PREC)
+            to_keys -= mm(y, S, DOT, PREC)
+            to_writes += mm(tl.trans(N), dS, DOT, PREC)
         cols = k0 + tl.arange(0, COLS)
-        both = sum_over(S.to(tl.float32) * dS.to(tl.float32), 0)
         tl.store(kept + at * K + cols, both, mask=cols < K)
-        to_reads = mm(oc, S, DOT, PREC)
-        to_keys = -mm(y, S, DOT, PREC)
-        to_writes = mm(tl.trans(N), dS, DOT, PREC)
         tl.debug_barrier()
         store_rows(parts + at * ROWS * K, to_reads, K, C, k0, C, K, COLS)
         store_rows(parts + at * ROWS * K + C * K, to_keys, K, C, k0, C, K, COLS)
@@ -320,7 +368,7 @@ def channel_grads(
         z *= f
         written += sum_over(z * kc, 1)
         to_k += z * strength[:, None]
-    e = tl.exp2(_summed(_ones(blocks, 0, C), first, second, DOT, PREC))
+    e = _decays(blocks, 0, first, second, C, DOT, PREC)
     part = load_rows(parts + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e * scale
     sums += qc * part
     to_q += part
@@ -331,7 +379,7 @@ def channel_grads(
     end = tl.sum(tl.where((i == C - 1)[:, None], e, 0.0), axis=0)
     to_g = _exact_sums(_ones(blocks, 3, C), sums, DOT, PREC)
     to_g += (tl.load(kept + at * K + cols, mask=cols < K, other=0.0) * end)[None, :]
-    e = tl.exp2(_summed(_ones(blocks, 1, C), first, second, DOT, PREC))
+    e = _decays(blocks, 1, first, second, C, DOT, PREC)
     part = load_rows(dwrites + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e
     to_g += _exact_sums(_ones(blocks, 2, C), kc * strength[:, None] * part, DOT, PREC)
     gate = load_rows(g, g_st, length, k0, C, K, COLS).to(tl.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexsp.kernels.delta import channels, grads, join, prepare, walks
-from flexsp.kernels.delta.plan import Plan, block_of
+from flexsp.kernels.delta.plan import Plan
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, step, unit, zeroed
 from flexsp.kernels.primitives import dots
 
@@ -353,14 +353,14 @@ class DeltaCall:
     def _grads_of_channels(self) -> list[LaunchSpec]:
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
         around = ["@entering", "@leaving", "@errors"]
-        in_place = p.V >= 2 * t.chunk
+        width = t.channel_width
+        in_place = width >= p.V >= 2 * t.chunk
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
         parts = self._chunkwise(
             "channel_parts", t.channel_parts,
             ["@do", "@inverse", "@errors", "@derrors", *around[:2], "d.v", "@kept", *left],
-            ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=block_of(p.V),
-            ROWS=rows,
+            ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=width, ROWS=rows,
         )  # fmt: skip
         to_beta = f"d.{self.beta}"
         whole = t.channel_grads.cols >= p.K

@@ -10,7 +10,7 @@ import torch
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["LONG", "MOST", "Plan", "Tiles", "block_of", "engine_runs", "plan_of"]
+__all__ = ["LONG", "MOST", "Plan", "Tiles", "engine_runs", "plan_of"]
 
 MOST = 128
 """Of K and V."""
@@ -21,7 +21,11 @@ _LEAST = 4  # chunks of a segment
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched."""
+    """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched.
+
+    Kernels of `channels` go over tiles of so many key channels; `channel_width`: columns of values that `channel_parts`
+    has at once.
+    """
 
     chunk: int
     prepare: Launch
@@ -33,6 +37,7 @@ class Tiles:
     channel_scores: Launch
     channel_parts: Launch
     channel_grads: Launch
+    channel_width: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
-def block_of(size: int) -> int:
+def _block_of(size: int) -> int:
     """Columns of a tile that has all columns of a head."""
     return max(16, 1 << (size - 1).bit_length())
 
@@ -77,7 +82,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
     packed: a document sets the state anew, which takes registers and shared memory.
     few: heads and segments alone are too few programs, so columns of the state are spread over more.
     """
-    block, of_keys = block_of(V), block_of(K)
+    block, of_keys = _block_of(V), _block_of(K)
     part, narrow = min(block, 64), min(block, 32)
     if dtype == torch.bfloat16:
         wide = part if packed else block
@@ -85,12 +90,15 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
         narrow, part = min(of_keys, 32), min(of_keys, 64)
         channels = Launch(narrow, 4, 1), Launch(part, 4, 1), Launch(narrow, 4, 1)
         return Tiles(
-            _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1), *channels
-        )
-    walk, channels = Launch(narrow, 4, 1), [Launch(min(of_keys, 32), 4, 1)] * 3
+            _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1), *channels,
+            block,
+        )  # fmt: skip
+    walk, tiles = Launch(narrow, 4, 1), min(of_keys, 32)
+    channels = Launch(tiles, 8, 1), Launch(tiles, 4, 1), Launch(min(tiles, 16), 4, 1)
     return Tiles(
-        _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1), *channels
-    )
+        _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1), *channels,
+        narrow,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

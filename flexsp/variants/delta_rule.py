@@ -21,8 +21,8 @@ _F32 = torch.float32
 
 
 class _DeltaRule(Lowering):
-    """Of inputs q, k, v, a number beta a token and, where the state decays, g, a gate a token or a token and key channel;
-    "scale" is a number.
+    """Of inputs q, k, v, a number beta a token and, where the state decays, g, for each token or each of its key
+    channels; "scale" is a number.
 
     Only on Hopper. Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
     """

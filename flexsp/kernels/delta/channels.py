@@ -1,9 +1,9 @@
 """What the delta engine does chunk by chunk where each key channel has a gate (docs/math.md, section 7).
 
-Decays e^{b_i - b_j} of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once. Within
-a block of so many tokens that the gates add up to little, m is its middle, and either factor may grow. Blocks beyond that
-meet in pairs, level by level, from those blocks to the halves of the chunk: m is the edge between an odd block and the
-even one before it, and no factor grows where gates are not positive. Every pair of tokens meets once.
+Decays e^{b_i - b_j} of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once.
+Within a block of so many tokens that the gates add up to little, m is its middle, and either factor may grow. Blocks
+beyond that meet in pairs, level by level, from those blocks to the halves of the chunk: m is the edge between an odd
+block and the even one before it, and no factor grows where gates are not positive. Every pair of tokens meets once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _load_gates(base, stride_t, length, k0, C: tl.constexpr, K: tl.constexpr, CO
 @triton.jit
 def _split(gate, DOT: tl.constexpr):
     """Gates as sums of two numbers in DOT. In fp32 sums of the first are exact."""
-    if DOT == tl.float32:
+    if tl.float32 == DOT:
         first = tl.floor(gate * _STEPS) / _STEPS
     else:
         first = gate.to(DOT)
@@ -50,7 +50,7 @@ def _summed(ones, first, second, DOT: tl.constexpr, PREC: tl.constexpr):
     """For each token the sum of gates over the tokens that have ones; in fp32 in two parts, or else as the first."""
     x = mm(ones, first, DOT, PREC)
     rest = mm(ones, second, DOT, PREC)
-    if DOT == tl.bfloat16:
+    if tl.bfloat16 == DOT:
         x += rest
     return x, rest
 
@@ -58,7 +58,7 @@ def _summed(ones, first, second, DOT: tl.constexpr, PREC: tl.constexpr):
 @triton.jit
 def _power(x, rest, DOT: tl.constexpr):
     """2^{x + rest}."""
-    if DOT == tl.float32:
+    if tl.float32 == DOT:
         whole = tl.floor(x)  # their sum would be rounded
         found = tl.exp2((x - whole) + rest) * tl.exp2(whole)
     else:
@@ -87,7 +87,9 @@ def _block(blocks, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, 
 
 
 @triton.jit
-def _factors(blocks, n, block, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _factors(
+    blocks, n, block, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
     """Decay from the middle of a block, or the edge, to each token that reads, and that from each token that writes."""
     which = _ALL + tl.where(n == 0, block, LEVELS + block + n)
     x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
@@ -147,8 +149,8 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
-    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
@@ -309,7 +311,7 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
     """For each token the sum of x [C, N] over the tokens that have ones, in fp32."""
     first = x.to(DOT)
     found = mm(ones, first, DOT, PREC)
-    if DOT == tl.bfloat16:
+    if tl.bfloat16 == DOT:
         rest = x - first.to(tl.float32)
         second = rest.to(DOT)
         found += mm(ones, second, DOT, PREC)
@@ -319,9 +321,9 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, blocks, sizes, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
-    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr, COLS: tl.constexpr, SIZED: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, beta, blocks, sizes, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale,
+    K: tl.constexpr, COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
     begin(PDL)

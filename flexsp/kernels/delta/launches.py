@@ -28,9 +28,9 @@ _OWN = (
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        channels.channel_blocks, prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
-        walks.back, grads.grads, channels.channel_scores, channels.channel_inverse, channels.channel_values,
-        channels.channel_parts, channels.channel_grads,
+        prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
+        walks.back, grads.grads, channels.channel_blocks, channels.channel_scores, channels.channel_inverse,
+        channels.channel_values, channels.channel_parts, channels.channel_grads,
     )
 }  # fmt: skip
 
@@ -42,8 +42,8 @@ class DeltaCall:
     A pointer that a kernel does not use is that of q. Buffers: ``@states`` and ``@dstates`` at the edges of the rank,
     ``@A`` its matrix, ``@gates`` cumulative log2 decay within chunks, ``@inverse`` of chunks, and in the backward pass
     what `walks` keeps of every chunk. With a gate a channel, ``@reads``, ``@writes`` and ``@decay`` of chunks are there
-    for queries, keys and gates; and ``@parts``, ``@dwrites`` and ``@dpairs``, which lie in place of the states and errors
-    that they are made of where these are large enough.
+    for queries, keys and gates; and ``@parts``, ``@dwrites`` and ``@dpairs``, which lie in place of the states and
+    errors that they are made of where these are large enough.
 
     Attributes:
         dtype: of q, k and v.

@@ -93,8 +93,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool) -> Tile
             _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(block, 8, 1), *channels,
             block,
         )  # fmt: skip
-    walk, tiles = Launch(narrow, 4, 1), min(of_keys, 32)
-    channels = Launch(tiles, 8, 1), Launch(tiles, 4, 1), Launch(min(tiles, 16), 4, 1)
+    walk, channels = Launch(narrow, 4, 1), (Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 4, 1))
     return Tiles(
         _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(narrow, 8, 1), *channels,
         narrow,
@@ -108,7 +107,8 @@ def plan_of(
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
     gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix
-    (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are few.
+    (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are
+    few.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")

@@ -322,8 +322,9 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
     q, k, g, beta, blocks, sizes, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale,
-    K: tl.constexpr, COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr, COLS: tl.constexpr,
+    SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
     begin(PDL)

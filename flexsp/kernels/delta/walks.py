@@ -2,9 +2,9 @@
 
 A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W, beta, the scores of
 queries and the cumulative gates b come from `prepare` and `values`. Where each channel has a gate, keys and queries
-come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held transposed,
-[BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at least. All
-that has the state's columns is held likewise.
+come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held
+transposed, [BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at
+least. All that has the state's columns is held likewise.
 """
 
 from __future__ import annotations

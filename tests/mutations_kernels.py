@@ -21,6 +21,9 @@ _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
+_CHANNELS = _DELTA + "test_gates_of_channels[medium]"
+_CHANNELS_CLOSED = _DELTA + "test_gates_of_channels[closed]"
+_CHANNELS_GROWTH = _DELTA + "test_gates_of_channels[growth]"
 
 _KEYS = "tests/test_keys.py::test_against_float64"
 _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
@@ -41,12 +44,32 @@ KERNELS = [
         ("kc = (kc * power(total)[:, None]).to(DOT)", "kc = kc.to(DOT)", "W has no decay", _DELTA_GATED),
     ),
     *_in(
+        "flexsp/kernels/delta/channels.py",
+        ("wide = ~((total >= -_LITTLE) & (total <= _LITTLE / 10))", "wide = ~((total >= -1e9) & (total <= 1e9))",
+         "a whole chunk is one block, whatever its gates", _CHANNELS_CLOSED),
+        ("+ (((1 << level) + 1) >> 1), start + tl", "+ ((1 << level) >> 1), start + tl",
+         "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),
+        ("tl.where(within, -1.0, 1.0)", "1.0", "tokens before the middle decay towards it the wrong way", _CHANNELS),
+        ("_power(x * sign, rest * sign, DOT)", "_power(x, rest, DOT)", "what is written decays twice", _CHANNELS),
+        ("tl.where(n == 0, i + 1, tl.where(odd, start, 0))", "tl.where(n == 0, i, tl.where(odd, start, 0))",
+         "a query does not read its own token", _CHANNELS),
+        ("start - (1 << level))", "start - (2 << level))", "blocks meet others than the one before", _CHANNELS_CLOSED),
+        ("first = tl.floor(gate * _STEPS) / _STEPS", "first = gate * 1.0", "sums of gates are rounded in fp32", _CHANNELS_GROWTH),
+        ("e = _decays(blocks, which + 1, first", "e = _decays(blocks, which, first", "what is written decays from the start", _CHANNELS),
+        ("of_pairs -= mm(y, N", "of_pairs += mm(y, N", "gradients of pairs have the wrong sign", _CHANNELS),
+        ("to_g = _exact_sums(_ones(blocks, 3, C)", "to_g = _exact_sums(_ones(blocks, 0, C)", "dg sums the wrong way", _CHANNELS),
+        ("to_g += _exact_sums(_ones(blocks, 2, C)", "to_g += _exact_sums(_ones(blocks, 0, C)",
+         "dg has what a token writes itself", _CHANNELS),
+        ("sums -= pe.to(tl.float32) * z", "sums -= 0.0 * z", "what pairs of tokens add to dg does not cancel", _CHANNELS),
+        ("other=0.0) * end)[None, :]", "other=0.0) * 0.0)[None, :]", "dg lacks what passes the chunk", _CHANNELS),
+    ),
+    *_in(
         "flexsp/kernels/delta/walks.py",
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
         ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
         ("S = tl.where(lives, S, 0.0)", "S = S", "the matrix of what decays is the unit", _DELTA_SEGMENTS),
-        ("beta = beta * power(end - b)\n    return", "beta = beta * power(b - end)\n    return",
+        ("beta = beta * power(end - b)\n    if", "beta = beta * power(b - end)\n    if",
          "what is written grows", _DELTA_GATED),
         ("dS -= _written(dN, wc", "dS += _written(dN, wc", "errors have no gradient of states", _DELTA_ALL),
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",

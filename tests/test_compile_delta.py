@@ -23,6 +23,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"K": 128, "V": 128},
     "bf16 128, no decay": {"name": "deltanet", "K": 128, "V": 128},
     "bf16 128, packed": {"K": 128, "V": 128, "packed": True},
+    "bf16 128, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 128},
+    "bf16 20, 24, gates of channels": {"name": "vector_gated_delta", "K": 20, "V": 24, "packed": True},
+    "fp32 64, gates of channels": {"name": "vector_gated_delta", "K": 64, "V": 64, "dtype": "float32"},
     "bf16 20, 24": {"K": 20, "V": 24, "packed": True},
     "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
     "bf16 64": {"K": 64, "V": 64},
@@ -31,13 +34,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "in Triton, no decay": {"name": "deltanet", "gluon": False},
     "in Triton, packed": {"packed": True, "gluon": False},
 }
-QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed"]
+QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates of channels"]
 IN_TRITON = ["in Triton", "in Triton, no decay"]
 SLOW = [name for name in CONFIGS if name not in (*QUICK, *IN_TRITON) and CONFIGS[name].get("gluon", True)]
 IN_TRITON_SLOW = ["in Triton, packed"]
 WALKS = {"output", "states", "back", "summarize", "collect"}
+OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "scores", "grads"}
-MAY_SPILL = {(3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 48}}
+MAY_SPILL = {
+    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 48, "channel_inverse": 128, "channel_grads": 88}
+}
 
 
 def compile_config(
@@ -93,28 +99,31 @@ def compiled(name: str) -> list[dict[str, Any]]:
 
 def in_gluon(name: str) -> bool:
     how = {"K": 128, "dtype": "bfloat16", "gluon": True} | CONFIGS[name]
-    return how["gluon"] and how["dtype"] == "bfloat16" and how["K"] in (64, 128)
+    return how.get("name") != "vector_gated_delta" and how["gluon"] and how["dtype"] == "bfloat16" and how["K"] in (64, 128)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *slow(*SLOW, *IN_TRITON_SLOW)])
 def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
-    found, decays = compiled(name), CONFIGS[name].get("name") != "deltanet"
-    want = {"prepare", "grads", "gathered"}
+    found, of = compiled(name), CONFIGS[name].get("name", "gated_deltanet")
+    segments = of == "gated_deltanet"
     if in_gluon(name):
-        want |= {"scores", "forward", "backward"} | ({"horizons", "join"} if decays else set())
+        want = {"prepare", "scores", "forward", "backward", "grads", "gathered"}
+        want |= {"horizons", "join"} if segments else set()
     else:
-        want |= {"values", "output", "states", "back"} | ({"summarize", "collect", "join"} if decays else set())
+        want = {"output", "states", "back"} | ({"summarize", "collect", "join"} if segments else set())
+        of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
+        want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
     assert {kernel["name"] for kernel in found} == want, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", ["bf16 128", "bf16 128, no decay", "in Triton", "in Triton, no decay"])
+@pytest.mark.parametrize("name", [*QUICK[:2], QUICK[3], *IN_TRITON])
 def test_products_of_training_shapes(name: str) -> None:
-    found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | {"values", "grads"}
+    found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"values", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     if RELEASE in MAY_SPILL:
         may = {"prepare": MAY_SPILL[RELEASE]["prepare"]} if in_gluon(name) else MAY_SPILL[RELEASE]

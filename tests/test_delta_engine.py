@@ -1,4 +1,4 @@
-"""Variants that the delta engine runs: DeltaNet and Gated DeltaNet, against token loops."""
+"""Variants that the delta engine runs, against token loops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gated_deltanet
 from tests.interpreted import poisoned
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
+from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder, half
 
 __all__ = ["folder"]
 
 BF16 = torch.bfloat16
-NAMES = ["deltanet", "gated_deltanet"]
+NAMES = ["deltanet", "gated_deltanet", "vector_gated_delta"]
 
 
 def runs(name: str, **options: object) -> Run:
@@ -58,6 +58,20 @@ def test_segments(gates: str, folder: str) -> None:
     check_runs(
         folder, runs("gated_deltanet", T=520, lengths=lengths, **given),
         runs("gated_deltanet", T=520, lengths=lengths, bounds=bounds, **given),
+    )  # fmt: skip
+
+
+CHANNELS = {"strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2, 0.0), "closed": (-104.0, -1.0, 0.0),
+            "medium": (-8.0, -1.0, 0.0), "far past": (0.0, -1e4, -105.0, -0.5)}  # fmt: skip
+
+
+@pytest.mark.parametrize("gates", CHANNELS)
+def test_gates_of_channels(gates: str, folder: str) -> None:
+    """Blocks of all sizes; gradients in the place of states; and several tiles of channels."""
+    given, name = {"gates": CHANNELS[gates], "H": 1}, "vector_gated_delta"
+    check_runs(
+        folder, runs(name, T=70, K=64, V=64, **given), runs(name, T=66, K=40, V=20, bounds=(0, 66), **given),
+        runs(name, T=70, K=33, V=128, dtype=BF16, **given), runs(name, T=65, bounds=(0, 60, 65), dtype=half(), **given),
     )  # fmt: skip
 
 

@@ -178,6 +178,25 @@ def test_error_form_and_its_gradients(wide: bool) -> None:
     close({**found, "g": dg if wide else dg.sum(1)}, want)
 
 
+@pytest.mark.parametrize("size", [1, 4, C])
+def test_scores_by_blocks(size: int) -> None:
+    """Section 7: blocks of some tokens about their middles, and then pairs of blocks about the edge between them."""
+    q, k, g = normal(C, K), normal(C, K), -torch.rand(C, K, dtype=torch.float64)
+    b, row = g.cumsum(0), torch.arange(C)
+    last = (row // size * size + max(size // 2, 1) - 1).clamp(max=C - 1)  # the token at the middle
+    factor = (b - b[last]).exp() if size > 1 else torch.ones_like(b)
+    found = ((q * factor) @ (k / factor).T) * (row[:, None] // size == row // size).tril()
+    s = size
+    while s < C:
+        odd = (row // s % 2 == 1)[:, None]
+        edge = b[row // (2 * s) * 2 * s + s - 1]
+        factor = torch.where(odd, b - edge, edge - b).exp()
+        assert factor.max() <= 1
+        found += ((q * factor) @ (k * factor).T) * (odd & (row[:, None] // s == row // s + 1))
+        s *= 2
+    close({"A": found}, {"A": scores(q, k, decay(b))})
+
+
 def test_inverse_by_blocks_and_its_adjoint() -> None:
     """Section 7."""
     M, grad = normal(C, C), torch.randn(C, C, dtype=torch.float64)

@@ -173,7 +173,7 @@ def _clamped(g: Tensor, like: Tensor) -> Tensor:
 
 def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
     """Whether the kernels that run this call clamp gates themselves. Graphs fuse the clamp with other steps."""
-    if name != "gated_deltanet" or torch.compiler.is_compiling():
+    if name == "deltanet" or torch.compiler.is_compiling():
         return False
     return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
 
@@ -234,8 +234,8 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
     key = (name, heads.HV, heads.K, heads.V, scale, steps)
     if torch.compiler.is_compiling():
-        (made, inputs), lowered = _made_for_graphs(*key), name != "vector_gated_delta"
-        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, lowered)
+        made, inputs = _made_for_graphs(*key)
+        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, True)
     else:
         o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
     return o, _final(final, call)

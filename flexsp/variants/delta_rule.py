@@ -1,4 +1,4 @@
-"""The delta engine runs whole calls of DeltaNet and Gated DeltaNet."""
+"""The delta engine runs whole calls of DeltaNet, Gated DeltaNet and the delta rule with a gate a channel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _F32 = torch.float32
 
 
 class _DeltaRule(Lowering):
-    """Of inputs q, k, v, a number beta a token and, where the state decays, g; "scale" is a number.
+    """Of inputs q, k, v, a number beta a token and, where the state decays, g, for each token or each of its key
+    channels; "scale" is a number.
 
     Only on Hopper. Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
     """
@@ -39,7 +40,8 @@ class _DeltaRule(Lowering):
         dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
         arguments = code.program.chunk.arguments
         beta, gate = "beta" if "beta" in arguments else "b", "g" if "g" in arguments else None
-        dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2})
+        by_channel = gate is not None and len(given.shapes[gate]) == 3
+        dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2 + by_channel})
         if {name: len(shape) for name, shape in given.shapes.items()} != dims:
             return None  # inputs of other kinds than those of the shipped variants
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
@@ -47,11 +49,16 @@ class _DeltaRule(Lowering):
         if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
             return None
         chained, device = sp is not None and sp.world_size > 1, of_device(given.device)
-        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None, chained, device, runs_gluon())
+        by_token, gluon = gate is not None and not by_channel, runs_gluon() and not by_channel
+        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, by_token, chained, device, gluon)
         text = code.program.call_text(given.dtype, docs > 0)
         types = dtypes[beta], _F32 if gate is None else dtypes[gate]
         kind: type[DeltaCall] = DeltaCall
-        if plan.tiles.copies:
+        if by_channel:
+            from flexsp.kernels.delta.channel_launches import ChannelCall
+
+            kind = ChannelCall
+        elif plan.tiles.copies:
             from flexsp.kernels.delta.hopper_launches import HopperCall
 
             kind = HopperCall

@@ -12,8 +12,10 @@ from flexsp.compiler import (
     cache_result,
     decayed_scores,
     identity,
+    register_lowering,
     unit_lower_inverse,
 )
+from flexsp.variants.delta_rule import DELTA_RULE
 
 
 def chunk(k, v, beta, g):
@@ -34,6 +36,9 @@ def merge(q, k, beta, g, u, w, chunk_state, scale):
     b = g.cumsum(0)
     errors = u - w @ chunk_state
     return (decayed_scores(q, k * beta[:, None], b) @ errors + (q * b.exp()) @ chunk_state) * scale
+
+
+register_lowering(DELTA_RULE, chunk, decay, merge)
 
 
 def make(

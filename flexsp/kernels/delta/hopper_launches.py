@@ -116,14 +116,15 @@ class HopperCall(DeltaCall):
         dstates = "@dstates" if self.plan.scanned else None
         return self._backward("back", ("d.v", "@leaving", *named(to)), dstates, after, to)
 
-    def _grads(self) -> LaunchSpec:
+    def _grads(self) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
         pointers = ["q", "k", "@do", "d.v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
         pointers += ["d.q", "d.k", "@parts", "@table" if p.docs else None]
         writes = ("d.q", "d.k", "@parts")
         constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
-        return LaunchSpec(
+        grads = LaunchSpec(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
             tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,
             ("q", "k", "do", p.T, p.H, p.n_chunks, self.scale), constants | {"PACKED": p.docs > 0}, how.options,
         )  # fmt: skip
+        return [grads, self._gathered()]

@@ -19,8 +19,12 @@ __all__ = ["DeltaCall"]
 _F32 = torch.float32
 _SAVED = (
     "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w", "@scores",
+    "@reads", "@writes", "@decay", "@blocks", "@sizes",
 )  # fmt: skip
-_OWN = (*_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts")
+_OWN = (
+    *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept", "@dwrites",
+    "@dpairs", "@dbeta",
+)  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
@@ -145,7 +149,7 @@ class DeltaCall:
         launches = [self._states("@initial" if self.initial and in_walk else None)]
         if p.scanned:
             launches += [self._collect(after), *self._scan("@dstates", reverse=True)]
-        launches += [self._back(after if in_walk else None, to), self._grads(), self._gathered()]
+        launches += [self._back(after if in_walk else None, to), *self._grads()]
         if p.n_chunks:
             return launches
         if not p.scanned:
@@ -160,12 +164,26 @@ class DeltaCall:
         return None if self.gate is None else "@gates"
 
     @property
+    def _gated(self) -> int:
+        """What decays a state, as `walks` knows it."""
+        return int((walks.NONE if self.gate is None else walks.SCALAR).value)
+
+    @property
     def _bounds(self) -> str | None:
-        return "@bounds" if self.gate is not None and self.plan.scanned else None
+        return "@bounds" if self._alive is not None and self.plan.scanned else None
 
     @property
     def _alive(self) -> str | None:
         return None if self.gate is None else "@alive"
+
+    @property
+    def _keys(self) -> list[str]:
+        """Queries and keys of walks."""
+        return ["q", "k"]
+
+    @property
+    def _strength(self) -> str | None:
+        return "@strength"
 
     def _scan(self, states: str, reverse: bool) -> list[LaunchSpec]:
         """What enters segments, from what each of them leaves."""
@@ -186,7 +204,7 @@ class DeltaCall:
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
         reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
         constants = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "V": p.V, "BV": how.cols}
-        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.gate is not None}
+        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self._alive is not None}
         return LaunchSpec(
             "join", how, (panels, p.B * p.H, 1), tuple(x or "q" for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
@@ -199,7 +217,7 @@ class DeltaCall:
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
         sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
-        constants = sizes | {"GATED": self.gate is not None, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        constants = sizes | {"GATED": self._gated, "PACKED": p.docs > 0} | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"
         return LaunchSpec(
             kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
@@ -235,7 +253,8 @@ class DeltaCall:
         """A walk over the chunks of segments."""
         p = self.plan
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
-        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
+        given = self._strides([x if x in self._keys or x == "do" else None for x in inputs])
+        numbers: list[int | float | str] = [*given, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
         numbers += [self.scale] if scaled else []
         grid = panels, p.B * p.H, p.n_seg
         return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
@@ -243,7 +262,7 @@ class DeltaCall:
     def _summarize(self, given: str | None) -> LaunchSpec:
         return self._launch(
             "summarize", self.plan.tiles.states,
-            ["k", "@strength", "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
+            [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
             ["k"], BOUNDARY=given is not None,
         )  # fmt: skip
@@ -252,7 +271,7 @@ class DeltaCall:
         states, final = "@states" if self.plan.scanned else None, "@final" if self.ends else None
         return self._launch(
             "output", self.plan.tiles.output,
-            ["q", "k", "@strength", "@u", "@w", "@scores", self._gates, "@o", states, given, final],
+            [*self._keys, self._strength, "@u", "@w", "@scores", self._gates, "@o", states, given, final],
             ("@o", *named(final)), ["q", "k"], scaled=True,
             ENTERS=self.plan.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
@@ -261,14 +280,14 @@ class DeltaCall:
         states = "@states" if self.plan.scanned else None
         return self._launch(
             "states", self.plan.tiles.states,
-            ["k", "@strength", "@u", "@w", self._gates, "@errors", states, given, "@entering"],
+            [self._keys[1], self._strength, "@u", "@w", self._gates, "@errors", states, given, "@entering"],
             ("@errors", "@entering"), ["k"], ENTERS=self.plan.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _collect(self, after: str | None) -> LaunchSpec:
         return self._launch(
             "collect", self.plan.tiles.back,
-            ["q", "k", "@do", "@strength", "@w", "@scores", self._gates, self._bounds, "@dstates", after],
+            [*self._keys, "@do", self._strength, "@w", "@scores", self._gates, self._bounds, "@dstates", after],
             ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
         )  # fmt: skip
 
@@ -276,7 +295,7 @@ class DeltaCall:
         dstates = "@dstates" if self.plan.scanned else None
         return self._launch(
             "back", self.plan.tiles.back,
-            ["q", "k", "@do", "@strength", "@w", "@scores", self._gates, "@derrors", dstates, after, to, "@leaving"],
+            [*self._keys, "@do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to, "@leaving"],
             ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
             ENTERS=self.plan.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
@@ -285,15 +304,16 @@ class DeltaCall:
     def _tiles_of_keys(self) -> int:
         return -(-self.plan.K // self.plan.tiles.grads.cols)
 
-    def _grads(self) -> LaunchSpec:
+    def _grads(self) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
         pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", "@parts"]
         numbers = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
-        return self._spec(
+        grads = self._spec(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), pointers, pointers[-4:], numbers,
             {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
         )  # fmt: skip
+        return [grads, self._gathered()]
 
     def _gathered(self) -> LaunchSpec:
         p, how = self.plan, Launch(min(32, 1 << (self.plan.H - 1).bit_length()), 4, 1)

@@ -24,7 +24,8 @@ class Tiles:
     """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched.
 
     `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time. `copies`: what
-    chunks read is copied to shared memory ahead, by the kernels in Gluon, whose walks have 64 columns.
+    chunks read is copied to shared memory ahead, by the kernels in Gluon, whose walks have 64 columns. Kernels of `channels` go over tiles
+    of so many key channels; `channel_width`: columns of values that `channel_parts` has at once.
     """
 
     chunk: int
@@ -35,6 +36,10 @@ class Tiles:
     back: Launch
     grads: Launch
     values_of_grads: int
+    channel_scores: Launch
+    channel_parts: Launch
+    channel_grads: Launch
+    channel_width: int
     copies: bool = False
 
 
@@ -81,10 +86,16 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
     if dtype == torch.bfloat16:
         wide = part if packed else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        grads, copies = Launch(keys, 4, 1), gluon and {K, V} <= {64, 128}
-        return Tiles(_chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, grads, block, copies)
+        few_keys = min(keys, 32)
+        return Tiles(
+            _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(keys, 4, 1), block,
+            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
+        )  # fmt: skip
     walk = Launch(narrow, 4, 1)
-    return Tiles(_chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(keys, 8, 1), narrow)
+    return Tiles(
+        _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(keys, 8, 1), narrow,
+        Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 4, 1), narrow,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,7 +105,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
-    Long heads whose states decay are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
+    gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
     others, columns of the state are spread over more programs instead, where heads are few.
 
     gluon: whether kernels in Gluon may be launched.

@@ -1,9 +1,10 @@
 """Walks of the delta engine over the chunks of a segment, with the state in registers.
 
 A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W, beta, the scores of
-queries and the cumulative gates b come from `prepare` and `values`. A state of 64 columns or more is held transposed,
-[BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at least. All
-that has the state's columns is held likewise.
+queries and the cumulative gates b come from `prepare` and `values`. Where each channel has a gate, keys and queries
+come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held
+transposed, [BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at
+least. All that has the state's columns is held likewise.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from flexsp.runtime.launch import begin
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
 _MANY = tl.constexpr(128)
 _TURNED = tl.constexpr(64)
+NONE = tl.constexpr(0)
+SCALAR = tl.constexpr(1)
+CHANNEL = tl.constexpr(2)
+"""What decays a state, GATED below: nothing, a gate a token, a gate a token and key channel."""
 
 
 @triton.jit
 def load_gates(gates, chunk, C: tl.constexpr, GATED: tl.constexpr):
-    """Cumulative log2 decay [C] of a chunk, and its last value; zeros where nothing decays."""
-    if GATED:
+    """Cumulative log2 decay [C] of a chunk, and its last value; zeros where no gate is that of a token."""
+    if GATED == SCALAR:
         b = tl.load(gates + chunk * C + tl.arange(0, C))
         end = tl.load(gates + chunk * C + C - 1)
     else:
@@ -142,6 +147,50 @@ def _square(base, C: tl.constexpr):
 
 
 @triton.jit
+def _keys(
+    base, start, stride_t, length, chunk, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Keys or queries [C, K] of a chunk."""
+    if GATED == CHANNEL:
+        rows = load_rows(base + chunk * C * K, K, C, 0, C, K, BK)
+    else:
+        rows = load_rows(base + start * stride_t, stride_t, length, 0, C, K, BK)
+    return rows
+
+
+@triton.jit
+def _strength(strengths, chunk, C: tl.constexpr, GATED: tl.constexpr):
+    """The strength of each token, in fp32; with gates of channels it is in the keys."""
+    if GATED == CHANNEL:
+        found = tl.full([C], 1.0, tl.float32)
+    else:
+        found = tl.load(strengths + chunk * C + tl.arange(0, C))
+    return found
+
+
+@triton.jit
+def _gates(gates, chunk, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr):
+    """As `load_gates`; with gates of channels what is left of each [BK], in place of the last value."""
+    if GATED == CHANNEL:
+        rows = tl.arange(0, BK)
+        b = tl.zeros([C], tl.float32)
+        end = tl.load(gates + chunk * K + rows, mask=rows < K, other=0.0)
+    else:
+        b, end = load_gates(gates, chunk, C, GATED)
+    return b, end
+
+
+@triton.jit
+def _decayed(S, end, BV: tl.constexpr, GATED: tl.constexpr):
+    """The state after a chunk that writes nothing."""
+    if GATED == CHANNEL:
+        S = S * (end[None, :] if BV >= _TURNED else end[:, None])
+    elif GATED == SCALAR:
+        S = S * power(end)
+    return S
+
+
+@triton.jit
 def _errors(S, uc, wc, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """U - W S."""
     return _turned(uc).to(tl.float32) - _read(S, wc, BV, DOT, PREC)
@@ -152,10 +201,12 @@ def _after(
     S, kc, errors, beta, b, end, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """The state after a chunk."""
-    if GATED:
-        S = S * power(end)
+    S = _decayed(S, end, BV, GATED)
+    if GATED == SCALAR:
         beta = beta * power(end - b)
-    return S + _written(errors * _by_token(beta, BV), kc, BV, DOT, PREC)
+    if GATED != CHANNEL:
+        errors = errors * _by_token(beta, BV)
+    return S + _written(errors, kc, BV, DOT, PREC)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -183,7 +234,7 @@ def summarize(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     n0 = c0
-    if GATED:
+    if GATED == SCALAR:
         walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, False)
         tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
         n0 = c1 - walked if of_state else c0 if lives else c1
@@ -196,9 +247,9 @@ def summarize(
                 S = _zeros(BK, BV)
                 if BOUNDARY:
                     S = _state(boundary + (doc * H + h) * K * V, v0, of_state, K, V, BK, BV)
-        bc, end = load_gates(gates, at, C, GATED)
-        strength = tl.load(strengths + at * C + tl.arange(0, C))
-        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        bc, end = _gates(gates, at, C, K, BK, GATED)
+        strength = _strength(strengths, at, C, GATED)
+        kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C if of_state else 0, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         errors = _errors(S, uc, wc, BV, DOT, PREC)
@@ -242,13 +293,15 @@ def output(
                 S = _zeros(BK, BV)
                 if BOUNDARY:
                     S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
-        bc, end = load_gates(gates, at, C, GATED)
-        strength = tl.load(strengths + at * C + tl.arange(0, C))
-        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        bc, end = _gates(gates, at, C, K, BK, GATED)
+        strength = _strength(strengths, at, C, GATED)
+        kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
-        oc = _read(S, qc, BV, DOT, PREC) * _by_token(power(bc) * scale, BV)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        oc = _read(S, qc, BV, DOT, PREC)
+        if GATED != CHANNEL:
+            oc = oc * _by_token(power(bc) * scale, BV)
         errors = _errors(S, uc, wc, BV, DOT, PREC)
         pc = _square(scores + at * C * C, C)
         oc += _written(errors, tl.trans(pc), BV, DOT, PREC)
@@ -286,9 +339,9 @@ def states(
                 S = _zeros(BK, BV)
                 if BOUNDARY:
                     S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
-        bc, end = load_gates(gates, at, C, GATED)
-        strength = tl.load(strengths + at * C + tl.arange(0, C))
-        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        bc, end = _gates(gates, at, C, K, BK, GATED)
+        strength = _strength(strengths, at, C, GATED)
+        kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         errors = _errors(S, uc, wc, BV, DOT, PREC)
@@ -304,13 +357,16 @@ def _before(
 ):  # fmt: skip
     """Gradients of the state before a chunk, and of its errors; of_outputs [C, BV] is that of its outputs."""
     given = _turned(of_outputs)
-    weighted = given.to(tl.float32) * _by_token(power(b) * scale, BV)
-    if GATED:
-        beta = beta * power(end - b)
-    dN = _read(dS, kc, BV, DOT, PREC) * _by_token(beta, BV)
+    dN = _read(dS, kc, BV, DOT, PREC)
+    if GATED == CHANNEL:
+        weighted = given
+    else:
+        weighted = given.to(tl.float32) * _by_token(power(b) * scale, BV)
+        if GATED == SCALAR:
+            beta = beta * power(end - b)
+        dN = dN * _by_token(beta, BV)
     dN += _written(given, pc, BV, DOT, PREC)
-    if GATED:
-        dS = dS * power(end)
+    dS = _decayed(dS, end, BV, GATED)
     dS += _written(weighted, qc, BV, DOT, PREC)
     dS -= _written(dN, wc, BV, DOT, PREC)
     return dS, dN
@@ -335,7 +391,7 @@ def collect(
     dS = _zeros(BK, BV)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    if GATED:
+    if GATED == SCALAR:
         walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, True)
         c1 = c0 + walked
     for n in range(c0, c1):
@@ -347,10 +403,10 @@ def collect(
                 dS = _zeros(BK, BV)
                 if BOUNDARY:
                     dS = _state(boundary + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
-        bc, end = load_gates(gates, at, C, GATED)
-        strength = tl.load(strengths + at * C + tl.arange(0, C))
-        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
-        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        bc, end = _gates(gates, at, C, K, BK, GATED)
+        strength = _strength(strengths, at, C, GATED)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _square(scores + at * C * C, C)
@@ -397,10 +453,10 @@ def back(
                 if BOUNDARY:
                     dS = _state(dfinal + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         _keep(leaving + at * V * K, dS, v0, V, BV, K, BK)
-        bc, end = load_gates(gates, at, C, GATED)
-        strength = tl.load(strengths + at * C + tl.arange(0, C))
-        qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
-        kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
+        bc, end = _gates(gates, at, C, K, BK, GATED)
+        strength = _strength(strengths, at, C, GATED)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _square(scores + at * C * C, C)

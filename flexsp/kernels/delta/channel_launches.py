@@ -1,0 +1,134 @@
+"""The launches of a call of the delta engine with a gate a key channel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flexsp.kernels.delta import channels, walks
+from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, step
+from flexsp.kernels.primitives import dots
+
+__all__ = ["ChannelCall"]
+
+_F32 = torch.float32
+_KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (
+        channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_values,
+        channels.channel_parts, channels.channel_grads,
+    )
+}  # fmt: skip
+
+
+class ChannelCall(DeltaCall):
+    """As `DeltaCall`. ``@reads``, ``@writes`` and ``@decay`` of chunks are there for queries, keys and gates in walks.
+
+    ``@parts``, ``@dwrites`` and ``@dpairs`` lie in place of the states and errors that they are made of where these are
+    large enough.
+    """
+
+    def kernel(self, spec: LaunchSpec) -> Any:
+        return _KERNELS.get(spec.kind) or super().kernel(spec)
+
+    def buffer(self, name: str) -> Buffer:
+        p, C = self.plan, self.plan.tiles.chunk
+        half = self.dtype if self.dtype == torch.bfloat16 else _F32
+        chunks = p.B * p.H, p.n_chunks
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "@blocks": (half, (channels.matrices(C), C, C)),
+            "@reads": (half, (*chunks, C, p.K)),
+            "@writes": (half, (*chunks, C, p.K)),
+            "@sizes": (torch.int32, (*chunks, -(-p.K // p.tiles.channel_scores.cols))),
+            "@decay": (_F32, (*chunks, p.K)),
+            "@kept": (_F32, (*chunks, p.K)),
+            "@dbeta": (_F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
+            "@parts": (half, (*chunks, 2 * C, p.K)),
+            "@dwrites": (half, (*chunks, 2 * C, p.K)),
+            "@dpairs": (half, (*chunks, 2 * C, C)),
+            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H, p.K)),
+        }
+        return Buffer(*found[name]) if name in found else super().buffer(name)
+
+    @property
+    def _gates(self) -> str | None:
+        return "@decay"
+
+    @property
+    def _gated(self) -> int:
+        return int(walks.CHANNEL.value)
+
+    @property
+    def _alive(self) -> str | None:
+        return None
+
+    @property
+    def _keys(self) -> list[str]:
+        return ["@reads", "@writes"]
+
+    @property
+    def _strength(self) -> str | None:
+        return None
+
+    def _chunkwise(
+        self, kind: str, how: Launch, pointers: Sequence[str], writes: Sequence[str],
+        numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
+    ) -> LaunchSpec:  # fmt: skip
+        """A program a chunk; what it writes `in_place` it reads first."""
+        p = self.plan
+        reads = tuple(x for x in dict.fromkeys(pointers) if x not in writes or x in in_place)
+        given = {"K": p.K, "COLS": how.cols, "C": p.tiles.chunk, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        return LaunchSpec(
+            kind, how, (p.n_chunks, p.B * p.H, 1), (*pointers, "@table" if p.docs else "q"), reads, tuple(writes),
+            tuple(numbers), given, how.options,
+        )  # fmt: skip
+
+    def _prepared(self) -> list[LaunchSpec]:
+        """What is made of chunks before states are known."""
+        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
+        scores = self._chunkwise(
+            "channel_scores", t.channel_scores, [*names, "@blocks", *made], made, [*names, p.T, p.H, self.scale]
+        )
+        inverse = LaunchSpec(
+            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
+            constants={"C": t.chunk}, options=t.prepare.options,
+        )  # fmt: skip
+        values = self._chunkwise(
+            "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
+        )
+        blocks = LaunchSpec(
+            "channel_blocks", Launch(0, 4, 1), (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
+            constants={"C": t.chunk}, options=Launch(0, 4, 1).options,
+        )  # fmt: skip
+        return [blocks, scores, inverse, values]
+
+    def _grads(self) -> list[LaunchSpec]:
+        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        around = ["@entering", "@leaving", "@errors"]
+        width = t.channel_width
+        in_place = width >= p.V >= 2 * t.chunk
+        left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
+        rows = p.V if in_place else 2 * t.chunk
+        parts = self._chunkwise(
+            "channel_parts", t.channel_parts,
+            ["@do", "@inverse", "@errors", "@derrors", *around[:2], "d.v", "@kept", *left],
+            ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=width, ROWS=rows,
+        )  # fmt: skip
+        to_beta = f"d.{self.beta}"
+        whole = t.channel_grads.cols >= p.K
+        made = ["d.q", "d.k", to_beta if whole else "@dbeta", f"d.{self.gate}"]
+        grads = self._chunkwise(
+            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", "@kept", *left, *made], made,
+            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
+        )  # fmt: skip
+        grads = replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))
+        return [parts, grads] if whole else [parts, grads, step("sum", _sum, ("@dbeta",), (to_beta,))]
+
+
+def _sum(parts: torch.Tensor, to: torch.Tensor) -> None:
+    to.copy_(parts.sum(0))

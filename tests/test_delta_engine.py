@@ -52,11 +52,11 @@ GATES = {"as models have them": None, "strong": (-30.0, -4.0), "slow": (-0.002, 
 @pytest.mark.parametrize("gates", GATES)
 def test_segments(gates: str, folder: str) -> None:
     """With a horizon within a segment and beyond all; documents over segments; over ranks."""
-    given = {"T": 360, "gates": GATES[gates], "segments": MANY_SEGMENTS}
     bounds, lengths = (0, 0, 30, 240, 250, 360), (230, 0, 130)
+    given = {"T": 360, "gates": GATES[gates], "segments": MANY_SEGMENTS}
     check_runs(folder, runs("gated_deltanet", H=1, **given), runs("gated_deltanet", bounds=bounds, **given))
     over_ranks = [runs("gated_deltanet", H=1, lengths=lengths, bounds=bounds, **given)]
-    if gates in ("slow", "growth"):  # all of a rank's tokens count for its neighbours
+    if gates in ("slow", "growth", "strong"):  # a rank's matrix counts, or has to be nothing
         over_ranks.append(runs("gated_deltanet", lengths=lengths, **given))
     check_runs(folder, *over_ranks)
 

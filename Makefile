@@ -35,7 +35,8 @@ demo: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    examples/train_lm.py --name $(NAME) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+    --durations=10
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)

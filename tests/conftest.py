@@ -31,6 +31,19 @@ _MADE = "FLEXSP_CODE_DIR" not in os.environ  # by this process, not by the one t
 if _MADE:
     os.environ["FLEXSP_CODE_DIR"] = tempfile.mkdtemp(prefix="flexsp-tests-")
 
+# Files that take longest, in this order: two workers that take whole files end together if these come first.
+LONGEST = (
+    "test_delta_engine", "test_horizon_generated", "test_generated_offline", "test_triton_engine", "test_package",
+    "test_unusual_tensors", "test_scalar_decay", "test_generated", "test_compile_diagonal", "test_torch_compile",
+    "test_compile_delta", "test_horizon", "test_dispatch", "test_nonfinite", "test_generated_programs", "test_devices",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first. Between themselves, tests of a file stay in order."""
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:

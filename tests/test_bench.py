@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp import ops
 from flexsp.bench import document, op, plot, ranks, record, table
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
@@ -88,6 +89,34 @@ def test_cases_run_and_give_every_gradient(name: str) -> None:
     assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
     assert ("g" in inputs) == CASES[name].gated
     assert "g" not in inputs or inputs["g"].max() <= 0
+    assert "beta" not in inputs or torch.allclose(inputs["k"].norm(dim=-1), torch.ones(()))
+
+
+def test_heads_share_keys_and_tokens_have_steps() -> None:
+    shared, steps = (
+        {key: tuple(x.shape) for key, x in make_inputs(CASES[name], Shape(1, 40, 4, 16, 8), torch.float32, CPU).items()}
+        for name in ("gated_delta_rule_shared_keys", "gated_delta_product")
+    )
+    v, qk, g = (1, 40, 4, 8), (1, 40, 2, 16), (1, 40, 4)
+    assert shared == {"q": qk, "k": qk, "v": v, "g": g, "beta": g, "do": v}
+    q, k = (1, 40, 4, 16), (1, 80, 4, 16)
+    assert steps == {"q": q, "k": k, "v": (1, 80, 4, 8), "g": g, "beta": (1, 80, 4), "do": v}
+
+
+def test_gates_are_drawn_as_asked() -> None:
+    def drawn(gates: str, name: str = "gated_delta_rule") -> torch.Tensor:
+        shape = Shape(1, 400, 64, 8, 4)
+        return make_inputs(CASES[name], shape, torch.float32, CPU, gates=gates)["g"].detach().double()
+
+    assert not drawn("none").any() and drawn("initialised", "kda").shape == (1, 400, 64, 8)
+    torch.testing.assert_close(drawn("usual").neg().expm1().log().neg().mean().item(), 3.0, rtol=0, atol=0.05)
+    g = drawn("initialised")  # the median over tokens is -A dt
+    middle = -g.median(dim=1).values
+    assert g.max() <= 0 and 0 <= middle.min() < 0.02 and 0.2 < middle.max() < 16 * 0.12
+    with pytest.raises(ValueError, match="gates: expected one of usual, initialised, none, got 'strong'"):
+        drawn("strong")
+    with pytest.raises(ValueError, match="H: expected a multiple of 2 for gated_delta_rule_shared_keys, got 3"):
+        make_inputs(CASES["gated_delta_rule_shared_keys"], Shape(1, 4, 3, 4, 4), torch.float32, CPU)
 
 
 def test_floor_counts_inputs_and_outputs() -> None:
@@ -98,6 +127,18 @@ def test_floor_counts_inputs_and_outputs() -> None:
     assert CASES["linear_attn"].floor_bytes(shape, 2, backward=True) == 11 * one
     gate = 65536 * 32 * 4
     assert CASES["simple_gla"].floor_bytes(shape, 2, backward=True) == 11 * one + 3 * gate
+    beta = 65536 * 32 * 2
+    floors = {
+        name: [CASES[name].floor_bytes(shape, 2, backward) for backward in (False, True)]
+        for name in ("delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product")
+    }
+    assert floors == {
+        "delta_rule": [4 * one + beta, 11 * one + 3 * beta],
+        "gated_delta_rule": [4 * one + gate + beta, 11 * one + 3 * (gate + beta)],
+        "gated_delta_rule_shared_keys": [3 * one + gate + beta, 8 * one + 3 * (gate + beta)],
+        "kda": [4 * one + 128 * gate + beta, 11 * one + 3 * (128 * gate + beta)],
+        "gated_delta_product": [6 * one + gate + 2 * beta, 17 * one + 3 * (gate + 2 * beta)],
+    }
     assert 4 * one / 4.3e9 == pytest.approx(0.50, abs=0.005)
 
 
@@ -143,20 +184,7 @@ def test_commit_comes_from_the_environment_or_git(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bench_op_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "bench",
-        "op",
-        "--T",
-        "40,64",
-        "--device",
-        "cpu",
-        "--cold",
-        "",
-        "--ops",
-        "simple_gla",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ["bench", "op", "--T", "40,64", "--device", "cpu", "--ops", "simple_gla", "--out", str(tmp_path)]
     assert main([*words, *TOY]) == 0
     printed = capsys.readouterr().out
     (path,) = tmp_path.glob("op_cpu_*.json")
@@ -174,6 +202,46 @@ def test_bench_op_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--ops simple_gla" in lines[-1]
 
 
+def test_a_table_has_the_second_baseline_where_it_ran() -> None:
+    rows = [_row("gated_delta_rule", 4096, mode, "flexsp", 1.0) for mode in ("fwd", "fwd_bwd")]
+    rows += [_row("gated_delta_rule", 4096, "fwd", "fla", 2.0), _row("gated_delta_rule", 4096, "fwd", "flashqla", 4.0)]
+    rows += [_row("kda", 4096, "fwd", "flexsp", 3.0)]
+    rows += [{"case": "gated_delta_rule", "T": 4096, "mode": "fwd_bwd", "provider": "fla", "error": "refused it"}]
+    lines = table.op_table({"rows": rows, "cold": []}).splitlines()
+    assert "| flash-linear-attention ms | ratio | FlashQLA ms | ratio | memory floor ms |" in lines[0]
+    assert lines[2].startswith("| gated_delta_rule | 4096 | fwd | 1.000 | 2.000 | 0.50 | 4.000 | 0.25 | 0.500 |")
+    assert lines[3].startswith("| gated_delta_rule | 4096 | fwd+bwd | 1.000 | refused |  |  |  | 0.500 |")
+    assert lines[4].startswith("| kda | 4096 | fwd | 3.000 |  |  |  |  | 0.500 |")
+    assert "FlashQLA" not in table.op_table({"rows": rows[:3], "cold": []})
+
+
+def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is called with its own names of the inputs; what raises is reported by provider and mode."""
+    called: list[tuple[str, bool, list[str]]] = []
+
+    def peer(module: str) -> SimpleNamespace:
+        def op(**given: Any) -> tuple[torch.Tensor, None]:
+            called.append((module, torch.is_grad_enabled(), sorted(given)))
+            if torch.is_grad_enabled() and module != "flash_qla":
+                raise RuntimeError("this release of Triton is refused")
+            return ops.chunk_gated_delta_rule(**given)
+
+        return SimpleNamespace(chunk_gated_delta_rule=op)
+
+    for module in ("fla.ops.gated_delta_rule", "flash_qla"):
+        monkeypatch.setitem(sys.modules, module, peer(module))
+    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    case = CASES["gated_delta_rule_shared_keys"]
+    inputs = make_inputs(case, Shape(1, 9, 2, 4, 4), torch.float32, CPU)
+    functions = op._functions(case, inputs, fla=True)
+    (refused,) = op._warm(functions, CPU)
+    assert (refused["provider"], refused["mode"]) == ("fla", "fwd_bwd") and "refused" in refused["error"]
+    ran = {(p, mode) for p in ("flexsp", "flashqla") for mode in ("fwd", "fwd_bwd")} | {("fla", "fwd")}
+    assert set(functions) == ran
+    given = ["beta", "g", "k", "q", "v"]
+    assert called == [(m, grad, given) for m in ("fla.ops.gated_delta_rule", "flash_qla") for grad in (False, True)]
+
+
 def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run in parts: rows of the same operator and length are replaced, others stay."""
     words = ["bench", "op", "--device", "cpu", "--out", str(tmp_path), *TOY]
@@ -186,6 +254,9 @@ def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     wanted = (("retention", 16), ("retention", 32), ("lightning", 32))
     assert found == [(*key, mode) for key in wanted for mode in ("fwd", "fwd_bwd")]
     assert result["environment"]["command"].count("flexsp bench op") == 2 and not path.exists()
+    assert result["gates"] == "usual"
+    assert main([*words, "--ops", "retention", "--T", "32", "--add", str(moved), "--gates", "none"]) == 1
+    assert "--add: expected a file of gates none, got usual" in capsys.readouterr().err
     result["environment"]["torch"] = "1.0"
     record.save(moved, result)
     assert main([*words, "--ops", "retention", "--T", "32", "--add", str(moved)]) == 1
@@ -193,20 +264,7 @@ def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_exhausted_time_limit_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "bench",
-        "op",
-        "--T",
-        "40",
-        "--device",
-        "cpu",
-        "--cold",
-        "",
-        "--time-limit",
-        "1e-9",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ["bench", "op", "--T", "40", "--device", "cpu", "--time-limit", "1e-9", "--out", str(tmp_path)]
     assert main([*words, *TOY]) == 0
     assert "skipped, past --time-limit" in capsys.readouterr().out
 

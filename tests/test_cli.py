@@ -19,13 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = {
     "doctor": ["--no-test", "--ranks"],
     "bench op": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
-        "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline", "--cold-timeout",
-        "--repeats", "--add", "--time-limit", "--bandwidth",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--ops",
+        "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
+        "--cold-timeout", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
     "bench scale": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--case", "--T-local",
-        "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches", "--state-segments",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--case",
+        "--T-local", "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches",
+        "--state-segments",
     ],
     "bench host": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
@@ -58,7 +59,7 @@ def test_flags_are_frozen() -> None:
 
 
 def test_names_agree_with_what_they_run() -> None:
-    from flexsp.bench.cases import CASES
+    from flexsp.bench.cases import CASES, GATES
     from flexsp.bench.ranks import SCHEDULES
     from flexsp.comm.transport import transports
     from flexsp.scan import schedules
@@ -70,6 +71,7 @@ def test_names_agree_with_what_they_run() -> None:
     assert scale.case == ["simple_gla"] and scale.ranks is None
     several = cli.parser().parse_args(["bench", "scale", "--case", "all", "--ranks", "1,2,4"])
     assert several.case == list(CASES) and several.ranks == [1, 2, 4]
+    assert [cli.parser().parse_args(["bench", "op", "--gates", x]).gates for x in GATES] == list(GATES)
 
 
 @pytest.mark.parametrize(

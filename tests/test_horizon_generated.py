@@ -13,6 +13,7 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.interpreted import poisoned
+from tests.marks import slow
 from tests.test_horizon import gates_of
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -89,12 +90,17 @@ def failures(sp: Any, name: str, kinds: tuple[str, ...], seed: int) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "retnet", "gla_own_bias"])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "retnet", *slow("gla_own_bias")])
 def test_gates_of_all_kinds(name: str, seed: int) -> None:
     """Whole and packed, with initial states and gradients of final ones."""
     kinds = (*KINDS, "one slow channel") if name.startswith("gla") else KINDS
     kinds = ("none", "one slow head", "huge") if name == "retnet" else kinds
     (found,) = run_ranks(failures, 1, name, kinds, seed, env=ENV)
+    assert not found, "\n".join(found)
+
+
+def test_gates_of_a_variant_with_a_parameter(seed: int) -> None:
+    (found,) = run_ranks(failures, 1, "gla_own_bias", ("some tens of tokens", "one slow channel"), seed, env=ENV)
     assert not found, "\n".join(found)
 
 

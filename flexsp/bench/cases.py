@@ -13,8 +13,9 @@ import torch
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["CASES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs", "variant_of"]
+__all__ = ["CASES", "GATES", "Case", "Shape", "baseline_available", "forward_backward", "make_inputs", "variant_of"]
 
+GATES = ("usual", "initialised", "none")
 Inputs = dict[str, torch.Tensor]
 Op = Callable[..., torch.Tensor]  # of the inputs and, for ours, of `sp`
 
@@ -39,7 +40,8 @@ class Shape:
 class Case:
     """One operator: ours, the baseline's name for it, and whether it takes gates, a head's or (wide) a channel's.
 
-    shared: one q and one k serve all heads.
+    shared: one q and one k serve all heads; groups: heads that share a q and a k; steps: rows of k, v and beta a token.
+    flashqla: FlashQLA's name for it.
     """
 
     name: str
@@ -50,46 +52,71 @@ class Case:
     wide: bool = False
     beta: bool = False
     shared: bool = False
+    groups: int = 1
+    steps: int = 1
+    flashqla: Op | None = None
 
     def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
         """Bytes of every input read once and every output written once; with backward, of both passes.
 
         Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates fp32 and beta: read, read, gradient written.
         """
-        qk, v = shape.tensors(itemsize)
-        qk //= shape.H if self.shared else 1
+        q, o = shape.tensors(itemsize)
+        q //= shape.H if self.shared else self.groups
+        qkv = q + self.steps * (q + o)
         gate = shape.B * shape.T * shape.H * 4 * (shape.K if self.wide else 1) if self.gated else 0
-        gate += shape.B * shape.T * shape.H * itemsize if self.beta else 0
-        total = 2 * qk + 2 * v + gate
+        gate += shape.B * shape.T * self.steps * shape.H * itemsize if self.beta else 0
+        total = qkv + o + gate
         if backward:
-            total += 4 * qk + 3 * v + 2 * gate
+            total += 2 * qkv + o + 2 * gate
         return total
 
 
-def make_inputs(case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
-    """Fresh random leaves q, k, v (and log gates g <= 0), and the output gradient do."""
+def make_inputs(
+    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, gates: str = "usual"
+) -> Inputs:
+    """Fresh random leaves q, k, v (and log gates g <= 0, one of `GATES`), and the output gradient do."""
+    if shape.H % case.groups:
+        raise ValueError(f"H: expected a multiple of {case.groups} for {case.name}, got {shape.H}")
     generator = torch.Generator(device=device).manual_seed(seed)
+    rows = shape.T * case.steps
 
-    def normal(width: int, heads: int = shape.H) -> torch.Tensor:
-        size = (shape.B, shape.T, heads, width)
+    def normal(width: int, heads: int = shape.H, tokens: int = shape.T) -> torch.Tensor:
+        size = (shape.B, tokens, heads, width)
         return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
-    q, k = (normal(shape.K, 1 if case.shared else shape.H) for _ in range(2))
+    keys = 1 if case.shared else shape.H // case.groups
+    q, k = normal(shape.K, keys), normal(shape.K, keys, rows)
     if case.positive:
         q, k = q.abs_(), k.abs_()
-    inputs = {"q": q, "k": k, "v": normal(shape.V)}
-    heads = (shape.B, shape.T, shape.H)
+    inputs = {"q": q, "k": k, "v": normal(shape.V, tokens=rows)}
     if case.gated:
-        size = (*heads, shape.K) if case.wide else heads
-        raw = torch.randn(size, device=device, generator=generator)
-        inputs["g"] = torch.nn.functional.logsigmoid(raw + 3.0)
+        size = (shape.B, shape.T, shape.H, *([shape.K] if case.wide else []))
+        inputs["g"] = _gates(gates if case.name != "mamba2" else "usual", size, generator)
     if case.beta:
         inputs["k"] = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
-        inputs["beta"] = torch.randn(heads, device=device, generator=generator).sigmoid().to(dtype)
+        raw = torch.randn(shape.B, rows, shape.H, device=device, generator=generator)
+        inputs["beta"] = raw.sigmoid().to(dtype)
     for tensor in inputs.values():
         tensor.requires_grad_()
     inputs["do"] = normal(shape.V)
     return inputs
+
+
+def _gates(kind: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Log gates [B, T, H] or [B, T, H, K]. "initialised": -A softplus(N(0, 1) + b), with A uniform in 0..16 a head and
+    softplus(b) log-uniform in 0.001..0.1 a head, or a channel: as layers begin."""
+    if kind not in GATES:
+        raise ValueError(f"gates: expected one of {', '.join(GATES)}, got {kind!r}")
+    device = generator.device
+    if kind == "none":
+        return torch.zeros(size, device=device)
+    raw = torch.randn(size, device=device, generator=generator)
+    if kind == "usual":
+        return torch.nn.functional.logsigmoid(raw + 3.0)
+    A = 16 * torch.rand(size[2], *[1] * (len(size) - 3), device=device, generator=generator)
+    dt = 1e-3 * 100 ** torch.rand(size[2:], device=device, generator=generator)
+    return -A * torch.nn.functional.softplus(raw + dt.expm1().log())
 
 
 def forward_backward(op: Op, inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -192,6 +219,35 @@ def _fla_delta_rule(x: Inputs) -> torch.Tensor:
     return chunk_delta_rule(x["q"], x["k"], x["v"], x["beta"])[0]
 
 
+def _delta(name: str, **constants: Any) -> Op:
+    """One of our chunked delta rules; all inputs but do have its arguments' names."""
+
+    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+        op = getattr(importlib.import_module("flexsp.ops"), f"chunk_{name}")
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, sp=sp)[0]
+        return o
+
+    return run
+
+
+def _peer_delta(module: str, name: str, **constants: Any) -> Op:
+    """The same of another library, which is imported by the first call."""
+
+    def run(x: Inputs) -> torch.Tensor:
+        op = getattr(importlib.import_module(module), f"chunk_{name}")
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants)[0]
+        return o
+
+    return run
+
+
+def _delta_case(name: str, op: str, gated: bool = True, flashqla: bool = False, **options: Any) -> Case:
+    constants = {"num_householder": options["steps"]} if "steps" in options else {}
+    peer = _peer_delta("flash_qla", op) if flashqla else None
+    ours, fla = _delta(op, **constants), _peer_delta(f"fla.ops.{op}", op, **constants)
+    return Case(name, ours, fla, gated=gated, beta=True, flashqla=peer, **options)
+
+
 # flash-linear-attention's gated backward refuses Triton 3.4 to 3.7.0 on Hopper (its issue 640).
 CASES = {
     case.name: case
@@ -205,5 +261,10 @@ CASES = {
         Case("generated_simple_gla", _generated("simple_gla"), None, gated=True),
         Case("generated_gla", _generated("gla"), _fla_gla, gated=True, wide=True),
         Case("generated_deltanet", _generated("deltanet", beta="b"), _fla_delta_rule, gated=False, beta=True),
+        _delta_case("delta_rule", "delta_rule", gated=False),
+        _delta_case("gated_delta_rule", "gated_delta_rule", flashqla=True),
+        _delta_case("gated_delta_rule_shared_keys", "gated_delta_rule", flashqla=True, groups=2),
+        _delta_case("kda", "kda", wide=True),
+        _delta_case("gated_delta_product", "gated_delta_product", steps=2),
     )
 }

@@ -6,6 +6,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,10 @@ def _functions(case: Case, inputs: dict[str, torch.Tensor], fla: bool) -> dict[t
     if fla and baseline is not None:
         functions["fla", "fwd"] = forward(baseline)
         functions["fla", "fwd_bwd"] = lambda: forward_backward(baseline, inputs)
+    flashqla = case.flashqla
+    if fla and flashqla is not None and find_spec("flash_qla") is not None:
+        functions["flashqla", "fwd"] = forward(flashqla)
+        functions["flashqla", "fwd_bwd"] = lambda: forward_backward(flashqla, inputs)
     return functions
 
 
@@ -160,7 +165,7 @@ def _warm(functions: dict[tuple[str, str], Callable[[], object]], device: torch.
                 raise
             refused.append({"provider": key[0], "mode": key[1], "error": f"{type(error).__name__}: {error}"[:300]})
             del functions[key]
-        print(f"    {key[0]:7s}{key[1]:8s} first call {time.perf_counter() - began:7.2f} s", flush=True)
+        print(f"    {key[0]:9s}{key[1]:8s} first call {time.perf_counter() - began:7.2f} s", flush=True)
     return refused
 
 
@@ -168,7 +173,7 @@ def _run_case(
     case: Case, shape: Shape, args: argparse.Namespace, device: torch.device, fla: bool, gb_s: float | None
 ) -> list[Row]:
     dtype = getattr(torch, args.dtype)
-    inputs = make_inputs(case, shape, dtype, device)
+    inputs = make_inputs(case, shape, dtype, device, gates=args.gates)
     functions = _functions(case, inputs, fla)
     rows: list[Row] = [{"case": case.name, "T": shape.T, **row} for row in _warm(functions, device)]
     for mode in ("fwd", "fwd_bwd"):
@@ -197,7 +202,7 @@ def _run_case(
 
 def _print_rows(rows: list[Row]) -> None:
     for row in rows:
-        head = f"  {row['case']:23s}{row['T']:7d} {row['mode']:8s}{row['provider']:7s}"
+        head = f"  {row['case']:29s}{row['T']:7d} {row['mode']:8s}{row['provider']:9s}"
         if "error" in row:
             print(f"{head} {row['error']}", flush=True)
             continue
@@ -230,6 +235,7 @@ def _empty_result(
         "rows": [],
         "cold": [],
         "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
+        "gates": args.gates,
         "method": "CUDA events, L2 flushed before each run, providers interleaved; ms includes launch gaps, device_ms "
         "has the host running ahead; floor = bytes of inputs and outputs / bandwidth; peak memory and first calls are "
         "repeated, first calls in fresh processes",
@@ -290,6 +296,8 @@ def _continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"--add: expected a file of {what} {found[0]}, got {found[1]} in {path}")
     if old["shape"] != new["shape"]:
         raise ValueError(f"--add: expected a file of shape {new['shape']}, got {old['shape']} in {path}")
+    if old.get("gates", "usual") != new["gates"]:
+        raise ValueError(f"--add: expected a file of gates {new['gates']}, got {old.get('gates', 'usual')} in {path}")
     old.pop("skipped", None)
     old["environment"]["command"] += "; " + new["environment"]["command"]
     old["baseline_missing"] = old["baseline_missing"] and new["baseline_missing"]

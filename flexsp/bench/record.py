@@ -67,6 +67,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "flash_linear_attention": version_of("flash-linear-attention") or version_of("fla-core"),
+        "flash_qla": version_of("flash-qla"),
         "device": "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }

@@ -74,6 +74,7 @@ def _scale_rows(
         getattr(torch, args.dtype),
         device,
         seed=aligned.sp.rank,
+        gates=args.gates,
     )
     for sp in sps.values():
         sp.set_lengths([T] * world)
@@ -258,6 +259,7 @@ def _empty_result(args: argparse.Namespace, first: SequenceParallel, sps: dict[s
         "kind": "scale",
         "environment": {**environment(first.device, args.argv), "world_size": first.world_size},
         "shape": {"B": args.B, "H": args.H, "K": args.K, "V": args.V, "dtype": args.dtype},
+        "gates": args.gates,
         "method": "every run starts after an all-reduce of one number on the stream, host running ahead; ms is the "
         "slowest rank's of each run; T1 is the slowest rank's median with sp=False in the same loop",
         "transports": {name: sp.transport for name, sp in sps.items()},

@@ -32,6 +32,10 @@ def footer(result: Result) -> str:
     parts += [f"{name} {env[key]}" for name, key in (("Triton", "triton"), ("driver", "driver")) if env.get(key)]
     if result["kind"] == "op" and not result["baseline_missing"] and env.get("flash_linear_attention"):
         parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
+    if any(row.get("provider") == "flashqla" for row in result.get("rows", [])):
+        parts.append(f"FlashQLA {env['flash_qla']}")
+    if result.get("gates", "usual") != "usual":
+        parts.append(f"gates {result['gates']}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
     return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{env['command']}`"
 
@@ -40,6 +44,10 @@ def _ms(row: Result | None) -> str:
     if row is None:
         return ""
     return f"{row['ms']['median']:.3f}" if "ms" in row else "refused"
+
+
+def _ratio(ours: Result, theirs: Result | None) -> str:
+    return f"{ours['ms']['median'] / theirs['ms']['median']:.2f}" if theirs and "ms" in theirs else ""
 
 
 def shown(value: float | dict[str, float] | None, digits: int, unit: str = "") -> str:
@@ -52,18 +60,23 @@ def shown(value: float | dict[str, float] | None, digits: int, unit: str = "") -
 
 
 def op_table(result: Result) -> str:
-    """Ours and the baseline in ms, their ratio, the memory floor, peak memory: one line per op, T and pass."""
+    """Ours and the baselines in ms, their ratio, the memory floor, peak memory: one line per op, T and pass."""
     keyed = {(r["case"], r["T"], r.get("mode"), r["provider"]): r for r in result["rows"]}
+    flashqla = any(provider == "flashqla" for *_, provider in keyed)
     lines = []
     for case, T, mode, provider in keyed:
         if provider != "flexsp":
             continue
         ours, theirs = keyed[case, T, mode, "flexsp"], keyed.get((case, T, mode, "fla"))
-        ratio = f"{ours['ms']['median'] / theirs['ms']['median']:.2f}" if theirs and "ms" in theirs else ""
+        second = keyed.get((case, T, mode, "flashqla"))
         floor = "" if ours["floor_ms"] is None else f"{ours['floor_ms']:.3f}"
         peaks = [shown(row.get("peak_gib"), 1) if row else "" for row in (ours, theirs)]
-        lines.append([case, str(T), mode.replace("fwd_bwd", "fwd+bwd"), _ms(ours), _ms(theirs), ratio, floor, *peaks])
-    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio", "memory floor ms"]
+        times = [_ms(ours), _ms(theirs), _ratio(ours, theirs)]
+        times += [_ms(second), _ratio(ours, second)] if flashqla else []
+        lines.append([case, str(T), mode.replace("fwd_bwd", "fwd+bwd"), *times, floor, *peaks])
+    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio"]
+    header += ["FlashQLA ms", "ratio"] if flashqla else []
+    header.append("memory floor ms")
     text = grid([*header, "peak GiB", "flash-linear-attention peak GiB"], lines)
     first = [
         [row["case"], row["provider"].replace("fla", "flash-linear-attention"), shown(row["fwd_bwd_s"], 1)]

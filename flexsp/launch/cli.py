@@ -17,6 +17,7 @@ __all__ = ["main", "parser"]
 OPS = (
     "simple_gla", "linear_attn", "linear_attn_normalized", "retention", "lightning", "mamba2",
     "generated_simple_gla", "generated_gla", "generated_deltanet",
+    "delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 
@@ -61,8 +62,14 @@ def _shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="exit 1 when an aim is missed")
 
 
+def _gates_argument(parser: argparse.ArgumentParser) -> None:
+    text = "log gates: logsigmoid(N(3, 1)), as layers begin, or zeros (default usual; mamba2's dt stay as they are)"
+    parser.add_argument("--gates", default="usual", choices=("usual", "initialised", "none"), help=text)
+
+
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
+    _gates_argument(parser)
     ops, lengths = _listed(str, OPS), _listed(int)
     parser.add_argument("--ops", type=ops, default=list(OPS), metavar="A,B", help=f"of {','.join(OPS)} (default all)")
     _by_device(parser, "--T", "tokens", type=lengths, metavar="N,N")
@@ -87,6 +94,7 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
+    _gates_argument(parser)
     parser.add_argument(
         "--case",
         type=_cases,

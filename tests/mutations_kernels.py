@@ -45,7 +45,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/channels.py",
-        ("wide = ~((total >= -_LITTLE) & (total <= _LITTLE / 10))", "wide = ~((total >= -1e9) & (total <= 1e9))",
+        ("~((total >= -_LITTLE) & (total <= _LITTLE / 10))", "~((total >= -1e9) & (total <= 1e9))",
          "a whole chunk is one block, whatever its gates", _CHANNELS_CLOSED),
         ("+ (((1 << level) + 1) >> 1), start + tl", "+ ((1 << level) >> 1), start + tl",
          "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),

@@ -74,16 +74,16 @@ def _decays(blocks, which, first, second, C: tl.constexpr, DOT: tl.constexpr, PR
 
 
 @triton.jit
-def _block(blocks, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _block(
+    blocks, which, total, first, second, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
     """log2 of how many tokens a block may have whose gates add up to little in all channels; total: sums of gates from
-    the chunk's start on."""
-    block = LEVELS
-    wide = ~((total >= -_LITTLE) & (total <= _LITTLE / 10))
-    if tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) > 0:
-        x, rest = _summed(_ones(blocks, _ALL + _FEW, C), first, second, DOT, PREC)
-        wide = ~(tl.abs(x) <= _LITTLE / 2)
-        block = tl.where(tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0) == 0, _FEW, 0)
-    return block
+    the chunk's start on; which: the matrix of blocks of 2^_FEW."""
+    # Not in a branch: ARCHITECTURE.md, "Walks".
+    x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
+    wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE / 2)).to(tl.int32), axis=1), axis=0)
+    wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 10))).to(tl.int32), axis=1), axis=0)
+    return tl.where(wider == 0, LEVELS, tl.where(wide == 0, _FEW, 0))
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def channel_scores(
         kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
         which = tl.minimum(k0, 0)  # 0, and no matrix stays in registers
         total, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
-        block = _block(blocks, total, first, second, C, LEVELS, DOT, PREC)
+        block = _block(blocks, which + _ALL + _FEW, total, first, second, C, LEVELS, DOT, PREC)
         tl.store(sizes + at * ((K + COLS - 1) // COLS) + k0 // COLS, block)
         e = _power(total, rest, DOT)
         store_rows(reads + at * C * K, qc * e * scale, K, C, k0, C, K, COLS)

@@ -134,4 +134,5 @@ def _resources(name: str, out: Any) -> Compiled:
     toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION
     assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
     sizes = found["REG"], found["STACK"], out.metadata.shared, spills
-    return Compiled(name, *sizes, out.asm["ptx"], assembler, [*unwritten(listing), *unread(listing)], out.asm.get("ttir", ""))
+    wrong = [*unwritten(listing), *unread(listing)]
+    return Compiled(name, *sizes, out.asm["ptx"], assembler, wrong, out.asm.get("ttir", ""))

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 __all__ = [
-    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers", "operand",
-    "shared", "store", "store_state", "store_turned", "tiles", "visible",
+    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers",
+    "operand", "shared", "store", "store_state", "store_turned", "tiles", "visible",
 ]  # fmt: skip
 
 

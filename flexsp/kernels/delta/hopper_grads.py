@@ -7,7 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flexsp.kernels.delta.hopper import arrived, begin, begun, by_row, by_sum, chunk_at, copy, shared, store, tiles, visible
+from flexsp.kernels.delta.hopper import (
+    arrived,
+    begin,
+    begun,
+    by_row,
+    by_sum,
+    chunk_at,
+    copy,
+    shared,
+    store,
+    tiles,
+    visible,
+)
 
 __all__ = ["grads"]
 

@@ -102,8 +102,9 @@ class HopperCall(DeltaCall):
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None
     ) -> LaunchSpec:
         p, sums = self.plan, kind == "collect"
-        pointers = ["q", "k", "@do", self._decays or "@strength", "@inverse", "@scores"]
-        pointers += [*((None, None) if sums else ("d.v", "@leaving")), dstates, self._walked if sums else None, after, to]
+        pointers: list[str | None] = ["q", "k", "@do", self._decays or "@strength", "@inverse", "@scores"]
+        pointers += [None, None] if sums else ["d.v", "@leaving"]
+        pointers += [dstates, self._walked if sums else None, after, to]
         return self._walk(
             kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,
             BOUNDARY=after is not None, LEAVES=to is not None,

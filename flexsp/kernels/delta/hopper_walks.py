@@ -6,7 +6,8 @@ The state is S^T [64, K] in the registers of four warps, as a left operand of pr
 
 with M^-1 of `prepare`; U and W are never made. Backward,
 
-    Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,   dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
+    Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,
+    dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
 
 and Y is the gradient of v (docs/math.md, section 7).
 """
@@ -19,9 +20,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flexsp.kernels.delta.hopper import (
-    arrived, begin, begun, by_sum, chunk_at, copy, copy_numbers, load_state, numbers, operand, store, store_state, store_turned,
+    arrived,
+    begin,
+    begun,
+    by_sum,
+    chunk_at,
+    copy,
+    copy_numbers,
+    load_state,
+    numbers,
+    operand,
+    store,
+    store_state,
+    store_turned,
     tiles,
-)  # fmt: skip
+)
 
 __all__ = ["backward", "forward"]
 
@@ -73,9 +86,11 @@ def forward(
     """A walk from the first chunk to the last.
 
     READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, chunks, V, K] and its N^T
-    [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it, where states decay from
-    the last `walked` chunks on; programs beyond the columns of V walk the unit matrix, with values of zeros, and what it
+    [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it; where states decay, of
+    its last `walked` chunks alone. Programs beyond the columns of V walk the unit matrix, with values of zeros; what it
     becomes is the segment's matrix A [B, n_seg, H, K, K].
+
+    decays: beta of tokens, or, where states decay, [2, B H, chunks, C] as `prepare` left them.
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
@@ -131,7 +146,7 @@ def forward(
         at = row * n_chunks + c
         if PACKED:
             S = gl.where(first, 0.0, S)
-            if BOUNDARY:
+            if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if first & of_state:
                     S = load_state(initial + (doc * H + h) * K * V + v0, 64, K, V)
         kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
@@ -144,28 +159,28 @@ def forward(
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if READS:
-            O = begun(state, qs.index(s).permute((1, 0)), C)
+            out = begun(state, qs.index(s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
         S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
         if READS:
             arrived(1)
-            O = warpgroup_mma_wait(1, [O]) * (from_start * scale)[None, :]
-            O = warpgroup_mma(operand(N, C), pairs.index(0).permute((1, 0)), O, is_async=True)
-            S, O = warpgroup_mma_wait(0, [S, O])
+            out = warpgroup_mma_wait(1, [out]) * (from_start * scale)[None, :]
+            out = warpgroup_mma(operand(N, C), pairs.index(0).permute((1, 0)), out, is_async=True)
+            S, out = warpgroup_mma_wait(0, [S, out])
             gl.thread_barrier()
             if c + 1 < c1:
                 copy(pairs.index(0), scores + (at + 1) * C * C, C, C, C, C)
             async_copy.commit_group()
-            store_turned(o + ((b * T + start) * H + h) * V + v0, O, length, 64, C, H * V)
+            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         else:
             if KEEPS:
                 store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
-        if PACKED and LEAVES:
+        if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
     arrived(0)
-    if LEAVES and not PACKED:
+    if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
             store_state(final + row * K * V + v0, S, 64, K, V)
     if SUMS:
@@ -209,7 +224,7 @@ def backward(
     elif BOUNDARY and not PACKED and not SUMS:
         dS = load_state(dfinal + row * K * V + v0, 64, K, V)
     if SUMS and GATED:
-        c1 = c0 + gl.load(walked + row * n_seg + seg)
+        c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
     ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2, C, K)
     inverses, pairs = tiles(2, C, C), tiles(1, C, C)
     strengths, sums = numbers(2, C), numbers(2, C)
@@ -237,7 +252,7 @@ def backward(
         at = row * n_chunks + c
         if PACKED:
             dS = gl.where(last, 0.0, dS)
-            if BOUNDARY:
+            if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if last:
                     dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
         kc, qc, given = ks.index(s), qs.index(s), os.index(s).permute((1, 0))
@@ -263,7 +278,7 @@ def backward(
             store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
         dS = warpgroup_mma_wait(0, [dS])
         if PACKED:
-            if LEAVES:
+            if LEAVES:  # noqa: SIM102 (a constexpr, then a value)
                 if first:
                     store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, K, V)
             dS = gl.where(first, 0.0, dS)
@@ -275,6 +290,6 @@ def backward(
             if BOUNDARY and not PACKED:
                 edge = load_state(dfinal + row * K * V + v0, 64, K, V)
             store_state(slot + H * K * V + v0, edge, 64, K, V)
-    if LEAVES and not PACKED:
+    if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == 0:
             store_state(dinitial + row * K * V + v0, dS, 64, K, V)

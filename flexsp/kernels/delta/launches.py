@@ -18,12 +18,12 @@ __all__ = ["DeltaCall"]
 
 _F32 = torch.float32
 _SAVED = (
-    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w", "@scores",
-    "@reads", "@writes", "@decay", "@blocks", "@sizes",
+    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w",
+    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes",
 )  # fmt: skip
 _OWN = (
-    *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept", "@dwrites",
-    "@dpairs", "@dbeta",
+    *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept",
+    "@dwrites", "@dpairs", "@dbeta",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
@@ -295,7 +295,10 @@ class DeltaCall:
         dstates = "@dstates" if self.plan.scanned else None
         return self._launch(
             "back", self.plan.tiles.back,
-            [*self._keys, "@do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to, "@leaving"],
+            [
+                *self._keys, "@do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to,
+                "@leaving",
+            ],
             ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
             ENTERS=self.plan.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
@@ -306,11 +309,12 @@ class DeltaCall:
 
     def _grads(self) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
+        writes = ["d.q", "d.k", "d.v", "@parts"]
         pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
-        pointers += ["@entering", "@leaving", "d.q", "d.k", "d.v", "@parts"]
-        numbers = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
+        pointers += ["@entering", "@leaving"]
+        numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
         grads = self._spec(
-            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), pointers, pointers[-4:], numbers,
+            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes, numbers,
             {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
         )  # fmt: skip
         return [grads, self._gathered()]

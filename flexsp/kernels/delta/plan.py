@@ -23,9 +23,9 @@ _LEAST = 4  # chunks of a segment
 class Tiles:
     """Tokens of a chunk, and for each kernel the columns of the state a program has and how it is launched.
 
-    `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time. `copies`: what
-    chunks read is copied to shared memory ahead, by the kernels in Gluon, whose walks have 64 columns. Kernels of `channels` go over tiles
-    of so many key channels; `channel_width`: columns of values that `channel_parts` has at once.
+    `grads` has columns of the state's transpose, and sums over `values_of_grads` of its rows at a time. Kernels of
+    `channels` go over tiles of so many key channels; `channel_width`: columns of values that `channel_parts` has at
+    once. `copies`: what chunks read is copied to shared memory ahead, by kernels in Gluon, whose walks have 64 columns.
     """
 
     chunk: int
@@ -89,7 +89,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
         few_keys = min(keys, 32)
         return Tiles(
             _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(keys, 4, 1), block,
-            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
+            Launch(keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
         )  # fmt: skip
     walk = Launch(narrow, 4, 1)
     return Tiles(
@@ -105,8 +105,9 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
-    gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix (`walks.within_horizon`). Of
-    others, columns of the state are spread over more programs instead, where heads are few.
+    gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix
+    (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are
+    few.
 
     gluon: whether kernels in Gluon may be launched.
     """

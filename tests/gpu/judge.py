@@ -78,8 +78,14 @@ def assert_right(
 def check_variant(
     name: str, K: int, V: int, dtype: torch.dtype, folder: Path, seed: int, documents: tuple[int, ...] | None = None,
     B: int = 2, T: int = 202, H: int = 3, chunk: int | None = None, calls: int = 3, lowering: str = "generated",
+    gates: torch.Tensor | None = None, lie: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, x: x,
 ) -> None:  # fmt: skip
-    """A variant's kernels against its token loop."""
+    """A variant's kernels against its token loop.
+
+    Args:
+        gates: log gates of tokens [T], the same for all heads.
+        lie: gives an input the kernels are given, or "do", other strides.
+    """
     bounds = None
     if documents is not None:
         B, T, bounds = 1, sum(documents), (0, *accumulate(documents))
@@ -89,6 +95,8 @@ def check_variant(
     functions = variants.load(name).make(H, K, V, chunk_size=chunk)
     leaves = {key: x.to(torch.float32 if wide(key) else dtype) for key, x in (problem.tokens | problem.params).items()}
     leaves["prev_s"] = problem.initial.float()
+    if gates is not None:
+        leaves["g"] = gates.view(1, -1, *[1] * (leaves["g"].dim() - 2)).expand_as(leaves["g"]).clone()
     cu = None if bounds is None else torch.tensor(bounds)
     cu_gpu = None if cu is None else cu.to(CUDA)
 
@@ -98,7 +106,7 @@ def check_variant(
             return variants.token_loop(name, tokens, params, given["prev_s"], bounds)
 
     assert_right(
-        lambda given: model(**given, cu_seqlens=cu_gpu, sp=False), loop,
+        lambda given: model(**{key: lie(key, x) for key, x in given.items()}, cu_seqlens=cu_gpu, sp=False), loop,
         lambda given: functions(**given, cu_seqlens=cu, sp=False),
         leaves, problem.do, problem.dfinal, dtype, seed, calls,
     )  # fmt: skip

@@ -1,0 +1,106 @@
+"""The delta engine on one GPU: both sets of its kernels, in Triton and in Gluon; segments; tensors that lie anyhow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexsp.compiler import engine
+from flexsp.kernels.delta import plan
+from flexsp.runtime import covered
+from tests.gpu.judge import check_variant
+
+BF16 = torch.bfloat16
+DOCUMENTS = (61, 0, 64, 1, 200, 77, 130)
+
+
+@pytest.fixture(params=["in Gluon", "in Triton"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_made", {})  # what was worked out for the other kernels is not kept
+    if request.param == "in Triton":
+        monkeypatch.setattr(covered, "GLUON", frozenset())
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Heads of 20 chunks are cut into four segments of five."""
+    monkeypatch.setattr(plan, "LONG", 5)
+    monkeypatch.setattr(plan, "_LEAST", 5)
+    plan.plan_of.cache_clear()
+    yield
+    plan.plan_of.cache_clear()
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_sizes(
+    folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None
+) -> None:
+    check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
+
+
+def pattern(kind: str, T: int) -> torch.Tensor:
+    """Log gates [T]; segments have 320 tokens."""
+    t, slow = torch.arange(T), torch.full((T,), -0.01)
+    return {
+        "slow": slow,
+        "none": torch.zeros(T),
+        "strong": torch.full((T,), -3.0),
+        "closed": torch.where(t % 97 == 5, -1e4, -0.01),
+        "strong where segments end": torch.where(t % 320 >= 256, -3.0, slow),
+        "strong where segments begin": torch.where(t % 320 < 64, -3.0, slow),
+        "growth": torch.where(t % 2 == 0, 0.05, -0.06),
+    }[kind].float()
+
+
+KINDS = ["slow", "none", "strong", "closed", "strong where segments end", "strong where segments begin", "growth"]
+
+
+@pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("poisoned", "segments")
+def test_segments(folder: Path, seed: int, kind: str, documents: tuple[int, ...] | None) -> None:
+    T = 1280 if documents is None else sum(documents)
+    check_variant(
+        "gated_deltanet", 64, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto", gates=pattern(kind, T)
+    )
+
+
+def shifted(name: str, x: torch.Tensor) -> torch.Tensor:
+    """At an address that 16 does not divide."""
+    if name not in "qkv":
+        return x
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    return _Filled.apply(x, memory)
+
+
+def spread(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Rows 9 numbers longer than they are."""
+    if name not in "qkv":
+        return x
+    memory = torch.empty(*x.shape[:-1], x.shape[-1] + 9, dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
+    return _Filled.apply(x, memory)
+
+
+class _Filled(torch.autograd.Function):
+    """x in other memory."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return memory.copy_(x)
+
+    @staticmethod
+    def backward(ctx: object, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dx, None
+
+
+@pytest.mark.parametrize("lie", [shifted, spread])
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.usefixtures("poisoned")
+def test_tensors_that_lie_anyhow(folder: Path, seed: int, name: str, lie: object) -> None:
+    check_variant(name, 64, 128, BF16, folder, seed, lowering="auto", lie=lie)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ KERNELS = [
          _DELTA_GATED),
         ("tl.sum(tl.where(below, left[None, :], 0.0), axis=1) +", "tl.sum(left, axis=0) +",
          "dg has what later tokens write", _DELTA_GATED),
-        ("to_k = to_k * (-power(bc))[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
+        ("to_k = to_k * -power(bc)[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
         ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
     ),
     *_in(

@@ -30,14 +30,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
     "bf16 64": {"K": 64, "V": 64},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
+    "over ranks": {"ranks": True},
+    "over ranks, no decay": {"name": "deltanet", "ranks": True},
+    "over ranks, gates of channels": {"name": "vector_gated_delta", "ranks": True},
+    "over ranks, in Triton": {"ranks": True, "gluon": False},
     "in Triton": {"gluon": False},
     "in Triton, no decay": {"name": "deltanet", "gluon": False},
     "in Triton, packed": {"packed": True, "gluon": False},
 }
 QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates of channels"]
 IN_TRITON = ["in Triton", "in Triton, no decay"]
-SLOW = [name for name in CONFIGS if name not in (*QUICK, *IN_TRITON) and CONFIGS[name].get("gluon", True)]
-IN_TRITON_SLOW = ["in Triton, packed"]
+OVER_RANKS = ["over ranks"]
+GROUPS = (QUICK, IN_TRITON, OVER_RANKS)
+SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
 WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "scores", "grads"}
@@ -48,7 +53,7 @@ MAY_SPILL = {
 
 def compile_config(
     name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False,
-    H: int = 32, gluon: bool = True,
+    H: int = 32, gluon: bool = True, ranks: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import importlib
@@ -57,10 +62,14 @@ def compile_config(
 
     from flexsp.compiler.dispatch import recipe_of
     from flexsp.kernels import operators, recipe
+    from flexsp.kernels.delta import calls
     from flexsp.kernels.delta.launches import DeltaCall
+    from flexsp.kernels.delta.plan import plan_of
     from flexsp.runtime import covered
     from flexsp.testing.offline import compile_launches, record_launches
 
+    if ranks:  # the launches are those of several ranks, though the call is of one
+        calls.plan_of = lambda *args: plan_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
     if not gluon:
         covered.GLUON = frozenset()  # type: ignore[misc]
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
@@ -94,7 +103,7 @@ def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return next(compile_all(*group)[name] for group in (QUICK, IN_TRITON, SLOW, IN_TRITON_SLOW) if name in group)
+    return compile_all(*next((group for group in GROUPS if name in group), [name]))[name]
 
 
 def in_gluon(name: str) -> bool:
@@ -103,17 +112,18 @@ def in_gluon(name: str) -> bool:
     return how["gluon"] and not by_channel and how["dtype"] == "bfloat16" and how["K"] in (64, 128)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *slow(*SLOW, *IN_TRITON_SLOW)])
+@pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *OVER_RANKS, *slow(*SLOW)])
 def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
     found, of = compiled(name), CONFIGS[name].get("name", "gated_deltanet")
-    segments = of == "gated_deltanet"
+    segments, ranks = of == "gated_deltanet", CONFIGS[name].get("ranks", False)
     if in_gluon(name):
         want = {"prepare", "scores", "forward", "backward", "grads", "gathered"}
         want |= {"horizons", "join"} if segments else set()
     else:
-        want = {"output", "states", "back"} | ({"summarize", "collect", "join"} if segments else set())
+        want = {"output", "states", "back"} | ({"summarize", "collect"} if segments or ranks else set())
+        want |= {"join"} if segments else set()
         of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
         want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
     assert {kernel["name"] for kernel in found} == want, described(found)

@@ -20,6 +20,7 @@ from flexsp.devices import of_arch
 from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.launches import PROPAGATE, Alike, LaunchSpec, memory
+from flexsp.kernels.recipe import Given, Recipe
 from flexsp.runtime.steps import launches_of
 from tests import variants
 
@@ -175,3 +176,22 @@ def test_one_token_stride_for_all(
 ) -> None:  # fmt: skip
     """Kernels that share their offsets read the wrong tokens otherwise."""
     assert Alike(("q", "v"), others).of(strides) == alike
+
+
+@pytest.mark.parametrize("lies", ["shifted", "spread", "turned"])
+def test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes(lies: str) -> None:
+    tensors = {name: torch.randn(2, 32, 3, 64).bfloat16() for name in "qkv"}
+    if lies == "shifted":
+        tensors["k"] = torch.randn(2 * 32 * 3 * 64 + 1).bfloat16()[1:].view(2, 32, 3, 64)
+    elif lies == "spread":
+        tensors["k"] = torch.randn(2, 32, 3, 73).bfloat16()[..., :64]
+    else:
+        tensors["k"] = torch.randn(2, 3, 32, 64).bfloat16().transpose(1, 2)
+    given = Given([*tensors], 3, tensors, None)
+    given.require_vectors(*tensors)
+    assert given.copied == ([] if lies == "turned" else ["k"])
+    read = Recipe.inputs(SimpleNamespace(names=tuple(tensors), given=given), [*tensors.values()], None, None)  # type: ignore[arg-type]
+    for name, x in read.items():
+        assert torch.equal(x, tensors[name])
+        assert x.data_ptr() % 16 == 0
+        assert given.strides[name] == given.strides_of(x)

@@ -241,7 +241,7 @@ class Recipe(Generic[_C]):
     def inputs(self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional) -> Tensors:
         found = dict(zip(self.names, tensors, strict=True))
         for name in self.given.copied:
-            found[name] = found[name].contiguous()
+            found[name] = found[name].clone(memory_format=torch.contiguous_format)
         if initial is not None:
             found["@initial"] = initial.contiguous()
         if table is not None:

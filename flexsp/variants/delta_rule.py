@@ -32,10 +32,8 @@ class _DeltaRule(Lowering):
     def call(
         self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
-        from flexsp.devices import of_device
-        from flexsp.kernels.delta.launches import DeltaCall
-        from flexsp.kernels.delta.plan import engine_runs, plan_of
-        from flexsp.runtime.triton_private import runs_gluon
+        from flexsp.kernels.delta.calls import call_of
+        from flexsp.kernels.delta.plan import engine_runs
 
         dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
         arguments = code.program.chunk.arguments
@@ -48,23 +46,10 @@ class _DeltaRule(Lowering):
         alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
         if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
             return None
-        chained, device = sp is not None and sp.world_size > 1, of_device(given.device)
-        by_token, gluon = gate is not None and not by_channel, runs_gluon() and not by_channel
-        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, by_token, chained, device, gluon)
         text = code.program.call_text(given.dtype, docs > 0)
-        types = dtypes[beta], _F32 if gate is None else dtypes[gate]
-        kind: type[DeltaCall] = DeltaCall
-        if by_channel:
-            from flexsp.kernels.delta.channel_launches import ChannelCall
-
-            kind = ChannelCall
-        elif plan.tiles.copies:
-            from flexsp.kernels.delta.hopper_launches import HopperCall
-
-            kind = HopperCall
-            given.require_vectors("q", "k", "v")
-        return kind(
-            plan, given.dtype, beta, gate, types, numbers["scale"], initial, ends, text, code.program.merge.name
+        chained = sp is not None and sp.world_size > 1
+        return call_of(
+            given, beta, gate, numbers["scale"], initial, docs, ends, chained, text, code.program.merge.name
         )
 
     def refuses(self, call: GeneratedCall) -> str | None:

@@ -206,7 +206,7 @@ class DeltaCall:
         constants = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "V": p.V, "BV": how.cols}
         constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self._alive is not None}
         return LaunchSpec(
-            "join", how, (panels, p.B * p.H, 1), tuple(x or "q" for x in pointers), reads, writes,
+            "join", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
         )  # fmt: skip
 

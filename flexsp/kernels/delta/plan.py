@@ -89,7 +89,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
         few_keys = min(keys, 32)
         return Tiles(
             _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(keys, 4, 1), block,
-            Launch(keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
+            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
         )  # fmt: skip
     walk = Launch(narrow, 4, 1)
     return Tiles(

@@ -106,7 +106,8 @@ def unit_inverse(x, C: tl.constexpr):
 def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    BOUNDS: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BOUNDS: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 

@@ -1,0 +1,39 @@
+"""Which of the delta engine's kernels run a call."""
+
+from __future__ import annotations
+
+import torch
+
+from flexsp.devices import of_device
+from flexsp.kernels.delta.channel_launches import ChannelCall
+from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.plan import plan_of
+from flexsp.kernels.recipe import Given
+from flexsp.runtime.triton_private import runs_gluon
+
+__all__ = ["call_of"]
+
+
+def call_of(
+    given: Given, beta: str, gate: str | None, scale: float, initial: bool, docs: int, ends: bool, chained: bool,
+    text: str, name: str,
+) -> DeltaCall:  # fmt: skip
+    """The call of inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaCall`.
+
+    chained: over several ranks.
+    """
+    types = dict(zip(given.names, given.dtypes, strict=True))
+    K, V = given.shapes["q"][-1], given.shapes["v"][-1]
+    by_channel = gate is not None and len(given.shapes[gate]) == 3
+    plan = plan_of(
+        given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None and not by_channel, chained,
+        of_device(given.device), runs_gluon() and not by_channel,
+    )  # fmt: skip
+    kind: type[DeltaCall] = ChannelCall if by_channel else DeltaCall
+    if plan.tiles.copies:
+        from flexsp.kernels.delta.hopper_launches import HopperCall  # its kernels are in Gluon
+
+        kind = HopperCall
+        given.require_vectors("q", "k", "v")
+    kinds = types[beta], torch.float32 if gate is None else types[gate]
+    return kind(plan, given.dtype, beta, gate, kinds, scale, initial, ends, text, name)

@@ -17,6 +17,7 @@ _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
 _DELTA = "tests/test_delta_engine.py::"
+_VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -240,6 +241,11 @@ KERNELS = [
          "tests/test_launches.py::test_one_token_stride_for_all"),
     ),
     *_in(
+        "flexsp/kernels/delta/launches.py",
+        ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
+         "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
+    ),
+    *_in(
         "flexsp/kernels/recipe.py",
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
          "a recipe forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
@@ -247,6 +253,12 @@ KERNELS = [
          "a backward pass forgets whether initial states want gradients", "tests/test_generated_edges.py"),
         ("dinitial, asked)\n", "dinitial)\n", "a kept backward pass forgets whose gradients are asked for",
          "tests/test_kept_calls.py"),
+        ("not (aligned and in_vectors(self.strides[name]))", "not in_vectors(self.strides[name])",
+         "copies are not made of inputs at odd addresses", _VECTORS),
+        ("not (aligned and in_vectors(self.strides[name]))", "not aligned",
+         "copies are not made of inputs with odd strides", _VECTORS),
+        ("found[name].clone(memory_format=torch.contiguous_format)", "found[name].contiguous()",
+         "a contiguous input at an odd address is not copied", _VECTORS),
         ("(None,) if self.call.facts.sure else (None, given", "(None,) if True else (None, given",
          "a gradient of final states that does not fit is found out late",
          "tests/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),

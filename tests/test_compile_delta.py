@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "in Triton, packed": {"packed": True, "gluon": False},
 }
 QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates of channels"]
-IN_TRITON = ["in Triton", "in Triton, no decay"]
+IN_TRITON = ["in Triton"]
 OVER_RANKS = ["over ranks"]
 GROUPS = (QUICK, IN_TRITON, OVER_RANKS)
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]

@@ -43,7 +43,9 @@ def private_names(source: str) -> set[str]:
             found.add(f"triton.{node.attr}")
         elif isinstance(node, ast.Attribute) and node.attr in ("_init_handles", "packed_metadata", "cache_key"):
             found.add(node.attr)
-    public = re.compile(r"triton\.(language|jit|JITFunction|cdiv|next_power_of_2|__version__)\b")
+    public = re.compile(
+        r"triton\.((language|jit|JITFunction|cdiv|next_power_of_2|__version__)\b|experimental\.gluon($|\.language\b))"
+    )
     return {name for name in found if not public.match(name)}
 
 
@@ -54,11 +56,13 @@ def test_what_is_private_of_triton_stands_in_one_file() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["from triton import knobs", "import triton.runtime.jit", "x = triton.runtime.driver", "k._init_handles()"],
+    ["from triton import knobs", "import triton.runtime.jit", "x = triton.runtime.driver", "k._init_handles()",
+     "from triton.experimental.gluon._runtime import GluonASTSource"],
 )
 def test_a_private_name_is_noticed(source: str) -> None:
     assert private_names(source)
     assert not private_names("import triton, triton.language as tl\nfrom triton.language.extra.cuda import gdc_wait")
+    assert not private_names("from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl")
 
 
 # Parsing in threads ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def test_documents_and_strides(case: Case, dtype: torch.dtype) -> None:
 
 # Gates that the op makes itself leave one of ten draws in float32 over the bound of dinitial_state there.
 _WIDE = [
-    pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "kda_in_kernel" else []) for name, case in ALL.items()
+    pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "kda_in_kernel" else [])
+    for name, case in ALL.items()
 ]
 
 

@@ -35,7 +35,8 @@ COVERED: tuple[Run, ...] = (
 )
 
 GLUON: frozenset[str] = frozenset({"3.6"})
-"""Releases of Triton with which the kernels in Gluon passed the GPU tests; others run those in Triton instead."""
+"""Releases of Triton with which the kernels in Gluon passed tests/gpu/test_delta_engine_gpu.py; with others those in
+Triton run instead."""
 
 
 def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:

@@ -83,7 +83,7 @@ def check_variant(
     """A variant's kernels against its token loop.
 
     Args:
-        gates: log gates of tokens [T], the same for all heads.
+        gates: log gates of tokens [T], or of tokens and channels [T, K], the same for all heads.
         lie: gives an input the kernels are given, or "do", other strides.
     """
     bounds = None
@@ -96,7 +96,8 @@ def check_variant(
     leaves = {key: x.to(torch.float32 if wide(key) else dtype) for key, x in (problem.tokens | problem.params).items()}
     leaves["prev_s"] = problem.initial.float()
     if gates is not None:
-        leaves["g"] = gates.view(1, -1, *[1] * (leaves["g"].dim() - 2)).expand_as(leaves["g"]).clone()
+        shape = 1, T, 1, *[gates.shape[1] if gates.dim() == 2 else 1] * (leaves["g"].dim() - 3)
+        leaves["g"] = gates.view(shape).expand_as(leaves["g"]).clone()
     cu = None if bounds is None else torch.tensor(bounds)
     cu_gpu = None if cu is None else cu.to(CUDA)
 

@@ -14,6 +14,7 @@ from flexsp.runtime import covered
 from tests.gpu.judge import check_variant
 
 BF16 = torch.bfloat16
+NAMES = ["deltanet", "gated_deltanet", "vector_gated_delta"]
 DOCUMENTS = (61, 0, 64, 1, 200, 77, 130)
 
 
@@ -36,7 +37,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("size", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("poisoned")
 def test_sizes(
     folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None
@@ -71,6 +72,39 @@ def test_segments(folder: Path, seed: int, kind: str, documents: tuple[int, ...]
     )
 
 
+def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
+    """Log gates [T, K]; some chunks of 64 tokens have gates that add up to little, and others not."""
+    t, k = torch.arange(T)[:, None], torch.arange(K)[None, :]
+    slow = -0.002 * (1 + k) + 0.0 * t
+    return {
+        "little": slow,
+        "strong in some channels": torch.where((k % 5 == 3) & (t % 256 >= 128), -2.0, slow),
+        "strong in some chunks": torch.where(t % 192 >= 128, -3.0, slow),
+        "at the edge": torch.where(t // 64 % 2 == 0, -1.7, -1.8) + slow,
+        "closed": torch.where((t % 97 == 5) & (k % 3 == 0), -1e4, slow),
+        "growth": torch.where(t % 2 == 0, 0.05, -0.06) + 0.0 * k,
+        "early in chunks": torch.where(t % 64 == 1, -50.0, slow),
+        "late in chunks": torch.where(t % 64 == 62, -50.0, slow),
+    }[kind].float()
+
+
+OF_CHANNELS = [
+    "little", "strong in some channels", "strong in some chunks", "at the edge", "closed", "growth", "early in chunks",
+    "late in chunks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("kind", OF_CHANNELS)
+@pytest.mark.usefixtures("poisoned")
+def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[int, ...] | None) -> None:
+    T = 640 if documents is None else sum(documents)
+    check_variant(
+        "vector_gated_delta", 64, 128, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
+        gates=of_channels(kind, T, 64),
+    )  # fmt: skip
+
+
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:
     """At an address that 16 does not divide."""
     if name not in "qkv":
@@ -100,7 +134,7 @@ class _Filled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("lie", [shifted, spread])
-@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("poisoned")
 def test_tensors_that_lie_anyhow(folder: Path, seed: int, name: str, lie: object) -> None:
     check_variant(name, 64, 128, BF16, folder, seed, lowering="auto", lie=lie)  # type: ignore[arg-type]

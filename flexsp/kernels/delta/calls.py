@@ -27,13 +27,19 @@ def call_of(
     by_channel = gate is not None and len(given.shapes[gate]) == 3
     plan = plan_of(
         given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None and not by_channel, chained,
-        of_device(given.device), runs_gluon() and not by_channel,
+        of_device(given.device), runs_gluon(),
     )  # fmt: skip
     kind: type[DeltaCall] = ChannelCall if by_channel else DeltaCall
     if plan.tiles.copies:
-        from flexsp.kernels.delta.hopper_launches import HopperCall  # its kernels are in Gluon
-
-        kind = HopperCall
+        kind = _in_gluon(by_channel)
         given.require_vectors("q", "k", "v")
     kinds = types[beta], torch.float32 if gate is None else types[gate]
     return kind(plan, given.dtype, beta, gate, kinds, scale, initial, ends, text, name)
+
+
+def _in_gluon(by_channel: bool) -> type[DeltaCall]:
+    """Not imported before: Gluon is not in all releases of Triton."""
+    from flexsp.kernels.delta.hopper_channel_launches import HopperChannelCall
+    from flexsp.kernels.delta.hopper_launches import HopperCall
+
+    return HopperChannelCall if by_channel else HopperCall

@@ -10,7 +10,7 @@ import torch
 
 from flexsp.kernels.delta import channels, walks
 from flexsp.kernels.delta.launches import DeltaCall
-from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, step
+from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named, step
 from flexsp.kernels.primitives import dots
 
 __all__ = ["ChannelCall"]
@@ -74,17 +74,22 @@ class ChannelCall(DeltaCall):
     def _strength(self) -> str | None:
         return None
 
+    @property
+    def _mild(self) -> str | None:
+        """Which chunks these kernels leave to others."""
+        return None
+
     def _chunkwise(
-        self, kind: str, how: Launch, pointers: Sequence[str], writes: Sequence[str],
+        self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str],
         numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
     ) -> LaunchSpec:  # fmt: skip
         """A program a chunk; what it writes `in_place` it reads first."""
         p = self.plan
-        reads = tuple(x for x in dict.fromkeys(pointers) if x not in writes or x in in_place)
+        reads = tuple(x for x in dict.fromkeys(named(*pointers)) if x not in writes or x in in_place)
         given = {"K": p.K, "COLS": how.cols, "C": p.tiles.chunk, "PACKED": p.docs > 0} | constants | dots(self.dtype)
         return LaunchSpec(
-            kind, how, (p.n_chunks, p.B * p.H, 1), (*pointers, "@table" if p.docs else "q"), reads, tuple(writes),
-            tuple(numbers), given, how.options,
+            kind, how, (p.n_chunks, p.B * p.H, 1), (*(x or "q" for x in pointers), "@table" if p.docs else "q"), reads,
+            tuple(writes), tuple(numbers), given, how.options,
         )  # fmt: skip
 
     def _prepared(self) -> list[LaunchSpec]:
@@ -92,8 +97,9 @@ class ChannelCall(DeltaCall):
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
         scores = self._chunkwise(
-            "channel_scores", t.channel_scores, [*names, "@blocks", *made], made, [*names, p.T, p.H, self.scale]
-        )
+            "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild], made,
+            [*names, p.T, p.H, self.scale], STRONG=self._mild is not None,
+        )  # fmt: skip
         inverse = LaunchSpec(
             "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
             constants={"C": t.chunk}, options=t.prepare.options,
@@ -111,20 +117,21 @@ class ChannelCall(DeltaCall):
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
         around = ["@entering", "@leaving", "@errors"]
         width = t.channel_width
-        in_place = width >= p.V >= 2 * t.chunk
+        in_place, strong = width >= p.V >= 2 * t.chunk, self._mild is not None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
         parts = self._chunkwise(
             "channel_parts", t.channel_parts,
-            ["@do", "@inverse", "@errors", "@derrors", *around[:2], "d.v", "@kept", *left],
-            ["d.v", "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around, V=p.V, BV=width, ROWS=rows,
+            ["@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._mild, "d.v", "@kept", *left],
+            [*([] if strong else ["d.v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
+            V=p.V, BV=width, ROWS=rows, STRONG=strong,
         )  # fmt: skip
         to_beta = f"d.{self.beta}"
         whole = t.channel_grads.cols >= p.K
         made = ["d.q", "d.k", to_beta if whole else "@dbeta", f"d.{self.gate}"]
         grads = self._chunkwise(
-            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", "@kept", *left, *made], made,
-            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
+            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._mild, "@kept", *left, *made], made,
+            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows, STRONG=strong,
         )  # fmt: skip
         grads = replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))
         return [parts, grads] if whole else [parts, grads, step("sum", _sum, ("@dbeta",), (to_beta,))]

@@ -15,7 +15,7 @@ from flexsp.kernels.delta.prepare import load_numbers, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
-_LITTLE = tl.constexpr(100.0)  # log2: nothing overflows that such factors multiply
+_LITTLE = tl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
 _FEW = tl.constexpr(4)  # log2 of how many tokens the smaller blocks have that are tried
 _STEPS = tl.constexpr(1024.0)
 _ALL = tl.constexpr(4)  # matrices of `channel_blocks` before those of blocks
@@ -82,7 +82,7 @@ def _block(
     # Not in a branch: ARCHITECTURE.md, "Walks".
     x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
     wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE / 2)).to(tl.int32), axis=1), axis=0)
-    wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 10))).to(tl.int32), axis=1), axis=0)
+    wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 8))).to(tl.int32), axis=1), axis=0)
     return tl.where(wider == 0, LEVELS, tl.where(wide == 0, _FEW, 0))
 
 
@@ -149,13 +149,15 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
     [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
+
+    STRONG, here and below: chunks that are `mild` are left to `hopper_channels`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -163,6 +165,9 @@ def channel_scores(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, tl.program_id(0), T, C, PACKED)
     at = row * tl.num_programs(0) + tl.program_id(0)
+    if STRONG:  # noqa: SIM102 (a constexpr, then a value)
+        if tl.load(mild + at) != 0:
+            return
     q += b * q_sb + h * q_sh + start * q_st
     k += b * k_sb + h * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
@@ -237,21 +242,26 @@ def channel_values(
 
 @triton.jit
 def _chunk(
-    do, do_st, errors, derrors, turned, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+    do, do_st, errors, derrors, turned, dv, dv_st, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    STRONG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN."""
+    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where STRONG."""
     oc = load_rows(do, do_st, length, v0, C, V, BV)
-    dN = load_state(derrors, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
     N = load_state(errors, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
-    return oc, N, mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
+    if STRONG:
+        y = load_rows(dv, dv_st, length, v0, C, V, BV).to(DOT)
+    else:
+        dN = load_state(derrors, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+        y = mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
+    return oc, N, y
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
-    do, inverse, errors, derrors, entering, leaving, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st, do_sh,
-    T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    do, inverse, errors, derrors, entering, leaving, mild, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
+    do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
@@ -265,6 +275,9 @@ def channel_parts(
     h = row % H
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
+    if STRONG:  # noqa: SIM102
+        if tl.load(mild + at) != 0:
+            return
     i = tl.arange(0, C)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
     do += b * do_sb + h * do_sh + start * do_st
@@ -277,8 +290,11 @@ def channel_parts(
     of_scores = tl.zeros([C, C], tl.float32)
     of_pairs = tl.zeros([C, C], tl.float32)
     for v0 in tl.static_range(0, V, BV):
-        oc, N, y = _chunk(do, do_st, errors, derrors, turned, length, v0, C, V, BV, DOT, PREC)
-        store_rows(dv, y, H * V, length, v0, C, V, BV)
+        oc, N, y = _chunk(
+            do, do_st, errors, derrors, turned, dv, H * V, length, v0, C, V, BV, STRONG, DOT, PREC
+        )  # fmt: skip
+        if not STRONG:
+            store_rows(dv, y, H * V, length, v0, C, V, BV)
         of_scores += mm(oc, N, DOT, PREC)
         of_pairs -= mm(y, N, DOT, PREC)
     tl.debug_barrier()  # all of N is read before it is written over
@@ -291,7 +307,9 @@ def channel_parts(
         both = tl.zeros([COLS], tl.float32)
         for v1 in tl.static_range(0, V, BV):
             if BV < V:
-                oc, N, y = _chunk(do, do_st, errors, derrors, turned, length, v1, C, V, BV, DOT, PREC)
+                oc, N, y = _chunk(
+                    do, do_st, errors, derrors, turned, dv, H * V, length, v1, C, V, BV, STRONG, DOT, PREC
+                )  # fmt: skip
             S = load_state(entering, v1, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
             dS = load_state(leaving, v1, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
             both += sum_over(S.to(tl.float32) * dS.to(tl.float32), 0)
@@ -321,10 +339,10 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, blocks, sizes, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr, COLS: tl.constexpr,
-    SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, beta, blocks, sizes, mild, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
     begin(PDL)
@@ -333,6 +351,9 @@ def channel_grads(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
+    if STRONG:  # noqa: SIM102
+        if tl.load(mild + at) != 0:
+            return
     q += b * q_sb + h * q_sh + start * q_st
     k += b * k_sb + h * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st

@@ -33,6 +33,11 @@ class HopperCall(DeltaCall):
     def _decays(self) -> str | None:
         return None if self.gate is None else "@decays"
 
+    @property
+    def _keys_of_walks(self) -> list[str | None]:
+        """Queries, keys that read, and keys that write if they are others."""
+        return ["q", "k", None]
+
     def _prepared(self) -> list[LaunchSpec]:
         p, launches = self.plan, [self._prepare(self._decays), self._scores()]
         if self._walked is None:
@@ -59,7 +64,7 @@ class HopperCall(DeltaCall):
     ) -> LaunchSpec:  # fmt: skip
         p = self.plan
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
-        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None, "PACKED": p.docs > 0}
+        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
         reads = tuple(x for x in named(*pointers) if x not in writes)
         return LaunchSpec(
             kind, _WARPS, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
@@ -75,7 +80,8 @@ class HopperCall(DeltaCall):
         def of(*names: str) -> list[str | None]:
             return [x if x in writes else None for x in names]
 
-        pointers = ["q" if reads else None, "k", "v", self._decays or "@strength", "@inverse"]
+        queries, keys, written = self._keys_of_walks
+        pointers = [queries if reads else None, keys, written, "v", self._decays or "@strength", "@inverse"]
         pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self._alive, self._walked] if sums else [None, None]), given, final]
         return self._walk(
@@ -102,7 +108,7 @@ class HopperCall(DeltaCall):
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None
     ) -> LaunchSpec:
         p, sums = self.plan, kind == "collect"
-        pointers: list[str | None] = ["q", "k", "@do", self._decays or "@strength", "@inverse", "@scores"]
+        pointers = [*self._keys_of_walks, "@do", self._decays or "@strength", "@inverse", "@scores"]
         pointers += [None, None] if sums else ["d.v", "@leaving"]
         pointers += [dstates, self._walked if sums else None, after, to]
         return self._walk(

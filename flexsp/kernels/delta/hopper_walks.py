@@ -9,7 +9,8 @@ with M^-1 of `prepare`; U and W are never made. Backward,
     Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,
     dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
 
-and Y is the gradient of v (docs/math.md, section 7).
+and Y is the gradient of v (docs/math.md, section 7). Where each channel has a gate, `channel_scores` has left
+scale e^b Q for Q, e^b K for K that reads and beta e^{b_C - b} K for K that writes, and e^{b_C} is that of channels.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ from flexsp.kernels.delta.hopper import (
 
 __all__ = ["backward", "forward"]
 
+SCALAR = gl.constexpr(1)
+CHANNEL = gl.constexpr(2)
+"""What decays a state, as `walks` has it."""
+
 
 @gluon.jit
 def _fetch(
@@ -49,35 +54,63 @@ def _fetch(
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * n_chunks + c
     zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
-    copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
     copy(rows.index(to), values + start * stride, length if given else 0, C, 64, stride + zero)
     copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
+    if GATED == CHANNEL:
+        copy(ks.index(to), k + at * C * K, C, C, K, K + zero)
+        copy_numbers(sums.index(to), decays + at * K, K)
+    else:
+        copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
+        _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C, GATED)
+        if READS:
+            copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
+
+
+@gluon.jit
+def _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C: gl.constexpr, GATED: gl.constexpr):
     if GATED:
         numbers_a_half = gl.num_programs(1).to(gl.int64) * n_chunks * C
         copy_numbers(sums.index(to), decays + at * C, C)
         copy_numbers(strengths.index(to), decays + numbers_a_half + at * C, C)
     else:
         copy_numbers(strengths.index(to), decays + at * C, C)
-    if READS:
-        copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
 
 
 @gluon.jit
-def _of_gates(sums, strengths, decays, at, C: gl.constexpr, GATED: gl.constexpr):
-    """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}."""
+def _fetch_later(
+    at, scores, pairs, later, laters, last, lasts, K: gl.constexpr, C: gl.constexpr, SCORES: gl.constexpr,
+    LATER: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy what a chunk needs when its first product is done, to places that there is one of."""
+    zero = gl.minimum(at, 0).to(gl.int32) * 16
+    if SCORES:
+        copy(pairs.index(0), scores + at * C * C, C, C, C, C)
+    if LATER:
+        copy(laters.index(0), later + at * C * K, C, C, K, K + zero)
+    if LAST:
+        copy(lasts.index(0), last + at * C * K, C, C, K, K + zero)
+
+
+@gluon.jit
+def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
+    """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}, as S^T is multiplied with it."""
     columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
-    to_end = strengths.load(columns)
     from_start = gl.full([C], 1.0, gl.float32, columns)
+    to_end = from_start
     decay = 1.0
-    if GATED:
-        from_start = sums.load(columns)
-        decay = gl.load(decays + at * C + C - 1)
+    if GATED == CHANNEL:
+        decay = sums.load(gl.SliceLayout(0, by_sum(K)))[None, :]
+    else:
+        to_end = strengths.load(columns)
+        if GATED == SCALAR:
+            from_start = sums.load(columns)
+            decay = gl.load(decays + at * C + C - 1)
     return from_start, to_end, decay
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def forward(
-    q, k, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
+    q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
     ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
@@ -90,7 +123,8 @@ def forward(
     its last `walked` chunks alone. Programs beyond the columns of V walk the unit matrix, with values of zeros; what it
     becomes is the segment's matrix A [B, n_seg, H, K, K].
 
-    decays: beta of tokens, or, where states decay, [2, B H, chunks, C] as `prepare` left them.
+    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
+    e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
@@ -98,8 +132,9 @@ def forward(
     v0 = (panel if of_state else panel - V // 64) * 64
     b = row // H
     h = row % H
-    q += b * q_sb + h * q_sh
-    k += b * k_sb + h * k_sh
+    if GATED != CHANNEL:
+        q += b * q_sb + h * q_sh
+        k += b * k_sb + h * k_sh
     v += b * v_sb + h * v_sh + v0
     SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg
@@ -112,16 +147,18 @@ def forward(
         S = load_state(initial + row * K * V + v0, 64, K, V)
     if SUMS:
         lives = True
-        if GATED:
+        if GATED == SCALAR:
             lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
             nearest = c1 - gl.load(walked + row * n_seg + seg)
             c0 = nearest if of_state else (c0 if lives else c1)
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
-    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS else 1, C, K)
+    LATER: gl.constexpr = READS or GATED == CHANNEL
+    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS and GATED != CHANNEL else 1, C, K)
     inverses, pairs = tiles(2, C, C), tiles(1, C, C)
-    strengths, sums = numbers(2, C), numbers(2, C)
+    ws = tiles(1, C, K) if GATED == CHANNEL else ks
+    strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
@@ -129,13 +166,17 @@ def forward(
             q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
         )  # fmt: skip
     async_copy.commit_group()
-    if READS:
+    if LATER:
         if c0 < c1:
-            copy(pairs.index(0), scores + (row * n_chunks + c0) * C * C, C, C, C, C)
+            _fetch_later(
+                row * n_chunks + c0, scores, pairs, q, qs, written, ws, K, C, READS, READS and GATED == CHANNEL,
+                GATED == CHANNEL,
+            )  # fmt: skip
         async_copy.commit_group()
-    for c in range(c0, c1):
-        s = (c - c0) % 2
-        arrived(1 if READS else 0)
+    for n in range(0, c1 - c0):
+        s = n % 2
+        c = c0 + n
+        arrived(1 if LATER else 0)
         if c + 1 < c1:
             _fetch(
                 c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
@@ -155,27 +196,38 @@ def forward(
         N = begun(vs.index(s).permute((1, 0)), turned, C)
         if KEEPS:
             store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
+        if GATED == CHANNEL:
+            arrived(1)
         if READS:
-            out = begun(state, qs.index(s).permute((1, 0)), C)
+            out = begun(state, qs.index(0 if GATED == CHANNEL else s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
+        kc = ws.index(0 if GATED == CHANNEL else s)
         S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
         if READS:
-            arrived(1)
-            out = warpgroup_mma_wait(1, [out]) * (from_start * scale)[None, :]
+            if GATED != CHANNEL:
+                arrived(1)
+            out = warpgroup_mma_wait(1, [out])
+            if GATED != CHANNEL:
+                out = out * (from_start * scale)[None, :]
             out = warpgroup_mma(operand(N, C), pairs.index(0).permute((1, 0)), out, is_async=True)
             S, out = warpgroup_mma_wait(0, [S, out])
-            gl.thread_barrier()
-            if c + 1 < c1:
-                copy(pairs.index(0), scores + (at + 1) * C * C, C, C, C, C)
-            async_copy.commit_group()
-            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         else:
             if KEEPS:
                 store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
+        if LATER:
+            gl.thread_barrier()
+            if c + 1 < c1:
+                _fetch_later(
+                    at + 1, scores, pairs, q, qs, written, ws, K, C, READS, READS and GATED == CHANNEL,
+                    GATED == CHANNEL,
+                )  # fmt: skip
+            async_copy.commit_group()
+        if READS:
+            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
@@ -197,7 +249,7 @@ def forward(
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def backward(
-    q, k, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
+    q, k, written, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
@@ -211,8 +263,9 @@ def backward(
     v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), gl.program_id(2)
     b = row // H
     h = row % H
-    q += b * q_sb + h * q_sh
-    k += b * k_sb + h * k_sh
+    if GATED != CHANNEL:
+        q += b * q_sb + h * q_sh
+        k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh + v0
     SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg
@@ -223,20 +276,24 @@ def backward(
         dS = load_state(slot + H * K * V + v0, 64, K, V)
     elif BOUNDARY and not PACKED and not SUMS:
         dS = load_state(dfinal + row * K * V + v0, 64, K, V)
-    if SUMS and GATED:
+    if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
-    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2, C, K)
+    first_keys = written if GATED == CHANNEL else k
+    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(1 if GATED == CHANNEL else 2, C, K)
     inverses, pairs = tiles(2, C, C), tiles(1, C, C)
-    strengths, sums = numbers(2, C), numbers(2, C)
+    ws = tiles(1, C, K) if GATED == CHANNEL else ks
+    strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c1 - 1, 0, row, q, k, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
+            c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
             q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
         )  # fmt: skip
     async_copy.commit_group()
     if c0 < c1:
-        copy(pairs.index(0), scores + (row * n_chunks + c1 - 1) * C * C, C, C, C, C)
+        _fetch_later(
+            row * n_chunks + c1 - 1, scores, pairs, q, qs, k, ws, K, C, True, GATED == CHANNEL, GATED == CHANNEL
+        )  # fmt: skip
     async_copy.commit_group()
     for n in range(0, c1 - c0):
         s = n % 2
@@ -244,7 +301,7 @@ def backward(
         arrived(1)
         if c > c0:
             _fetch(
-                c - 1, 1 - s, row, q, k, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
+                c - 1, 1 - s, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
                 table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
             )  # fmt: skip
         async_copy.commit_group()
@@ -255,28 +312,38 @@ def backward(
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if last:
                     dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
-        kc, qc, given = ks.index(s), qs.index(s), os.index(s).permute((1, 0))
-        X = begun(operand(dS, C), kc.permute((1, 0)), C)
+        given = os.index(s).permute((1, 0))
+        qc, kc = qs.index(0 if GATED == CHANNEL else s), ws.index(0 if GATED == CHANNEL else s)
+        X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
         if not SUMS:
             store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         arrived(1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
         dN = warpgroup_mma(given, pairs.index(0), X, is_async=True)
-        weights = gl.convert_layout(from_start * scale, gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2)))
-        weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
-        dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
+        if GATED == CHANNEL:
+            dS = warpgroup_mma(given, qc, dS * decay, is_async=True)
+        else:
+            weights = gl.convert_layout(from_start * scale, gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2)))
+            weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
+            dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
         dN = warpgroup_mma_wait(1, [dN])
         y = begun(operand(dN, C), inverses.index(s), C)
         dS, y = warpgroup_mma_wait(0, [dS, y])
-        gl.thread_barrier()
-        if c > c0:
-            copy(pairs.index(0), scores + (at - 1) * C * C, C, C, C, C)
-        async_copy.commit_group()
+        if GATED != CHANNEL:
+            gl.thread_barrier()
+            if c > c0:
+                copy(pairs.index(0), scores + (at - 1) * C * C, C, C, C, C)
+            async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
             store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
         dS = warpgroup_mma_wait(0, [dS])
+        if GATED == CHANNEL:
+            gl.thread_barrier()
+            if c > c0:
+                _fetch_later(at - 1, scores, pairs, q, qs, k, ws, K, C, True, True, True)
+            async_copy.commit_group()
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)
                 if first:

@@ -19,7 +19,7 @@ __all__ = ["DeltaCall"]
 _F32 = torch.float32
 _SAVED = (
     "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w",
-    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes",
+    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild",
 )  # fmt: skip
 _OWN = (
     *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept",

@@ -1,0 +1,71 @@
+"""The launches of a call with a gate a key channel, by kernels in Gluon for Hopper GPUs.
+
+`channel_scores` and `channel_grads` in Gluon do the chunks whose gates add up to little, and those in Triton the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexsp.kernels.delta import hopper_channels
+from flexsp.kernels.delta.channel_launches import ChannelCall
+from flexsp.kernels.delta.hopper_launches import HopperCall
+from flexsp.kernels.launches import Buffer, Launch, LaunchSpec
+
+__all__ = ["HopperChannelCall"]
+
+_KERNELS = {"little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads}
+_SCORES, _GRADS = Launch(64, 4, 1, 168), Launch(64, 4, 1)
+
+
+class HopperChannelCall(HopperCall, ChannelCall):
+    """As `ChannelCall`, with the walks of `HopperCall`: U and W are not kept in memory."""
+
+    def kernel(self, spec: LaunchSpec) -> Any:
+        return _KERNELS.get(spec.kind) or super().kernel(spec)
+
+    def buffer(self, name: str) -> Buffer:
+        if name == "@mild":
+            return Buffer(torch.int32, (self.plan.B * self.plan.H, self.plan.n_chunks))
+        return super().buffer(name)
+
+    @property
+    def _mild(self) -> str | None:
+        return "@mild"
+
+    @property
+    def _walked(self) -> str | None:
+        return None
+
+    @property
+    def _decays(self) -> str | None:
+        return "@decay"
+
+    @property
+    def _keys_of_walks(self) -> list[str | None]:
+        return ["@reads", "@w", "@writes"]
+
+    def _prepared(self) -> list[LaunchSpec]:
+        p, names = self.plan, ["q", "k", str(self.gate), self.beta]
+        made = ("@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild")
+        constants = {"K": p.K, "C": p.tiles.chunk, "PACKED": p.docs > 0}
+        little = LaunchSpec(
+            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), (*names, *made, "@table" if p.docs else "q"),
+            tuple(names), made, (*names, p.T, p.H, self.scale), constants, _SCORES.options,
+        )  # fmt: skip
+        blocks, scores, inverse, values = ChannelCall._prepared(self)
+        return [little, blocks, scores, inverse]
+
+    def _grads(self) -> list[LaunchSpec]:
+        p, names = self.plan, ["q", "k", str(self.gate), self.beta]
+        pointers = [*names, "@do", "d.v", "@errors", "@entering", "@leaving", "@mild"]
+        made = ("d.q", "d.k", "@dbeta", f"d.{self.gate}")
+        constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.tiles.chunk}
+        little = LaunchSpec(
+            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
+            (*pointers, *made, "@table" if p.docs else "q"), tuple(pointers), made,
+            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants | {"PACKED": p.docs > 0}, _GRADS.options,
+        )  # fmt: skip
+        return [little, *ChannelCall._grads(self)]

@@ -19,6 +19,7 @@ from flexsp.kernels.delta.hopper import (
     by_sum,
     chunk_at,
     copy,
+    numbers,
     shared,
     store,
     tiles,
@@ -34,11 +35,19 @@ _GROWTH = gl.constexpr(10.0)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
+_PARTS = gl.constexpr(4)  # of the tokens, one a warp
+
+
 @gluon.constexpr_function
 def by_channel(tokens, columns):
-    """Layout of a tile [tokens, columns], 32 or 64: a thread has two columns of tokens that follow each other."""
-    down = 64 // columns
-    return gl.BlockedLayout([tokens // (4 * down), 2], [down, 32 // down], [4, 1], [1, 0])
+    """Layout of a tile [tokens, columns]: a thread has two columns of a quarter of the tokens."""
+    return gl.BlockedLayout([tokens // _PARTS.value, 2], [1, 32], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _in_parts(tokens):
+    """The same of [4, tokens / 4, columns]."""
+    return gl.BlockedLayout([1, tokens // _PARTS.value, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -62,10 +71,33 @@ def _load(base, length, stride, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _row(x, row, C: gl.constexpr, N: gl.constexpr):
-    """One row of x [C, N]."""
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C, N)))
-    return gl.sum(gl.where((rows == row)[:, None], x, 0.0), axis=0)
+def _scanned(x, SUFFIX: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
+    """Sums over the tokens until each of x [C, N], or from each on; over the first half, and over all."""
+    L: gl.constexpr = _in_parts(C)
+    EVERY: gl.constexpr = gl.BlockedLayout([_PARTS, 2], [1, 32], [1, 4], [1, 0])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, by_channel(C, N))
+    x = gl.convert_layout(gl.reshape(x, [_PARTS, C // _PARTS, N]), L, assert_trivial=True)
+    inside = gl.associative_scan(x, 1, _add)
+    sums = gl.sum(x, axis=1)
+    room = gl.allocate_shared_memory(gl.float32, [_PARTS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), sums)
+    gl.thread_barrier()
+    every = room.load(EVERY)
+    which = gl.arange(0, _PARTS, gl.SliceLayout(1, EVERY))[:, None]
+    own = gl.arange(0, _PARTS, gl.SliceLayout(1, gl.SliceLayout(1, L)))[:, None]
+    beyond = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, L))
+    for n in gl.static_range(_PARTS):
+        part = gl.convert_layout(
+            gl.sum(gl.where(which == n, every, 0.0), axis=0), gl.SliceLayout(0, gl.SliceLayout(1, L)),
+            assert_trivial=True,
+        )  # fmt: skip
+        beyond += gl.where(own < n if SUFFIX else own > n, part[None, :], 0.0)
+    if SUFFIX:
+        inside = x + (sums[:, None, :] - inside)
+    found = gl.convert_layout(
+        gl.reshape(inside + beyond[:, None, :], [C, N]), by_channel(C, N), assert_trivial=True
+    )  # fmt: skip
+    half = gl.convert_layout(gl.sum(gl.where(which < _PARTS // 2, every, 0.0), axis=0), COLUMNS, assert_trivial=True)
+    return found, half, gl.convert_layout(gl.sum(every, axis=0), COLUMNS, assert_trivial=True)
 
 
 @gluon.jit
@@ -73,8 +105,7 @@ def _sums(gate, C: gl.constexpr, N: gl.constexpr):
     """Cumulative gates in log2 [C, N]; their values in the middle, and at the end."""
     gate = gate.to(gl.float32)
     gate = gl.where(gate < _GATE_MIN, _GATE_MIN, gate) * _LOG2E  # NaN stays
-    total = gl.associative_scan(gate, 0, _add)
-    return total, _row(total, C // 2 - 1, C, N), _row(total, C - 1, C, N)
+    return _scanned(gate, False, C, N)
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
@@ -191,47 +222,55 @@ def channel_grads(
     scores_s = shared(gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0))
     pairs_s = shared(gl.where(i[:, None] > j[None, :], -of_pairs, 0.0))
     arrived(0)
-    whole: gl.constexpr = by_row(N)
-    kept = gl.sum(S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32), axis=0)
-    to_p, to_k, to_q = warpgroup_mma_wait(
-        0, [begun(errors_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)]
-    )
-    total, middle, end = _sums(gate, C, N)
+    to_p, to_k, to_q = begun(errors_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)
+    kept = gl.zeros([C, N], gl.float32, CK)
+    for v0 in gl.static_range(0, V, C):
+        kept += S.slice(v0, C).load(CK).to(gl.float32) * dS.slice(v0, C).load(CK).to(gl.float32)
+    to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
+    total, middle, end = _sums(gate, C, N)  # all warps have waited for these products, so that they are written over
+    from_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, gl.exp2(total - middle[None, :]))
+    to_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, gl.exp2(middle[None, :] - total))
+    edges = numbers(2, N)
+    edges.index(0).store(middle)
+    edges.index(1).store(end)
     gl.thread_barrier()
-    xs = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, total - middle[None, :])
-    to_end = gl.convert_layout(gl.exp2(end - middle), gl.SliceLayout(0, CK))
-    middle = gl.convert_layout(gl.exp2(middle), gl.SliceLayout(0, CK))
-    kept = gl.convert_layout(kept, gl.SliceLayout(0, by_channel(C, N))) * gl.exp2(end)
-    to_p = to_p * to_end[None, :]
-    to_k = to_k * -middle[None, :]
-    to_q = to_q * (middle * scale)[None, :]
-    gl.thread_barrier()
-    pe = (ks.load(CK).to(gl.float32) * gl.exp2(-xs.load(CK)) * strength[:, None]).to(gl.bfloat16)
+    middle = edges.index(0).load(gl.SliceLayout(0, CK))
+    end = edges.index(1).load(gl.SliceLayout(0, CK))
+    to_p = to_p * gl.exp2(end - middle)[None, :]
+    to_k = to_k * -gl.exp2(middle)[None, :]
+    to_q = to_q * (gl.exp2(middle) * scale)[None, :]
+    pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * strength[:, None]).to(gl.bfloat16)
     pe_s = shared(pe)
-    from_p = gl.sum(pe.to(gl.float32) * to_p, axis=0)
-    qe_s = shared(qs.load(CK).to(gl.float32) * gl.exp2(xs.load(CK)))
-    ke_s = shared(ks.load(CK).to(gl.float32) * gl.exp2(xs.load(CK)))
+    kept = kept * gl.exp2(end)[None, :] + pe.to(gl.float32) * to_p
+    qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
+    ke_s = shared(ks.load(CK).to(gl.float32) * from_middle.load(CK))
+    edges.index(0).store(gl.sum(kept, axis=0))
     visible()
     to_q = warpgroup_mma(scores_s, pe_s, to_q, is_async=True)
     to_k = warpgroup_mma(pairs_s, pe_s, to_k, is_async=True)
     to_p = warpgroup_mma(scores_s.permute((1, 0)), qe_s, to_p, is_async=True)
     to_p = warpgroup_mma(pairs_s.permute((1, 0)), ke_s, to_p, is_async=True)
     to_q, to_k, to_p = warpgroup_mma_wait(0, [to_q, to_k, to_p])
-    to = ((b * T + start) * H + h) * K + k0
     sums = qe_s.load(CK).to(gl.float32) * to_q  # as products had them: what pairs add to dg cancels in its sums
-    store(dq + to, to_q * gl.exp2(xs.load(CK)), length, C, N, H * K)
+    qs.store((to_q * from_middle.load(CK)).to(gl.bfloat16))
     sums += ke_s.load(CK).to(gl.float32) * to_k
     sums -= pe_s.load(CK).to(gl.float32) * to_p
-    to_p = to_p * gl.exp2(-xs.load(CK))
+    to_p = to_p * to_middle.load(CK)
     part = dbeta + ((tile * PARTS * (gl.num_programs(1) // H) + b) * T + start + rows) * H + h
     gl.store(part, gl.sum(to_p * ks.load(CK).to(gl.float32), axis=1), mask=rows < length)
     for n in gl.static_range(1, PARTS):
         skipped = gl.num_programs(1).to(gl.int64) * T * n
         gl.store(part + skipped, gl.zeros([C], gl.float32, gl.SliceLayout(1, CK)), mask=rows < length)
-    store(dk + to, to_k * gl.exp2(xs.load(CK)) + to_p * strength[:, None], length, C, N, H * K)
-    sums = gl.associative_scan(gl.convert_layout(sums, by_channel(C, N)), 0, _add, reverse=True)
-    kept += gl.convert_layout(from_p, gl.SliceLayout(0, by_channel(C, N)))
+    ks.store((to_k * from_middle.load(CK) + to_p * strength[:, None]).to(gl.bfloat16))
+    from_middle.store(sums)
+    gl.thread_barrier()
+    to = ((b * T + start) * H + h) * K + k0
+    store(dq + to, qs.load(by_row(N)), length, C, N, H * K)
+    store(dk + to, ks.load(by_row(N)), length, C, N, H * K)
+    L: gl.constexpr = by_channel(C, N)
+    sums, half, whole = _scanned(from_middle.load(L), True, C, N)
+    sums = sums + edges.index(0).load(gl.SliceLayout(0, L))[None, :]
     closed = _load(g, length, g_st, C, N).to(gl.float32) < _GATE_MIN
-    sums = gl.where(closed, 0.0, sums + kept[None, :])
-    tokens = gl.arange(0, C, gl.SliceLayout(1, by_channel(C, N)))
-    gl.store(dg + to + _places(H * K, C, N), sums.to(dg.dtype.element_ty), mask=(tokens < length)[:, None])
+    tokens = gl.arange(0, C, gl.SliceLayout(1, L))
+    place = dg + to + _places(H * K, C, N)
+    gl.store(place, gl.where(closed, 0.0, sums).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])

@@ -66,6 +66,7 @@ class HopperCall(DeltaCall):
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
         constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
         reads = tuple(x for x in named(*pointers) if x not in writes)
+        flags["DEEP"] = panels * p.B * p.H * p.n_seg <= p.programs
         return LaunchSpec(
             kind, _WARPS, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
             reads, writes, tuple(numbers), constants | flags, _WARPS.options,

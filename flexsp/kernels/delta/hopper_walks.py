@@ -78,17 +78,17 @@ def _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C: gl.constexpr, G
 
 @gluon.jit
 def _fetch_later(
-    at, scores, pairs, later, laters, last, lasts, K: gl.constexpr, C: gl.constexpr, SCORES: gl.constexpr,
-    LATER: gl.constexpr, LAST: gl.constexpr,
+    at, to, scores, pairs, queries, qs, keys, ws, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
-    """Begins to copy what a chunk needs when its first product is done, to places that there is one of."""
+    """Begins to copy what a chunk needs when its first product is done."""
     zero = gl.minimum(at, 0).to(gl.int32) * 16
-    if SCORES:
-        copy(pairs.index(0), scores + at * C * C, C, C, C, C)
-    if LATER:
-        copy(laters.index(0), later + at * C * K, C, C, K, K + zero)
-    if LAST:
-        copy(lasts.index(0), last + at * C * K, C, C, K, K + zero)
+    if READS:
+        copy(pairs.index(to), scores + at * C * C, C, C, C, C)
+    if GATED == CHANNEL:
+        copy(ws.index(to), keys + at * C * K, C, C, K, K + zero)
+        if READS:
+            copy(qs.index(to), queries + at * C * K, C, C, K, K + zero)
 
 
 @gluon.jit
@@ -113,8 +113,8 @@ def forward(
     q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
-    ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
-    PDL: gl.constexpr,
+    ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr,
+    PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -125,6 +125,8 @@ def forward(
 
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
+
+    DEEP: there is room in shared memory for all of two chunks, for programs that have a multiprocessor to themselves.
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
@@ -154,10 +156,11 @@ def forward(
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
-    LATER: gl.constexpr = READS or GATED == CHANNEL
-    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS and GATED != CHANNEL else 1, C, K)
-    inverses, pairs = tiles(2, C, C), tiles(1, C, C)
-    ws = tiles(1, C, K) if GATED == CHANNEL else ks
+    OTHERS: gl.constexpr = READS or GATED == CHANNEL  # `_fetch_later` copies something
+    LATER: gl.constexpr = OTHERS and not DEEP
+    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS and (DEEP or GATED != CHANNEL) else 1, C, K)
+    inverses, pairs = tiles(2, C, C), tiles(2 if DEEP else 1, C, C)
+    ws = tiles(2 if DEEP else 1, C, K) if GATED == CHANNEL else ks
     strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
     gl.thread_barrier()
     if c0 < c1:
@@ -165,14 +168,12 @@ def forward(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
             q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
         )  # fmt: skip
-    async_copy.commit_group()
     if LATER:
-        if c0 < c1:
-            _fetch_later(
-                row * n_chunks + c0, scores, pairs, q, qs, written, ws, K, C, READS, READS and GATED == CHANNEL,
-                GATED == CHANNEL,
-            )  # fmt: skip
         async_copy.commit_group()
+    if OTHERS:  # noqa: SIM102 (a constexpr, then a value)
+        if c0 < c1:
+            _fetch_later(row * n_chunks + c0, 0, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
+    async_copy.commit_group()
     for n in range(0, c1 - c0):
         s = n % 2
         c = c0 + n
@@ -182,6 +183,8 @@ def forward(
                 c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
                 table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
             )  # fmt: skip
+            if OTHERS and DEEP:
+                _fetch_later(row * n_chunks + c + 1, 1 - s, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
         async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
@@ -199,20 +202,21 @@ def forward(
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
-        if GATED == CHANNEL:
+        later = s if DEEP else 0
+        if GATED == CHANNEL and LATER:
             arrived(1)
         if READS:
-            out = begun(state, qs.index(0 if GATED == CHANNEL else s).permute((1, 0)), C)
+            out = begun(state, qs.index(later if GATED == CHANNEL else s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
-        kc = ws.index(0 if GATED == CHANNEL else s)
+        kc = ws.index(later if GATED == CHANNEL else s)
         S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
         if READS:
-            if GATED != CHANNEL:
+            if GATED != CHANNEL and LATER:
                 arrived(1)
             out = warpgroup_mma_wait(1, [out])
             if GATED != CHANNEL:
                 out = out * (from_start * scale)[None, :]
-            out = warpgroup_mma(operand(N, C), pairs.index(0).permute((1, 0)), out, is_async=True)
+            out = warpgroup_mma(operand(N, C), pairs.index(later).permute((1, 0)), out, is_async=True)
             S, out = warpgroup_mma_wait(0, [S, out])
         else:
             if KEEPS:
@@ -221,10 +225,7 @@ def forward(
         if LATER:
             gl.thread_barrier()
             if c + 1 < c1:
-                _fetch_later(
-                    at + 1, scores, pairs, q, qs, written, ws, K, C, READS, READS and GATED == CHANNEL,
-                    GATED == CHANNEL,
-                )  # fmt: skip
+                _fetch_later(at + 1, 0, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
             async_copy.commit_group()
         if READS:
             store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
@@ -252,7 +253,8 @@ def backward(
     q, k, written, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
-    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
 
@@ -279,9 +281,9 @@ def backward(
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
     first_keys = written if GATED == CHANNEL else k
-    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(1 if GATED == CHANNEL else 2, C, K)
-    inverses, pairs = tiles(2, C, C), tiles(1, C, C)
-    ws = tiles(1, C, K) if GATED == CHANNEL else ks
+    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if DEEP or GATED != CHANNEL else 1, C, K)
+    inverses, pairs = tiles(2, C, C), tiles(2 if DEEP else 1, C, C)
+    ws = tiles(2 if DEEP else 1, C, K) if GATED == CHANNEL else ks
     strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
     gl.thread_barrier()
     if c0 < c1:
@@ -289,21 +291,22 @@ def backward(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
             q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
         )  # fmt: skip
-    async_copy.commit_group()
+    if not DEEP:
+        async_copy.commit_group()
     if c0 < c1:
-        _fetch_later(
-            row * n_chunks + c1 - 1, scores, pairs, q, qs, k, ws, K, C, True, GATED == CHANNEL, GATED == CHANNEL
-        )  # fmt: skip
+        _fetch_later(row * n_chunks + c1 - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
     async_copy.commit_group()
     for n in range(0, c1 - c0):
         s = n % 2
         c = c1 - 1 - n
-        arrived(1)
+        arrived(0 if DEEP else 1)
         if c > c0:
             _fetch(
                 c - 1, 1 - s, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
                 table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
             )  # fmt: skip
+            if DEEP:
+                _fetch_later(row * n_chunks + c - 1, 1 - s, scores, pairs, q, qs, k, ws, K, C, True, GATED)
         async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
@@ -313,14 +316,16 @@ def backward(
                 if last:
                     dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
         given = os.index(s).permute((1, 0))
-        qc, kc = qs.index(0 if GATED == CHANNEL else s), ws.index(0 if GATED == CHANNEL else s)
+        later = s if DEEP else 0
+        qc, kc = qs.index(later if GATED == CHANNEL else s), ws.index(later if GATED == CHANNEL else s)
         X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
         if not SUMS:
             store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
-        arrived(1)
+        if not DEEP:
+            arrived(1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
-        dN = warpgroup_mma(given, pairs.index(0), X, is_async=True)
+        dN = warpgroup_mma(given, pairs.index(later), X, is_async=True)
         if GATED == CHANNEL:
             dS = warpgroup_mma(given, qc, dS * decay, is_async=True)
         else:
@@ -330,19 +335,19 @@ def backward(
         dN = warpgroup_mma_wait(1, [dN])
         y = begun(operand(dN, C), inverses.index(s), C)
         dS, y = warpgroup_mma_wait(0, [dS, y])
-        if GATED != CHANNEL:
+        if GATED != CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
-                copy(pairs.index(0), scores + (at - 1) * C * C, C, C, C, C)
+                _fetch_later(at - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
             async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
             store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
         dS = warpgroup_mma_wait(0, [dS])
-        if GATED == CHANNEL:
+        if GATED == CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
-                _fetch_later(at - 1, scores, pairs, q, qs, k, ws, K, C, True, True, True)
+                _fetch_later(at - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
             async_copy.commit_group()
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)

@@ -45,7 +45,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several."""
+    """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several. `programs`: so many have a
+    multiprocessor each."""
 
     B: int
     T: int
@@ -58,6 +59,7 @@ class Plan:
     per_seg: int
     n_seg: int
     ranks: bool
+    programs: int
 
     @property
     def scanned(self) -> bool:
@@ -120,4 +122,4 @@ def plan_of(
     programs = max(1, B * H * -(-V // cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks)
+    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks, device.programs)

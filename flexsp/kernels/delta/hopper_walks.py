@@ -24,6 +24,7 @@ from flexsp.kernels.delta.hopper import (
     arrived,
     begin,
     begun,
+    by_row,
     by_sum,
     chunk_at,
     copy,
@@ -89,6 +90,12 @@ def _fetch_later(
         copy(ws.index(to), keys + at * C * K, C, C, K, K + zero)
         if READS:
             copy(qs.index(to), queries + at * C * K, C, C, K, K + zero)
+
+
+@gluon.jit
+def _put(base, tile, length, C: gl.constexpr, stride):
+    """Rows 0..length-1 of a tile [C, 64] in shared memory."""
+    store(base, tile.load(by_row(64)), length, C, 64, stride)
 
 
 @gluon.jit
@@ -162,6 +169,8 @@ def forward(
     inverses, pairs = tiles(2, C, C), tiles(2 if DEEP else 1, C, C)
     ws = tiles(2 if DEEP else 1, C, K) if GATED == CHANNEL else ks
     strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
+    outs = tiles(2, C, 64) if READS and DEEP else vs  # outputs are stored while the next chunk is worked on
+    before, before_length, place = gl.to_tensor(c0).to(gl.int64), gl.to_tensor(0), gl.to_tensor(0)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
@@ -178,14 +187,6 @@ def forward(
         s = n % 2
         c = c0 + n
         arrived(1 if LATER else 0)
-        if c + 1 < c1:
-            _fetch(
-                c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
-                table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
-            )  # fmt: skip
-            if OTHERS and DEEP:
-                _fetch_later(row * n_chunks + c + 1, 1 - s, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
-        async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -197,6 +198,17 @@ def forward(
         state = operand(S, C)
         X = begun(state, kc.permute((1, 0)), C)
         N = begun(vs.index(s).permute((1, 0)), turned, C)
+        if c + 1 < c1:
+            _fetch(
+                c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
+                table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
+            )  # fmt: skip
+            if OTHERS and DEEP:
+                _fetch_later(row * n_chunks + c + 1, 1 - s, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
+        async_copy.commit_group()
+        if READS and DEEP:  # noqa: SIM102 (constexprs, then a value)
+            if n > 0:
+                _put(o + ((b * T + before) * H + h) * V + v0, outs.index(1 - s), before_length, C, H * V)
         if KEEPS:
             store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
@@ -228,11 +240,18 @@ def forward(
                 _fetch_later(at + 1, 0, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
             async_copy.commit_group()
         if READS:
-            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
+            if DEEP:
+                outs.index(s).permute((1, 0)).store(out.to(gl.bfloat16))
+                before, before_length, place = start, length, gl.to_tensor(s)
+            else:
+                store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
     arrived(0)
+    if READS and DEEP:  # noqa: SIM102 (constexprs, then a value)
+        if c0 < c1:
+            _put(o + ((b * T + before) * H + h) * V + v0, outs.index(place), before_length, C, H * V)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
             store_state(final + row * K * V + v0, S, 64, K, V)
@@ -300,14 +319,6 @@ def backward(
         s = n % 2
         c = c1 - 1 - n
         arrived(0 if DEEP else 1)
-        if c > c0:
-            _fetch(
-                c - 1, 1 - s, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
-                table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
-            )  # fmt: skip
-            if DEEP:
-                _fetch_later(row * n_chunks + c - 1, 1 - s, scores, pairs, q, qs, k, ws, K, C, True, GATED)
-        async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -319,6 +330,14 @@ def backward(
         later = s if DEEP else 0
         qc, kc = qs.index(later if GATED == CHANNEL else s), ws.index(later if GATED == CHANNEL else s)
         X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
+        if c > c0:
+            _fetch(
+                c - 1, 1 - s, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
+                table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
+            )  # fmt: skip
+            if DEEP:
+                _fetch_later(row * n_chunks + c - 1, 1 - s, scores, pairs, q, qs, k, ws, K, C, True, GATED)
+        async_copy.commit_group()
         if not SUMS:
             store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)

@@ -192,39 +192,36 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _strip(base, stride, first: gl.constexpr, length, N: gl.constexpr):
-    """Rows first.. [16, N] of keys, zero from `length` on."""
+def _strip(base, stride, first: gl.constexpr, length):
+    """Rows first.. of keys, zero from `length` on, in 32 channels: two tiles [16, 16] that have every other 4 of them.
+
+    A thread reads 16 bytes of a row. The order in which products take channels does not matter.
+    """
     rows = first + gl.arange(0, 16, gl.SliceLayout(1, _KEYS))
-    columns = gl.arange(0, N, gl.SliceLayout(0, _KEYS))
-    return gl.load(base + rows[:, None] * stride + columns[None, :], mask=(rows < length)[:, None], other=0.0)
+    columns = gl.arange(0, 32, gl.SliceLayout(0, _KEYS))
+    x = gl.load(base + rows[:, None] * stride + columns[None, :], mask=(rows < length)[:, None], other=0.0)
+    x, y = gl.split(gl.permute(gl.reshape(x, [16, 4, 2, 2, 2]), (0, 3, 1, 4, 2)))
+    return gl.reshape(x, [16, 16]), gl.reshape(y, [16, 16])
 
 
 @gluon.jit
-def _operand(x, N: gl.constexpr, LEFT: gl.constexpr):
-    """Keys as they were read as a left operand, or their transpose as a right one; both in one order of channels."""
-    x = gl.permute(gl.reshape(x, [16, N // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
-    x = gl.reshape(x, [16, N])
-    if LEFT:
-        return gl.convert_layout(x, gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
-    else:
-        return gl.convert_layout(gl.permute(x, (1, 0)), gl.DotOperandLayout(1, _SUMS, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _pairs(base, stride, length, K: gl.constexpr, STEP: gl.constexpr):
+def _pairs(base, stride, length, K: gl.constexpr):
     """k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
     sums = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
-    for k0 in gl.static_range(0, K, STEP):
+    for k0 in gl.static_range(0, K, 32):
         strips = ()
         for i in gl.static_range(4):
-            strips = strips + (_strip(base + k0, stride, 16 * i, length, STEP),)
-        new = ()
-        for i in gl.static_range(4):
-            for j in gl.static_range(i + 1):
-                left, right = _operand(strips[i], STEP, True), _operand(strips[j], STEP, False)
-                new = new + (mma_v2(left, right, sums[i * (i + 1) // 2 + j]),)
-        sums = new
+            strips = strips + (_strip(base + k0, stride, 16 * i, length),)
+        for half in gl.static_range(2):
+            new = ()
+            for i in gl.static_range(4):
+                left = gl.convert_layout(strips[i][half], gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
+                for j in gl.static_range(i + 1):
+                    right = gl.permute(strips[j][half], (1, 0))
+                    right = gl.convert_layout(right, gl.DotOperandLayout(1, _SUMS, 2), assert_trivial=True)
+                    new = new + (mma_v2(left, right, sums[i * (i + 1) // 2 + j]),)
+            sums = new
     return sums
 
 
@@ -272,7 +269,7 @@ def prepare(
         total = gl.associative_scan(gate, 0, _add)
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
-    x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K, 64)
+    x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K)
     gl.thread_barrier()
     if GATED and DECAYS:
         gl.store(decays + at * C + i, _power(total))

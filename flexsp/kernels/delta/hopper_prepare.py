@@ -46,6 +46,11 @@ def _add(a, b):
 
 
 @gluon.jit
+def _no_tiles():
+    return ()
+
+
+@gluon.jit
 def _power(x):
     """2^x, 0 where it is less than the least normal number."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -175,7 +180,7 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     async_copy.wait_group(0)
     gl.thread_barrier()
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
-    below = ()
+    below = _no_tiles()
     for i in gl.static_range(4):
         for j in gl.static_range(i + 1):
             n = -tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS).to(gl.float32)
@@ -208,13 +213,15 @@ def _strip(base, stride, first: gl.constexpr, length):
 def _pairs(base, stride, length, K: gl.constexpr):
     """k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
-    sums = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    sums = _no_tiles()
+    for _ in gl.static_range(10):
+        sums = sums + (zeros,)
     for k0 in gl.static_range(0, K, 32):
-        strips = ()
+        strips = _no_tiles()
         for i in gl.static_range(4):
             strips = strips + (_strip(base + k0, stride, 16 * i, length),)
         for half in gl.static_range(2):
-            new = ()
+            new = _no_tiles()
             for i in gl.static_range(4):
                 left = gl.convert_layout(strips[i][half], gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
                 for j in gl.static_range(i + 1):
@@ -282,7 +289,7 @@ def prepare(
     tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _HALVES)
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    made = ()
+    made = _no_tiles()
     for m in gl.static_range(4):
         for n in gl.static_range(m + 1):
             pairs = x[m * (m + 1) // 2 + n] * _part(factors, n, _COLUMNS)[None, :]

@@ -116,13 +116,14 @@ def _put(tile, x, i: gl.constexpr, j: gl.constexpr, TURNED: gl.constexpr = False
 
 
 @gluon.jit
-def _inverted(blocks, n10, n20, n21, n30, n31, n32, tile, EXACT: gl.constexpr):
+def _inverted(blocks, others, tile, EXACT: gl.constexpr):
     """The blocks below and on the diagonal of the inverse of I - N, into a tile in shared memory.
 
-    blocks: of N on the diagonal, side by side in shared memory; the others in registers, and split. d stands for
-    inverses of the former, x for what is found below, y for N times what is known of the inverse to the right; a `t`
-    for a transpose.
+    blocks: of N on the diagonal, side by side in shared memory; others: those below, column by column, split. d stands
+    for inverses of the former, x for what is found below, y for N times what is known of the inverse to the right; a
+    `t` for a transpose.
     """
+    n10, n20, n30, n21, n31, n32 = others
     found = _substituted(blocks)
     inverses = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
     inverses.store(gl.reshape(gl.permute(found, (1, 0, 2)), [16, 64]))
@@ -181,15 +182,15 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     gl.thread_barrier()
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
     below = _no_tiles()
-    for i in gl.static_range(4):
-        for j in gl.static_range(i + 1):
+    for j in gl.static_range(4):
+        for i in gl.static_range(j, 4):
             n = -tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS).to(gl.float32)
             if i == j:
                 blocks.slice(16 * i, 16, dim=1).store(n)
             else:
                 below = below + ((n,),)
     gl.thread_barrier()
-    _inverted(blocks, below[0], below[1], below[2], below[3], below[4], below[5], tile, True)
+    _inverted(blocks, below, tile, True)
     _store(inverse, tile, C)
 
 
@@ -290,11 +291,14 @@ def prepare(
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     made = _no_tiles()
-    for m in gl.static_range(4):
-        for n in gl.static_range(m + 1):
-            pairs = x[m * (m + 1) // 2 + n] * _part(factors, n, _COLUMNS)[None, :]
+    for n in gl.static_range(4):
+        factor = _part(factors, n, _COLUMNS)[None, :]
+        if GATED:
+            base = _part(totals, n, _COLUMNS)[None, :]
+        for m in gl.static_range(n, 4):
+            pairs = x[m * (m + 1) // 2 + n] * factor
             if GATED:
-                gap = _part(totals, m, _ROWS)[:, None] - _part(totals, n, _COLUMNS)[None, :]
+                gap = _part(totals, m, _ROWS)[:, None] - base
                 pairs *= _power(gap if m > n else gl.where(below, gap, float("-inf")))
             elif m == n:
                 pairs = gl.where(below, pairs, 0.0)
@@ -304,5 +308,5 @@ def prepare(
                 made = made + (_split(pairs),)
                 _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
     gl.thread_barrier()
-    _inverted(blocks, made[0], made[1], made[2], made[3], made[4], made[5], tile, False)
+    _inverted(blocks, made, tile, False)
     _store(inverse + at * C * C, tile, C)

@@ -56,6 +56,13 @@ def _power(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.jit
+def _negative(x):
+    """-x, in bfloat16."""
+    asm: gl.constexpr = "xor.b32 $0, $1, 0x80008000;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
 # Products of blocks [16, 16]
 
 
@@ -166,7 +173,7 @@ def _store(to, tile, C: gl.constexpr):
     gl.store(to + rows[:, None] * C + columns[None, :], tile.load(_MATRIX))
 
 
-@gluon.jit(do_not_specialize=[])
+@gluon.jit
 def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal."""
     begin(PDL)
@@ -184,7 +191,8 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     below = _no_tiles()
     for j in gl.static_range(4):
         for i in gl.static_range(j, 4):
-            n = -tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS).to(gl.float32)
+            n = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
+            n = _negative(n).to(gl.float32)
             if i == j:
                 blocks.slice(16 * i, 16, dim=1).store(n)
             else:
@@ -212,7 +220,7 @@ def _strip(base, stride, first: gl.constexpr, length):
 
 @gluon.jit
 def _pairs(base, stride, length, K: gl.constexpr):
-    """k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
+    """-k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
     sums = _no_tiles()
     for _ in gl.static_range(10):
@@ -224,7 +232,8 @@ def _pairs(base, stride, length, K: gl.constexpr):
         for half in gl.static_range(2):
             new = _no_tiles()
             for i in gl.static_range(4):
-                left = gl.convert_layout(strips[i][half], gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
+                left = _negative(strips[i][half])  # not read again: registers are in order for all of its products
+                left = gl.convert_layout(left, gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
                 for j in gl.static_range(i + 1):
                     right = gl.permute(strips[j][half], (1, 0))
                     right = gl.convert_layout(right, gl.DotOperandLayout(1, _SUMS, 2), assert_trivial=True)
@@ -241,13 +250,13 @@ def _part(numbers, i: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _bounds(to, half, x, strength, gate, own):
-    """Stores the two bounds, see `flexsp.kernels.delta.prepare.prepare`; own: room for squares of keys."""
+    """Stores the two bounds, see `flexsp.kernels.delta.prepare.prepare`; own: room for numbers of tokens."""
     i = gl.arange(0, 16, _ROWS)[:, None]
     j = gl.arange(0, 16, _COLUMNS)[None, :]
     for n in gl.static_range(4):
         own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
     gl.thread_barrier()
-    growth = gl.maximum(gl.abs(1.0 - strength * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    growth = gl.maximum(gl.abs(1.0 + strength * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     most = gate + gl.log2(growth)
     gl.store(to, gl.sum(most, axis=0))
     gl.store(to + half, gl.sum(gl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
@@ -270,7 +279,7 @@ def prepare(
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
     gl.store(strength + at * C + i, given)
-    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, -given)
+    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
     if GATED:
         gate = gl.load(g + b * g_sb + h * g_sh + (start + i) * g_st, mask=i < length, other=0.0).to(gl.float32)
         gate = gl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL) * LOG2E

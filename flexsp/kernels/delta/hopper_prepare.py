@@ -1,9 +1,9 @@
 """What is made of a chunk before any state is known, on Hopper GPUs: gates, and the inverse of I + G.
 
 A warp has a chunk, in blocks of 16 tokens: ten of them lie on and below the diagonal. Those on the diagonal are
-inverted by substitution, a thread having two columns of one; those below are products of inverses and of -G, which
+inverted by substitution, a thread having two columns of one; those below are products of inverses and of N = -G, which
 `_times` takes from registers as they are. All is fp32: keys may repeat, and the inverse is then ill-conditioned
-(docs/math.md, section 15).
+(docs/math.md, sections 7 and 15).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FOUND = gl.constexpr(
         [[0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0]], [], [], [4, 16, 16],
     )
 )  # fmt: skip
-_ROW = gl.constexpr(
+_GIVEN = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 0], [0, 0], [0, 0], [0, 16], [0, 32]], [], [], [1, 64]
     )
 )
-_ACROSS = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [16, 64], [1, 0]))
-_HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_BLOCKS = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [16, 64], [1, 0]))
+_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -104,12 +104,12 @@ def _substituted(blocks):
     """Inverses [4, 16, 16] of I - N, for four N side by side in shared memory [16, 64]; only below the diagonal."""
     i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _FOUND)))[None, :, None]
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, _FOUND)))[None, None, :]
-    found = gl.where(i == j, 1.0, -0.0) + gl.full([4, 16, 16], -0.0, gl.float32, _FOUND)
+    found = gl.where(i == j, 1.0, gl.full([4, 16, 16], -0.0, gl.float32, _FOUND))  # adding -0.0 costs nothing
     for row in gl.static_range(1, 16):
-        given = gl.reshape(blocks.slice(row, 1, dim=0).load(_ROW), [4, 16])
+        given = gl.reshape(blocks.slice(row, 1, dim=0).load(_GIVEN), [4, 16])
         given = gl.convert_layout(given, gl.SliceLayout(2, _FOUND), assert_trivial=True)
         terms = gl.where(i < row, given[:, :, None] * found, gl.where(i == row, found, -0.0))
-        found = gl.where(i == row, gl.sum(terms, axis=1)[:, None, :], found)  # -0.0 costs nothing to add
+        found = gl.where(i == row, gl.sum(terms, axis=1)[:, None, :], found)
     return found
 
 
@@ -132,7 +132,7 @@ def _inverted(blocks, others, tile, EXACT: gl.constexpr):
     """
     n10, n20, n30, n21, n31, n32 = others
     found = _substituted(blocks)
-    inverses = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
+    inverses = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     inverses.store(gl.reshape(gl.permute(found, (1, 0, 2)), [16, 64]))
     gl.thread_barrier()
     d0t = inverses.slice(0, 16, dim=1).permute((1, 0)).load(_SUMS)
@@ -179,7 +179,7 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inverse += at * C * C
-    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _HALVES)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
     rows = gl.arange(0, C, gl.SliceLayout(1, _MATRIX))
     columns = gl.arange(0, C, gl.SliceLayout(0, _MATRIX))
     place = inverse + rows[:, None] * C + columns[None, :]
@@ -187,7 +187,7 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
-    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
+    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     below = _no_tiles()
     for j in gl.static_range(4):
         for i in gl.static_range(j, 4):
@@ -296,8 +296,8 @@ def prepare(
     if GATED and BOUNDS:
         own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
         _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _HALVES)
-    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _ACROSS)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     made = _no_tiles()
     for n in gl.static_range(4):

@@ -262,6 +262,34 @@ def _bounds(to, half, x, strength, gate, own):
     gl.store(to + half, gl.sum(gl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
 
 
+@gluon.jit
+def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
+    """N of pairs x, with numbers of tokens in shared memory: strengths and cumulative gates.
+
+    Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
+    inverse is given its zeros.
+    """
+    below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
+    made = _no_tiles()
+    for n in gl.static_range(4):
+        factor = _part(factors, n, _COLUMNS)[None, :]
+        if GATED:
+            base = _part(totals, n, _COLUMNS)[None, :]
+        for m in gl.static_range(n, 4):
+            pairs = x[m * (m + 1) // 2 + n] * factor
+            if GATED:
+                gap = _part(totals, m, _ROWS)[:, None] - base
+                pairs *= _power(gap if m > n else gl.where(below, gap, float("-inf")))
+            elif m == n:
+                pairs = gl.where(below, pairs, 0.0)
+            if m == n:
+                blocks.slice(16 * m, 16, dim=1).store(pairs)
+            else:
+                made = made + (_split(pairs),)
+                _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
+    return made
+
+
 @gluon.jit(do_not_specialize=["T", "H"])
 def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
@@ -286,6 +314,8 @@ def prepare(
         total = gl.associative_scan(gate, 0, _add)
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
+    else:
+        totals = factors
     x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K)
     gl.thread_barrier()
     if GATED and DECAYS:
@@ -298,24 +328,7 @@ def prepare(
         _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
     tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
-    below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    made = _no_tiles()
-    for n in gl.static_range(4):
-        factor = _part(factors, n, _COLUMNS)[None, :]
-        if GATED:
-            base = _part(totals, n, _COLUMNS)[None, :]
-        for m in gl.static_range(n, 4):
-            pairs = x[m * (m + 1) // 2 + n] * factor
-            if GATED:
-                gap = _part(totals, m, _ROWS)[:, None] - base
-                pairs *= _power(gap if m > n else gl.where(below, gap, float("-inf")))
-            elif m == n:
-                pairs = gl.where(below, pairs, 0.0)
-            if m == n:
-                blocks.slice(16 * m, 16, dim=1).store(pairs)
-            else:
-                made = made + (_split(pairs),)
-                _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
+    made = _decayed(x, factors, totals, blocks, tile, GATED)
     gl.thread_barrier()
     _inverted(blocks, made, tile, False)
     _store(inverse + at * C * C, tile, C)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from flexsp.kernels.delta import hopper_grads, hopper_scores, hopper_walks
+from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_scores, hopper_walks
 from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
@@ -14,9 +15,10 @@ __all__ = ["HopperCall"]
 _KERNELS = {
     "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
     "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-    "scores": hopper_scores.scores, "horizons": horizons,
+    "prepare": hopper_prepare.prepare, "scores": hopper_scores.scores, "horizons": horizons,
 }  # fmt: skip
 _WARPS = Launch(64, 4, 1)
+_WARP = Launch(0, 1, 1, registers=168)
 
 
 class HopperCall(DeltaCall):
@@ -48,6 +50,11 @@ class HopperCall(DeltaCall):
             (p.H, p.n_seg, p.n_chunks, p.per_seg), {}, Launch(0, 1, 1).options,
         )  # fmt: skip
         return [*launches, spec]
+
+    def _prepare(self, decays: str | None = None) -> LaunchSpec:
+        spec = super()._prepare(decays)
+        constants = {name: x for name, x in spec.constants.items() if name not in ("BK", "DOT", "PREC")}
+        return replace(spec, how=_WARP, constants=constants, options=_WARP.options)
 
     def _scores(self) -> LaunchSpec:
         p, how = self.plan, Launch(0, 4, 1)

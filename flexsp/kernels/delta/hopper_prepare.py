@@ -1,0 +1,334 @@
+"""What is made of a chunk before any state is known, on Hopper GPUs: gates, and the inverse of I + G.
+
+A warp has a chunk, in blocks of 16 tokens: ten of them lie on and below the diagonal. Those on the diagonal are
+inverted by substitution, a thread having two columns of one; those below are products of inverses and of N = -G, which
+`_times` takes from registers as they are. All is fp32: keys may repeat, and the inverse is then ill-conditioned
+(docs/math.md, sections 7 and 15).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from flexsp.kernels.delta.hopper import begin, chunk_at
+from flexsp.kernels.primitives import GATE_MIN, LOG2E
+
+__all__ = ["inverse", "prepare"]
+
+_TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
+_MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _SUMS.value))
+_COLUMNS = gl.constexpr(gl.SliceLayout(0, _SUMS.value))
+_FOUND = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        [[0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0]], [], [], [4, 16, 16],
+    )
+)  # fmt: skip
+_GIVEN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 0], [0, 0], [0, 0], [0, 16], [0, 32]], [], [], [1, 64]
+    )
+)
+_BLOCKS = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [16, 64], [1, 0]))
+_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _no_tiles():
+    return ()
+
+
+@gluon.jit
+def _power(x):
+    """2^x, 0 where it is less than the least normal number."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _negative(x):
+    """-x, in bfloat16."""
+    asm: gl.constexpr = "xor.b32 $0, $1, 0x80008000;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+# Products of blocks [16, 16]
+
+
+@gluon.jit
+def _left(x):
+    """x as a left operand, in the order of columns that costs nothing."""
+    x = gl.reshape(gl.permute(gl.reshape(x, [16, 2, 4, 2]), (0, 1, 3, 2)), [16, 16])
+    return gl.convert_layout(x, gl.DotOperandLayout(0, _SUMS, 1), assert_trivial=True)
+
+
+@gluon.jit
+def _right(x):
+    """The transpose of x as a right operand, in the order of `_left`."""
+    x = gl.permute(gl.reshape(gl.permute(gl.reshape(x, [16, 2, 4, 2]), (0, 1, 3, 2)), [16, 16]), (1, 0))
+    return gl.convert_layout(x, gl.DotOperandLayout(1, _SUMS, 1), assert_trivial=True)
+
+
+@gluon.jit
+def _split(x):
+    """x as the sum of two numbers in tf32, but for 2^-22 of it."""
+    first = ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
+    return first, x - first
+
+
+@gluon.jit
+def _times(x, y, sums, EXACT: gl.constexpr = False):
+    """sums + x y^T, of blocks that were split; EXACT: y is its first part."""
+    if not EXACT:
+        sums = mma_v2(_left(x[0]), _right(y[1]), sums, input_precision="tf32")
+    sums = mma_v2(_left(x[1]), _right(y[0]), sums, input_precision="tf32")
+    return mma_v2(_left(x[0]), _right(y[0]), sums, input_precision="tf32")
+
+
+# The inverse
+
+
+@gluon.jit
+def _substituted(blocks):
+    """Inverses [4, 16, 16] of I - N, for four N side by side in shared memory [16, 64]; only below the diagonal."""
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _FOUND)))[None, :, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, _FOUND)))[None, None, :]
+    found = gl.where(i == j, 1.0, gl.full([4, 16, 16], -0.0, gl.float32, _FOUND))  # adding -0.0 costs nothing
+    for row in gl.static_range(1, 16):
+        given = gl.reshape(blocks.slice(row, 1, dim=0).load(_GIVEN), [4, 16])
+        given = gl.convert_layout(given, gl.SliceLayout(2, _FOUND), assert_trivial=True)
+        terms = gl.where(i < row, given[:, :, None] * found, gl.where(i == row, found, -0.0))
+        found = gl.where(i == row, gl.sum(terms, axis=1)[:, None, :], found)
+    return found
+
+
+@gluon.jit
+def _put(tile, x, i: gl.constexpr, j: gl.constexpr, TURNED: gl.constexpr = False):
+    """Block (i, j) of a tile in shared memory; TURNED: x is its transpose."""
+    to = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1)
+    if TURNED:
+        to = to.permute((1, 0))
+    to.store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def _inverted(blocks, others, tile, EXACT: gl.constexpr):
+    """The blocks below and on the diagonal of the inverse of I - N, into a tile in shared memory.
+
+    blocks: of N on the diagonal, side by side in shared memory; others: those below, column by column, split. d stands
+    for inverses of the former, x for what is found below, y for N times what is known of the inverse to the right; a
+    `t` for a transpose.
+    """
+    n10, n20, n30, n21, n31, n32 = others
+    found = _substituted(blocks)
+    inverses = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
+    inverses.store(gl.reshape(gl.permute(found, (1, 0, 2)), [16, 64]))
+    gl.thread_barrier()
+    d0t = inverses.slice(0, 16, dim=1).permute((1, 0)).load(_SUMS)
+    d1 = inverses.slice(16, 16, dim=1).load(_SUMS)
+    d2 = inverses.slice(32, 16, dim=1).load(_SUMS)
+    d3 = inverses.slice(48, 16, dim=1).load(_SUMS)
+    _put(tile, d0t, 0, 0, True)
+    _put(tile, d1, 1, 1)
+    _put(tile, d2, 2, 2)
+    _put(tile, d3, 3, 3)
+    d0t, d1, d2, d3 = _split(d0t), _split(d1), _split(d2), _split(d3)
+    d1t = _split(inverses.slice(16, 16, dim=1).permute((1, 0)).load(_SUMS))
+    d2t = _split(inverses.slice(32, 16, dim=1).permute((1, 0)).load(_SUMS))
+    zeros = gl.zeros([16, 16], gl.float32, _SUMS)
+
+    x10t = _times(_split(_times(d0t, n10, zeros, EXACT)), d1, zeros)
+    x32 = _times(d3, _split(_times(d2t, n32, zeros, EXACT)), zeros)
+    _put(tile, x10t, 1, 0, True)
+    _put(tile, x32, 3, 2)
+    x10t, x32 = _split(x10t), _split(x32)
+
+    y20t = _split(_times(x10t, n21, _times(d0t, n20, zeros, EXACT), EXACT))
+    y30t = _split(_times(x10t, n31, _times(d0t, n30, zeros, EXACT), EXACT))
+    y21t = _split(_times(d1t, n21, zeros, EXACT))
+    y31t = _split(_times(d1t, n31, zeros, EXACT))
+    _put(tile, _times(d2, y20t, zeros), 2, 0)
+    _put(tile, _times(d2, y21t, zeros), 2, 1)
+    _put(tile, _times(d3, y30t, _times(x32, y20t, zeros)), 3, 0)
+    _put(tile, _times(d3, y31t, _times(x32, y21t, zeros)), 3, 1)
+
+
+@gluon.jit
+def _store(to, tile, C: gl.constexpr):
+    """The tile [C, C] in shared memory, which all threads have written, to memory."""
+    gl.thread_barrier()
+    rows = gl.arange(0, C, gl.SliceLayout(1, _MATRIX))
+    columns = gl.arange(0, C, gl.SliceLayout(0, _MATRIX))
+    gl.store(to + rows[:, None] * C + columns[None, :], tile.load(_MATRIX))
+
+
+@gluon.jit
+def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
+    """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal."""
+    begin(PDL)
+    at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+    inverse += at * C * C
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    rows = gl.arange(0, C, gl.SliceLayout(1, _MATRIX))
+    columns = gl.arange(0, C, gl.SliceLayout(0, _MATRIX))
+    place = inverse + rows[:, None] * C + columns[None, :]
+    async_copy.async_copy_global_to_shared(tile, place, (columns // 16)[None, :] <= (rows // 16)[:, None])
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
+    below = _no_tiles()
+    for j in gl.static_range(4):
+        for i in gl.static_range(j, 4):
+            n = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
+            n = _negative(n).to(gl.float32)
+            if i == j:
+                blocks.slice(16 * i, 16, dim=1).store(n)
+            else:
+                below = below + ((n,),)
+    gl.thread_barrier()
+    _inverted(blocks, below, tile, True)
+    _store(inverse, tile, C)
+
+
+# What comes before it
+
+
+@gluon.jit
+def _strip(base, stride, first: gl.constexpr, length):
+    """Rows first.. of keys, zero from `length` on, in 32 channels: two tiles [16, 16] that have every other 4 of them.
+
+    A thread reads 16 bytes of a row. The order in which products take channels does not matter.
+    """
+    rows = first + gl.arange(0, 16, gl.SliceLayout(1, _KEYS))
+    columns = gl.arange(0, 32, gl.SliceLayout(0, _KEYS))
+    x = gl.load(base + rows[:, None] * stride + columns[None, :], mask=(rows < length)[:, None], other=0.0)
+    x, y = gl.split(gl.permute(gl.reshape(x, [16, 4, 2, 2, 2]), (0, 3, 1, 4, 2)))
+    return gl.reshape(x, [16, 16]), gl.reshape(y, [16, 16])
+
+
+@gluon.jit
+def _pairs(base, stride, length, K: gl.constexpr):
+    """-k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
+    zeros = gl.zeros([16, 16], gl.float32, _SUMS)
+    sums = _no_tiles()
+    for _ in gl.static_range(10):
+        sums = sums + (zeros,)
+    for k0 in gl.static_range(0, K, 32):
+        strips = _no_tiles()
+        for i in gl.static_range(4):
+            strips = strips + (_strip(base + k0, stride, 16 * i, length),)
+        for half in gl.static_range(2):
+            new = _no_tiles()
+            for i in gl.static_range(4):
+                left = _negative(strips[i][half])  # not read again: registers are in order for all of its products
+                left = gl.convert_layout(left, gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
+                for j in gl.static_range(i + 1):
+                    right = gl.permute(strips[j][half], (1, 0))
+                    right = gl.convert_layout(right, gl.DotOperandLayout(1, _SUMS, 2), assert_trivial=True)
+                    new = new + (mma_v2(left, right, sums[i * (i + 1) // 2 + j]),)
+            sums = new
+    return sums
+
+
+@gluon.jit
+def _part(numbers, i: gl.constexpr, layout: gl.constexpr):
+    """Of the tokens of block i."""
+    return numbers.slice(16 * i, 16, dim=0).load(layout)
+
+
+@gluon.jit
+def _bounds(to, half, x, strength, gate, own):
+    """Stores the two bounds, see `flexsp.kernels.delta.prepare.prepare`; own: room for numbers of tokens."""
+    i = gl.arange(0, 16, _ROWS)[:, None]
+    j = gl.arange(0, 16, _COLUMNS)[None, :]
+    for n in gl.static_range(4):
+        own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
+    gl.thread_barrier()
+    growth = gl.maximum(gl.abs(1.0 + strength * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    most = gate + gl.log2(growth)
+    gl.store(to, gl.sum(most, axis=0))
+    gl.store(to + half, gl.sum(gl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
+
+
+@gluon.jit
+def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
+    """N of pairs x, with numbers of tokens in shared memory: strengths and cumulative gates.
+
+    Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
+    inverse is given its zeros.
+    """
+    below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
+    made = _no_tiles()
+    for n in gl.static_range(4):
+        factor = _part(factors, n, _COLUMNS)[None, :]
+        if GATED:
+            base = _part(totals, n, _COLUMNS)[None, :]
+        for m in gl.static_range(n, 4):
+            pairs = x[m * (m + 1) // 2 + n] * factor
+            if GATED:
+                gap = _part(totals, m, _ROWS)[:, None] - base
+                pairs *= _power(gap if m > n else gl.where(below, gap, float("-inf")))
+            elif m == n:
+                pairs = gl.where(below, pairs, 0.0)
+            if m == n:
+                blocks.slice(16 * m, 16, dim=1).store(pairs)
+            else:
+                made = made + (_split(pairs),)
+                _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
+    return made
+
+
+@gluon.jit(do_not_specialize=["T", "H"])
+def prepare(
+    k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
+    g_sb, g_st, g_sh, T, H, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr,
+    DECAYS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens."""
+    begin(PDL)
+    row = gl.program_id(1).to(gl.int64)
+    b, h = row // H, row % H
+    chunks = gl.num_programs(0)
+    start, length, doc, first, last = chunk_at(table, gl.program_id(0), T, C, PACKED)
+    at = row * chunks + gl.program_id(0)
+    i = gl.arange(0, C, _TOKENS)
+    given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
+    given = given.to(gl.float32)
+    gl.store(strength + at * C + i, given)
+    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
+    if GATED:
+        gate = gl.load(g + b * g_sb + h * g_sh + (start + i) * g_st, mask=i < length, other=0.0).to(gl.float32)
+        gate = gl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL) * LOG2E
+        total = gl.associative_scan(gate, 0, _add)
+        gl.store(gates + at * C + i, total)
+        totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
+    else:
+        totals = factors
+    x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K)
+    gl.thread_barrier()
+    if GATED and DECAYS:
+        gl.store(decays + at * C + i, _power(total))
+        end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
+        half = (chunks * C).to(gl.int64) * gl.num_programs(1)
+        gl.store(decays + half + at * C + i, given * _power(end - total))
+    if GATED and BOUNDS:
+        own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
+    made = _decayed(x, factors, totals, blocks, tile, GATED)
+    gl.thread_barrier()
+    _inverted(blocks, made, tile, False)
+    _store(inverse + at * C * C, tile, C)

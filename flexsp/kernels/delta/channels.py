@@ -149,8 +149,8 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
     STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads

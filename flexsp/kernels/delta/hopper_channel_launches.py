@@ -1,22 +1,26 @@
 """The launches of a call with a gate a key channel, by kernels in Gluon for Hopper GPUs.
 
-`channel_scores` and `channel_grads` in Gluon do the chunks whose gates add up to little, and those in Triton the others.
+`channel_scores` and `channel_grads` in Gluon do the chunks whose gates add up to little, those in Triton the others.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import hopper_channels
+from flexsp.kernels.delta import hopper_channels, hopper_prepare
 from flexsp.kernels.delta.channel_launches import ChannelCall
-from flexsp.kernels.delta.hopper_launches import HopperCall
+from flexsp.kernels.delta.hopper_launches import WARP, HopperCall
 from flexsp.kernels.launches import Buffer, Launch, LaunchSpec
 
 __all__ = ["HopperChannelCall"]
 
-_KERNELS = {"little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads}
+_KERNELS = {
+    "little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads,
+    "inverse": hopper_prepare.inverse,
+}  # fmt: skip
 _SCORES, _GRADS = Launch(64, 4, 1, 168), Launch(64, 4, 1)
 
 
@@ -56,6 +60,7 @@ class HopperChannelCall(HopperCall, ChannelCall):
             tuple(names), made, (*names, p.T, p.H, self.scale), constants, _SCORES.options,
         )  # fmt: skip
         blocks, scores, inverse, values = ChannelCall._prepared(self)
+        inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
         return [little, blocks, scores, inverse]
 
     def _grads(self) -> list[LaunchSpec]:

@@ -170,7 +170,7 @@ def channel_scores(
     store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(mild + at, (strong == 0).to(gl.int32))
+    gl.store(mild + at, gl.where(strong == 0, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])

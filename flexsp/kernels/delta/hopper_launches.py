@@ -10,7 +10,7 @@ from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
 
-__all__ = ["HopperCall"]
+__all__ = ["WARP", "HopperCall"]
 
 _KERNELS = {
     "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
@@ -18,7 +18,7 @@ _KERNELS = {
     "prepare": hopper_prepare.prepare, "scores": hopper_scores.scores, "horizons": horizons,
 }  # fmt: skip
 _WARPS = Launch(64, 4, 1)
-_WARP = Launch(0, 1, 1, registers=168)
+WARP = Launch(0, 1, 1, registers=168)
 
 
 class HopperCall(DeltaCall):
@@ -54,7 +54,7 @@ class HopperCall(DeltaCall):
     def _prepare(self, decays: str | None = None) -> LaunchSpec:
         spec = super()._prepare(decays)
         constants = {name: x for name, x in spec.constants.items() if name not in ("BK", "DOT", "PREC")}
-        return replace(spec, how=_WARP, constants=constants, options=_WARP.options)
+        return replace(spec, how=WARP, constants=constants, options=WARP.options)
 
     def _scores(self) -> LaunchSpec:
         p, how = self.plan, Launch(0, 4, 1)

@@ -79,17 +79,21 @@ def _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C: gl.constexpr, G
 
 @gluon.jit
 def _fetch_later(
-    at, to, scores, pairs, queries, qs, keys, ws, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr,
-    GATED: gl.constexpr,
+    c, to, row, scores, pairs, q, qs, keys, ws, table, q_st, T, n_chunks, K: gl.constexpr, C: gl.constexpr,
+    READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Begins to copy what a chunk needs when its first product is done."""
-    zero = gl.minimum(at, 0).to(gl.int32) * 16
+    """Begins to copy what chunk c needs when its first product is done."""
+    at = row * n_chunks + c
+    zero = gl.minimum(c, 0) * 16
     if READS:
         copy(pairs.index(to), scores + at * C * C, C, C, C, C)
     if GATED == CHANNEL:
         copy(ws.index(to), keys + at * C * K, C, C, K, K + zero)
-        if READS:
-            copy(qs.index(to), queries + at * C * K, C, C, K, K + zero)
+    if QUERIES and GATED == CHANNEL:
+        copy(qs.index(to), q + at * C * K, C, C, K, K + zero)
+    elif QUERIES:
+        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+        copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
 
 
 @gluon.jit
@@ -163,30 +167,41 @@ def forward(
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
-    OTHERS: gl.constexpr = READS or GATED == CHANNEL  # `_fetch_later` copies something
-    LATER: gl.constexpr = OTHERS and not DEEP
-    ks, vs, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if READS and (DEEP or GATED != CHANNEL) else 1, C, K)
-    inverses, pairs = tiles(2, C, C), tiles(2 if DEEP else 1, C, C)
-    ws = tiles(2 if DEEP else 1, C, K) if GATED == CHANNEL else ks
-    strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
+    FIRST: gl.constexpr = 3 if DEEP else 2  # chunks there is room for of what is read first
+    THEN: gl.constexpr = 2 if DEEP else 1  # and of the rest
+    LATER: gl.constexpr = DEEP or READS or GATED == CHANNEL
+    QUERIES: gl.constexpr = READS and (DEEP or GATED == CHANNEL)  # are of the rest
+    ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
+    qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
+    ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     outs = tiles(2, C, 64) if READS and DEEP else vs  # outputs are stored while the next chunk is worked on
     before, before_length, place = gl.to_tensor(c0).to(gl.int64), gl.to_tensor(0), gl.to_tensor(0)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
-            q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
+            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
         )  # fmt: skip
-    if LATER:
-        async_copy.commit_group()
-    if OTHERS:  # noqa: SIM102 (a constexpr, then a value)
-        if c0 < c1:
-            _fetch_later(row * n_chunks + c0, 0, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
     async_copy.commit_group()
+    if LATER:
+        if c0 < c1:
+            _fetch_later(
+                c0, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES, GATED,
+                PACKED,
+            )  # fmt: skip
+        async_copy.commit_group()
+    if DEEP:
+        if c0 + 1 < c1:
+            _fetch(
+                c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
+                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED,
+            )  # fmt: skip
+        async_copy.commit_group()
     for n in range(0, c1 - c0):
-        s = n % 2
+        s, then = n % FIRST, n % THEN
         c = c0 + n
-        arrived(1 if LATER else 0)
+        arrived(2 if DEEP else 1 if LATER else 0)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -198,51 +213,58 @@ def forward(
         state = operand(S, C)
         X = begun(state, kc.permute((1, 0)), C)
         N = begun(vs.index(s).permute((1, 0)), turned, C)
-        if c + 1 < c1:
+        if DEEP:
+            if c + 1 < c1:
+                _fetch_later(
+                    c + 1, 1 - then, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS,
+                    QUERIES, GATED, PACKED,
+                )  # fmt: skip
+            async_copy.commit_group()
+        if c + FIRST - 1 < c1:
             _fetch(
-                c + 1, 1 - s, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums,
-                table, q_st, k_st, v_st, T, n_chunks, K, C, READS, GATED, PACKED,
+                c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
+                strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
             )  # fmt: skip
-            if OTHERS and DEEP:
-                _fetch_later(row * n_chunks + c + 1, 1 - s, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
         async_copy.commit_group()
         if READS and DEEP:  # noqa: SIM102 (constexprs, then a value)
             if n > 0:
-                _put(o + ((b * T + before) * H + h) * V + v0, outs.index(1 - s), before_length, C, H * V)
+                _put(o + ((b * T + before) * H + h) * V + v0, outs.index(place), before_length, C, H * V)
         if KEEPS:
             store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
-        later = s if DEEP else 0
-        if GATED == CHANNEL and LATER:
-            arrived(1)
+        if QUERIES or GATED == CHANNEL:
+            arrived(3 if DEEP else 1)
         if READS:
-            out = begun(state, qs.index(later if GATED == CHANNEL else s).permute((1, 0)), C)
+            out = begun(state, qs.index(then if QUERIES else s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
-        kc = ws.index(later if GATED == CHANNEL else s)
+        kc = ws.index(then if GATED == CHANNEL else s)
         S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
         if READS:
-            if GATED != CHANNEL and LATER:
+            if not QUERIES:
                 arrived(1)
             out = warpgroup_mma_wait(1, [out])
             if GATED != CHANNEL:
                 out = out * (from_start * scale)[None, :]
-            out = warpgroup_mma(operand(N, C), pairs.index(later).permute((1, 0)), out, is_async=True)
+            out = warpgroup_mma(operand(N, C), pairs.index(then).permute((1, 0)), out, is_async=True)
             S, out = warpgroup_mma_wait(0, [S, out])
         else:
             if KEEPS:
                 store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
-        if LATER:
+        if LATER and not DEEP:
             gl.thread_barrier()
             if c + 1 < c1:
-                _fetch_later(at + 1, 0, scores, pairs, q, qs, written, ws, K, C, READS, GATED)
+                _fetch_later(
+                    c + 1, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES,
+                    GATED, PACKED,
+                )  # fmt: skip
             async_copy.commit_group()
         if READS:
             if DEEP:
-                outs.index(s).permute((1, 0)).store(out.to(gl.bfloat16))
-                before, before_length, place = start, length, gl.to_tensor(s)
+                before, before_length, place = start, length, gl.to_tensor(n % 2)
+                outs.index(place).permute((1, 0)).store(out.to(gl.bfloat16))
             else:
                 store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
@@ -300,25 +322,36 @@ def backward(
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
     first_keys = written if GATED == CHANNEL else k
-    ks, os, qs = tiles(2, C, K), tiles(2, C, 64), tiles(2 if DEEP or GATED != CHANNEL else 1, C, K)
-    inverses, pairs = tiles(2, C, C), tiles(2 if DEEP else 1, C, C)
-    ws = tiles(2 if DEEP else 1, C, K) if GATED == CHANNEL else ks
-    strengths, sums = numbers(2, C), numbers(2, K if GATED == CHANNEL else C)
+    FIRST: gl.constexpr = 3 if DEEP else 2
+    THEN: gl.constexpr = 2 if DEEP else 1
+    QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
+    ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
+    qs, pairs = tiles(THEN if QUERIES else FIRST, C, K), tiles(THEN, C, C)
+    ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
-            q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
+            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
         )  # fmt: skip
-    if not DEEP:
-        async_copy.commit_group()
-    if c0 < c1:
-        _fetch_later(row * n_chunks + c1 - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
     async_copy.commit_group()
+    if c0 < c1:
+        _fetch_later(
+            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED, PACKED
+        )  # fmt: skip
+    async_copy.commit_group()
+    if DEEP:
+        if c0 + 1 < c1:
+            _fetch(
+                c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
+                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED,
+            )  # fmt: skip
+        async_copy.commit_group()
     for n in range(0, c1 - c0):
-        s = n % 2
+        s, then = n % FIRST, n % THEN
         c = c1 - 1 - n
-        arrived(0 if DEEP else 1)
+        arrived(2 if DEEP else 1)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
@@ -327,24 +360,27 @@ def backward(
                 if last:
                     dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
         given = os.index(s).permute((1, 0))
-        later = s if DEEP else 0
-        qc, kc = qs.index(later if GATED == CHANNEL else s), ws.index(later if GATED == CHANNEL else s)
+        qc, kc = qs.index(then if QUERIES else s), ws.index(then if GATED == CHANNEL else s)
         X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
-        if c > c0:
+        if DEEP:
+            if c > c0:
+                _fetch_later(
+                    c - 1, 1 - then, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES,
+                    GATED, PACKED,
+                )  # fmt: skip
+            async_copy.commit_group()
+        if c - FIRST + 1 >= c0:
             _fetch(
-                c - 1, 1 - s, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums,
-                table, q_st, k_st, do_st, T, n_chunks, K, C, True, GATED, PACKED,
+                c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
+                inverses, strengths, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
             )  # fmt: skip
-            if DEEP:
-                _fetch_later(row * n_chunks + c - 1, 1 - s, scores, pairs, q, qs, k, ws, K, C, True, GATED)
         async_copy.commit_group()
         if not SUMS:
             store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
-        if not DEEP:
-            arrived(1)
+        arrived(3 if DEEP else 1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
-        dN = warpgroup_mma(given, pairs.index(later), X, is_async=True)
+        dN = warpgroup_mma(given, pairs.index(then), X, is_async=True)
         if GATED == CHANNEL:
             dS = warpgroup_mma(given, qc, dS * decay, is_async=True)
         else:
@@ -357,7 +393,10 @@ def backward(
         if GATED != CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
-                _fetch_later(at - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
+                _fetch_later(
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
+                    PACKED,
+                )  # fmt: skip
             async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
@@ -366,7 +405,10 @@ def backward(
         if GATED == CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
-                _fetch_later(at - 1, 0, scores, pairs, q, qs, k, ws, K, C, True, GATED)
+                _fetch_later(
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
+                    PACKED,
+                )  # fmt: skip
             async_copy.commit_group()
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)

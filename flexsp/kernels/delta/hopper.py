@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 __all__ = [
     "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers",
-    "operand", "shared", "store", "store_state", "store_turned", "tiles", "visible",
+    "operand", "power", "shared", "store", "store_state", "store_turned", "tiles", "visible",
 ]  # fmt: skip
 
 
@@ -124,6 +124,12 @@ def visible():
     """Lets products read what all threads stored to shared memory."""
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def power(x):
+    """2^x, 0 where it is less than the least normal number."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 # Products

@@ -20,6 +20,7 @@ from flexsp.kernels.delta.hopper import (
     chunk_at,
     copy,
     numbers,
+    power,
     shared,
     store,
     tiles,
@@ -144,19 +145,19 @@ def channel_scores(
         strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
-        found = ks.index(n).load(L).to(gl.float32) * gl.exp2(-x)
+        found = ks.index(n).load(L).to(gl.float32) * power(-x)
         ps.index(n).store(found.to(gl.bfloat16))
-        found = found * gl.exp2(end - middle)[None, :] * strength[:, None]
+        found = found * power(end - middle)[None, :] * strength[:, None]
         gl.store(writes + to, found.to(gl.bfloat16))
-        e = gl.exp2(x)
+        e = power(x)
         found = ks.index(n).load(L).to(gl.float32) * e
         ks.index(n).store(found.to(gl.bfloat16))
-        gl.store(w + to, (found * gl.exp2(middle)[None, :]).to(gl.bfloat16))
+        gl.store(w + to, (found * power(middle)[None, :]).to(gl.bfloat16))
         found = qs.index(n).load(L).to(gl.float32) * e
         qs.index(n).store(found.to(gl.bfloat16))
-        gl.store(reads + to, (found * (gl.exp2(middle) * scale)[None, :]).to(gl.bfloat16))
+        gl.store(reads + to, (found * (power(middle) * scale)[None, :]).to(gl.bfloat16))
         columns = gl.arange(0, N, gl.SliceLayout(0, L))
-        gl.store(decay + at * K + n * N + columns, gl.exp2(end))
+        gl.store(decay + at * K + n * N + columns, power(end))
     visible()
     of_keys = gl.zeros([C, C], gl.float32, CC)
     of_queries = of_keys
@@ -228,20 +229,20 @@ def channel_grads(
         kept += S.slice(v0, C).load(CK).to(gl.float32) * dS.slice(v0, C).load(CK).to(gl.float32)
     to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
     total, middle, end = _sums(gate, C, N)  # all warps have waited for these products, so that they are written over
-    from_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, gl.exp2(total - middle[None, :]))
-    to_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, gl.exp2(middle[None, :] - total))
+    from_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, power(total - middle[None, :]))
+    to_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, power(middle[None, :] - total))
     edges = numbers(2, N)
     edges.index(0).store(middle)
     edges.index(1).store(end)
     gl.thread_barrier()
     middle = edges.index(0).load(gl.SliceLayout(0, CK))
     end = edges.index(1).load(gl.SliceLayout(0, CK))
-    to_p = to_p * gl.exp2(end - middle)[None, :]
-    to_k = to_k * -gl.exp2(middle)[None, :]
-    to_q = to_q * (gl.exp2(middle) * scale)[None, :]
+    to_p = to_p * power(end - middle)[None, :]
+    to_k = to_k * -power(middle)[None, :]
+    to_q = to_q * (power(middle) * scale)[None, :]
     pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * strength[:, None]).to(gl.bfloat16)
     pe_s = shared(pe)
-    kept = kept * gl.exp2(end)[None, :] + pe.to(gl.float32) * to_p
+    kept = kept * power(end)[None, :] + pe.to(gl.float32) * to_p
     qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
     ke_s = shared(ks.load(CK).to(gl.float32) * from_middle.load(CK))
     edges.index(0).store(gl.sum(kept, axis=0))

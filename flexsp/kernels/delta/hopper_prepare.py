@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flexsp.kernels.delta.hopper import begin, chunk_at
+from flexsp.kernels.delta.hopper import begin, chunk_at, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "prepare"]
@@ -48,12 +48,6 @@ def _add(a, b):
 @gluon.jit
 def _no_tiles():
     return ()
-
-
-@gluon.jit
-def _power(x):
-    """2^x, 0 where it is less than the least normal number."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -279,7 +273,7 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
             pairs = x[m * (m + 1) // 2 + n] * factor
             if GATED:
                 gap = _part(totals, m, _ROWS)[:, None] - base
-                pairs *= _power(gap if m > n else gl.where(below, gap, float("-inf")))
+                pairs *= power(gap if m > n else gl.where(below, gap, float("-inf")))
             elif m == n:
                 pairs = gl.where(below, pairs, 0.0)
             if m == n:
@@ -319,10 +313,10 @@ def prepare(
     x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K)
     gl.thread_barrier()
     if GATED and DECAYS:
-        gl.store(decays + at * C + i, _power(total))
+        gl.store(decays + at * C + i, power(total))
         end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
         half = (chunks * C).to(gl.int64) * gl.num_programs(1)
-        gl.store(decays + half + at * C + i, given * _power(end - total))
+        gl.store(decays + half + at * C + i, given * power(end - total))
     if GATED and BOUNDS:
         own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
         _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)

@@ -151,6 +151,10 @@ KERNELS = [
         ("math.isfinite(self.bound) and self.error", "self.error", "what is not finite is as good as a reference that is not",
          _REFERENCE + "test_what_is_not_finite_never_passes"),
         ("x.numel() < FEW or x.dim() < 4", "x.numel() < FEW", "running sums count as many numbers", _SUMS),
+        ("if _rows(x) < ROWS", "if False", "a row that outweighs all others has many errors",
+         _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[one row]"),
+        ("if _rows(x) < ROWS", "if True", "every tensor is credited with its largest error",
+         _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[all rows]"),
         ("_pooled(got), _pooled(want[:n])", "_pooled(got[:1]), _pooled(want[:1])", "one cotangent tells", _SUMS),
     ),
     *_in(

@@ -271,6 +271,8 @@ _COMPILER = [
          _PROGRAMS + "test_a_decay_that_no_token_changes"),
         ("tl.where(length > 0, {text}, {names[x]})\"", "{text}\"", "chunks without tokens change the state",
          _PROGRAMS + "test_a_decay_that_no_token_changes"),
+        ("    if state == \"dS\":\n", "    if False:\n", "gradients flow past a document's start",
+         "tests/test_delta_engine.py::test_documents_that_begin_where_segments_or_ranks_do[ranks, generated gla]"),
         ("cuts = cuts | first.to(tl.int32)", "cuts = first.to(tl.int32)", "only the last chunk's cut counts",
          "tests/test_generated_edges.py"),
     ),

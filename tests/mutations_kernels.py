@@ -21,6 +21,7 @@ _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
+_STARTS = _DELTA + "test_documents_that_begin_where_segments_or_ranks_do"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
 _CHANNELS = _DELTA + "test_gates_of_channels[medium]"
 _CHANNELS_CLOSED = _DELTA + "test_gates_of_channels[closed]"
@@ -74,7 +75,7 @@ KERNELS = [
          "what is written grows", _DELTA_GATED),
         ("dS -= _written(dN, wc", "dS += _written(dN, wc", "errors have no gradient of states", _DELTA_ALL),
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
-         "gradients flow past a document's start in `collect`", _DELTA_SEGMENTS),
+         "gradients flow past a document's start in `collect`", _STARTS + "[segments]"),
         ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
     ),
     *_in(

@@ -21,6 +21,7 @@ _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
+_STARTS = _DELTA + "test_documents_that_begin_where_segments_or_ranks_do"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
 _CHANNELS = _DELTA + "test_gates_of_channels[medium]"
 _CHANNELS_CLOSED = _DELTA + "test_gates_of_channels[closed]"
@@ -74,7 +75,7 @@ KERNELS = [
          "what is written grows", _DELTA_GATED),
         ("dS -= _written(dN, wc", "dS += _written(dN, wc", "errors have no gradient of states", _DELTA_ALL),
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
-         "gradients flow past a document's start in `collect`", _DELTA_SEGMENTS),
+         "gradients flow past a document's start in `collect`", _STARTS + "[segments]"),
         ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
     ),
     *_in(
@@ -151,6 +152,10 @@ KERNELS = [
         ("math.isfinite(self.bound) and self.error", "self.error", "what is not finite is as good as a reference that is not",
          _REFERENCE + "test_what_is_not_finite_never_passes"),
         ("x.numel() < FEW or x.dim() < 4", "x.numel() < FEW", "running sums count as many numbers", _SUMS),
+        ("if _rows(x) < ROWS", "if False", "a row that outweighs all others has many errors",
+         _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[one row]"),
+        ("if _rows(x) < ROWS", "if True", "every tensor is credited with its largest error",
+         _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[all rows]"),
         ("_pooled(got), _pooled(want[:n])", "_pooled(got[:1]), _pooled(want[:1])", "one cotangent tells", _SUMS),
     ),
     *_in(
@@ -244,6 +249,10 @@ KERNELS = [
         "flexsp/kernels/delta/launches.py",
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
+        ("return [*launches, *([first] if dinitial else [])]", "return [first] if dinitial else []",
+         "without tokens, inputs have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
+        ('copied("@dinitial", "@dfinal") if dfinal', 'zeroed("@dinitial") if dfinal',
+         "without tokens, initial states have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
     ),
     *_in(
         "flexsp/kernels/recipe.py",
@@ -324,6 +333,8 @@ KERNELS = [
     *_in(
         "flexsp/kernels/launches.py",
         ("if call.own(name) and name not in written:", "if False:", "launches read what nothing wrote",
+         "tests/test_lowering.py::test_what_nothing_wrote_is_not_read"),
+        ("    if left:", "    if False:", "launches leave out what a call returns",
          "tests/test_lowering.py::test_what_nothing_wrote_is_not_read"),
     ),
 ]

@@ -11,6 +11,7 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gated_deltanet
 from tests.interpreted import poisoned
+from tests.marks import quick
 from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder, half
 
 __all__ = ["folder"]
@@ -59,6 +60,20 @@ def test_segments(gates: str, folder: str) -> None:
     if gates in ("slow", "growth", "strong"):  # a rank's matrix counts, or has to be nothing
         over_ranks.append(runs("gated_deltanet", lengths=lengths, **given))
     check_runs(folder, *over_ranks)
+
+
+_OVER_RANKS = {"T": 78, "lengths": (33, 5, 40), "bounds": (0, 38, 78), "gates": GATES["slow"], "H": 1}
+STARTS = {
+    "segments": runs("gated_deltanet", T=320, bounds=(0, 256, 320), segments=MANY_SEGMENTS, gates=GATES["slow"], H=1),
+    **{f"ranks, {name}": runs(name, **_OVER_RANKS) for name in NAMES},
+    **{f"ranks, generated {name}": Run(name, **_OVER_RANKS) for name in ("deltanet", "gla")},  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", quick(STARTS, "segments", "ranks, deltanet", "ranks, generated gla"))
+def test_documents_that_begin_where_segments_or_ranks_do(where: str, folder: str) -> None:
+    """What a document adds to the gradient of its initial state would pass to the one before, which is open there."""
+    check_runs(folder, STARTS[where])
 
 
 CHANNELS = {"strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2, 0.0), "closed": (-104.0, -1.0, 0.0),

@@ -137,7 +137,8 @@ def test_copies_have_the_engine_of_this_process(keeping: ModuleType, monkeypatch
 
 
 def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that do not save what they read, or launch in another order, are refused before the first launch."""
+    """Engines that do not save what they read, leave out what a call returns, or launch in another order, are refused
+    before the first launch."""
 
     def recipe() -> Any:
         given = {name: torch.empty(1, 9000, 2, 16) for name in "qkv"}
@@ -145,6 +146,13 @@ def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest
 
     do = torch.empty(1, 9000, 2, 16)
     assert "d.q" in recipe().backward(do, None, False).makes
+    with monkeypatch.context() as leaving_out:
+        leaving_out.setattr(keeping.Keeping, "backward", lambda self, call, launches: [])
+        with pytest.raises(ValueError, match="expected launches that write @dinitial, d.k, d.q, d.v, got only"):
+            recipe().backward(do, None, True)
+        leaving_out.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[:-1])
+        with pytest.raises(ValueError, match="expected launches that write @final, @o, got only"):
+            recipe()
     with monkeypatch.context() as forgetful:
         forgetful.setattr(keeping.Keeping, "saved", frozenset())
         made = recipe()

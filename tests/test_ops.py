@@ -74,14 +74,7 @@ def test_documents_and_strides(case: Case, dtype: torch.dtype) -> None:
     check_op(case.op, case.oracle, inputs, dtype=dtype, arrange=some_heads_first)
 
 
-# Gates that the op makes itself leave one of ten draws in float32 over the bound of dinitial_state there.
-_WIDE = [
-    pytest.param(case, id=name, marks=[pytest.mark.slow] if name == "kda_in_kernel" else [])
-    for name, case in ALL.items()
-]
-
-
-@pytest.mark.parametrize("case", _WIDE)
+@every_case
 def test_wide_heads(case: Case) -> None:
     inputs = fresh(case, Shape(B=1, T=20, K=256, V=250, states=1))
     against_oracle(case, inputs, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -279,6 +280,33 @@ def test_errors_of_running_sums_are_averaged_over_cotangents() -> None:
     assert {report.name: report.ok for report in judge(got[:1], want, low, {})} == {"dg": False, "dq": False}
     low[0] = {name: x.float() for name, x in want[0].items()}
     assert {report.name: report.ok for report in judge(got, want, low, {})} == {"dg": True, "dq": False}
+
+
+@pytest.mark.parametrize("wrong", ["one row", "all rows"])
+def test_a_row_that_outweighs_all_others_has_one_error(wrong: str) -> None:
+    """The reference is right there by luck in its first answer, and is judged by the other ones."""
+    one, every = torch.randn(2, 1, 64, 4, 8, dtype=torch.float64).unbind(0)
+    one[:, 5, 2] *= 1e4
+    called = itertools.count()
+
+    def off(x: torch.Tensor, error: float) -> torch.Tensor:
+        return x + error * x.detach()
+
+    def engine(one: torch.Tensor, every: torch.Tensor) -> Any:
+        return tuple(off(x, 2e-5 if next(called) > 1 else 0.0) for x in (one, every))
+
+    def oracle(one: torch.Tensor, every: torch.Tensor, engine: Any) -> Any:
+        return (one * 1.0, every * 1.0) if engine is oracles.token_loop else engine(one, every)
+
+    def op(one: torch.Tensor, every: torch.Tensor, output_final_state: bool) -> Any:
+        return off(one, 3e-5), off(every, 0.0 if wrong == "one row" else 3e-5)
+
+    given = {"one": one, "every": every}
+    if wrong == "one row":
+        check_op(op, oracle, given, dtype=torch.float32, low_engine=engine)
+    else:
+        with pytest.raises(AssertionError, match=r"^out\[1\]: error [^\n]*$"):
+            check_op(op, oracle, given, dtype=torch.float32, low_engine=engine)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])

@@ -197,7 +197,7 @@ def test_wrong_inputs_are_named_while_compiling() -> None:
 
 def variants_over_ranks(sp: SequenceParallel, seed: int, dtype: torch.dtype, names: list[str]) -> list[float]:
     random.seed(seed)
-    sp.set_lengths([5, 0] if dtype == torch.float64 else [5, 4])
+    sp.set_lengths(random.choice([[5, 0], [0, 5]]))
     errors = []
     for name, packed in itertools.product(names, (False, True)):
         torch.manual_seed(seed)

@@ -134,7 +134,8 @@ def _again(
     state = None if asked.initial is None else asked.initial.detach().requires_grad_(want_dinitial)
     inputs = dict(zip(model.names, leaves, strict=True))
     outputs = model.in_pytorch(call, inputs, state, bounds, asked.group)
-    pairs = [(y, dy) for y, dy in zip(outputs, (do, dfinal), strict=True) if y is not None]
+    # A final state may depend on nothing: there may be no tokens, and none given.
+    pairs = [(y, dy) for y, dy in zip(outputs, (do, dfinal), strict=True) if y is not None and y.requires_grad]
     grads = torch.autograd.grad(
         [y for y, _ in pairs], [*leaves, *([state] if want_dinitial else [])],  # type: ignore[arg-type]
         [torch.zeros_like(y) if dy is None else dy for y, dy in pairs], materialize_grads=True,

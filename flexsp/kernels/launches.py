@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 __all__ = [
-    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "check_order", "copied", "memory", "named",
-    "scan", "step", "unit", "zeroed",
+    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "check_order", "check_results", "copied",
+    "memory", "named", "scan", "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -186,6 +186,20 @@ def check_order(call: Call, launches: Iterable[LaunchSpec], kept: Collection[str
                 )
         written.update(name for name in spec.writes if call.own(name))
     return written
+
+
+def check_results(call: Call, launches: Sequence[LaunchSpec], names: Collection[str]) -> None:
+    """That the launches write what the call returns, `names`.
+
+    Raises:
+        ValueError: nothing writes one of them. Without tokens too: there a kernel's launch, which then does not run, is
+            what says that a tensor of no tokens, or a sum over none of them, is a result.
+    """
+    left = sorted(set(names).difference(*[x.writes for x in launches]))
+    if left:
+        raise ValueError(
+            f"{call.facts.name}: expected launches that write {', '.join(left)}, got only {[x.kind for x in launches]}"
+        )
 
 
 def memory(call: Call, launches: Iterable[LaunchSpec]) -> dict[str, Buffer]:

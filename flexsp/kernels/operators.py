@@ -147,10 +147,10 @@ def _backward(  # type: ignore[no-untyped-def]
     first_only_inside(*_refusal(key), do, dfinal)
     asked, kept = _asked(tensors, initial, None, docs, scale, want_final, sp), (saved, table, final)
     grads, dinitial = _operation(key).backward(asked, kept, do, dfinal, wanted, want_dinitial)
-    found = [
-        x.new_empty(0) if dx is None or not wants else dx.contiguous()
-        for x, dx, wants in zip(tensors, grads, wanted, strict=True)
-    ]
+    found = []
+    for x, dx, wants in zip(tensors, grads, wanted, strict=True):
+        assert dx is not None or not wants  # graphs take it to be as large as x
+        found.append(x.new_empty(0) if dx is None or not wants else dx.contiguous())
     return *found, tensors[0].new_empty(0, dtype=_wide(tensors)) if dinitial is None else dinitial
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import MOST_HEADS
-from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, memory
+from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, check_results, memory
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
@@ -119,6 +119,7 @@ class Recipe(Generic[_C]):
         self.partly = (call.facts.docs > 0 and self.chained) or call.facts.sparse  # edges may not be written whole
         self.saved, self.scratch = Workspace(), Workspace()
         launches = call.forward()
+        check_results(call, launches, ["@o", *(["@final"] if call.facts.ends else [])])
         self._kept = frozenset(name for name in check_order(call, launches) if call.saved(name))
         self._reserve(launches, lambda name: self.saved if call.saved(name) else self.scratch)
         self.forward = self._steps(launches, (0, 0, 0))
@@ -182,6 +183,9 @@ class Recipe(Generic[_C]):
                 self.backwards.clear()
             launches, workspace = self.call.backward(dfinal is not None, dinitial, asked), Workspace()
             check_order(self.call, launches, self._kept)
+            left_out = self.call.facts.optional - asked
+            results = [grad for name, grad in self.gradients if name not in left_out]
+            check_results(self.call, launches, [*results, *(["@dinitial"] if dinitial else [])])
             self._reserve(launches, lambda name: workspace)
             makes = frozenset(name for x in launches for name in x.writes)
             found = self.backwards[key] = Backward(self._steps(launches, self.given.strides_of(do)), workspace, makes)

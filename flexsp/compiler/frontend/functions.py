@@ -104,7 +104,11 @@ class _Local:
         def one(x: Tensors) -> tuple[torch.Tensor, Tensors]:
             return call(traced, {**self.numbers, **x})
 
-        return vmap(one)(tensors)
+        if B:
+            return vmap(one)(tensors)
+        # vmap over nothing fails for some functions of numbers, so one chunk of zeros is computed and left out
+        o, cached = vmap(one)({name: torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for name, x in tensors.items()})
+        return o[:0], {name: x[:0] for name, x in cached.items()}
 
     def _in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
         """[B, H, chunks, ...] of what groups have [B H n, ...], and chunks without tokens: `empty` [B, H, 1, ...]."""

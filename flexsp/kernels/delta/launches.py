@@ -154,7 +154,7 @@ class DeltaCall:
             return launches
         if not p.scanned:
             first = copied("@dinitial", "@dfinal") if dfinal else zeroed("@dinitial")
-            return [first] if dinitial else []
+            return [*launches, *([first] if dinitial else [])]
         given = [copied("@dstates", "@dfinal", -1)] if dfinal and not p.docs else []
         left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
         return [zeroed("@dstates"), *given, *launches, *left]

@@ -24,7 +24,6 @@ from flexsp.kernels.delta.hopper import (
     arrived,
     begin,
     begun,
-    by_row,
     by_sum,
     chunk_at,
     copy,
@@ -94,12 +93,6 @@ def _fetch_later(
     elif QUERIES:
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
-
-
-@gluon.jit
-def _put(base, tile, length, C: gl.constexpr, stride):
-    """Rows 0..length-1 of a tile [C, 64] in shared memory."""
-    store(base, tile.load(by_row(64)), length, C, 64, stride)
 
 
 @gluon.jit
@@ -175,8 +168,6 @@ def forward(
     strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
-    outs = tiles(2, C, 64) if READS and DEEP else vs  # outputs are stored while the next chunk is worked on
-    before, before_length, place = gl.to_tensor(c0).to(gl.int64), gl.to_tensor(0), gl.to_tensor(0)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
@@ -226,9 +217,6 @@ def forward(
                 strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
             )  # fmt: skip
         async_copy.commit_group()
-        if READS and DEEP:  # noqa: SIM102 (constexprs, then a value)
-            if n > 0:
-                _put(o + ((b * T + before) * H + h) * V + v0, outs.index(place), before_length, C, H * V)
         if KEEPS:
             store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
@@ -262,18 +250,11 @@ def forward(
                 )  # fmt: skip
             async_copy.commit_group()
         if READS:
-            if DEEP:
-                before, before_length, place = start, length, gl.to_tensor(n % 2)
-                outs.index(place).permute((1, 0)).store(out.to(gl.bfloat16))
-            else:
-                store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
+            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
     arrived(0)
-    if READS and DEEP:  # noqa: SIM102 (constexprs, then a value)
-        if c0 < c1:
-            _put(o + ((b * T + before) * H + h) * V + v0, outs.index(place), before_length, C, H * V)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
             store_state(final + row * K * V + v0, S, 64, K, V)

@@ -20,35 +20,27 @@ __all__ = [
 
 
 @gluon.constexpr_function
-def by_row(columns, warps=4):
+def by_row(columns):
     """Layout of a tile [R, columns] in memory, 16 bytes a thread."""
     across = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def by_column(rows, warps=4):
+def by_column(rows):
     """Layout of a tile [rows, C] whose transpose lies in memory."""
     along = min(32, rows // 8)
-    return gl.BlockedLayout([8, 1], [along, 32 // along], [1, warps], [0, 1])
+    return gl.BlockedLayout([8, 1], [along, 32 // along], [1, 4], [0, 1])
 
 
 @gluon.constexpr_function
-def by_sum(columns, warps=4):
-    """Layout of products [16 warps, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+def by_sum(columns):
+    """Layout of products [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
-@gluon.constexpr_function
-def _wide_columns(warps):
-    """Layout of a state [16 warps, K] in float32 whose transpose lies in memory."""
-    along = 4 * warps
-    return gl.BlockedLayout([4, 1], [along, 32 // along], [1, warps], [0, 1])
-
-
-@gluon.constexpr_function
-def _numbers(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
+_WIDE_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1]))
+_NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -101,23 +93,22 @@ def shared(x):
 
 @gluon.jit
 def _offsets(R: gl.constexpr, N: gl.constexpr, stride):
-    L: gl.constexpr = by_row(N, gl.num_warps())
-    rows = gl.arange(0, R, gl.SliceLayout(1, L))
-    columns = gl.arange(0, N, gl.SliceLayout(0, L))
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
+    columns = gl.arange(0, N, gl.SliceLayout(0, by_row(N)))
     return rows[:, None] * stride + columns[None, :]
 
 
 @gluon.jit
 def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride):
     """Rows 0..length-1 of a tile [R, N] of bfloat16 on their way to shared memory, zero below."""
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, gl.num_warps())))
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
     async_copy.async_copy_global_to_shared(to, base + _offsets(R, N, stride), (rows < length)[:, None])
 
 
 @gluon.jit
 def copy_numbers(to, base, N: gl.constexpr):
     """N numbers in float32 on their way to shared memory."""
-    async_copy.async_copy_global_to_shared(to, base + gl.arange(0, N, _numbers(gl.num_warps())))
+    async_copy.async_copy_global_to_shared(to, base + gl.arange(0, N, _NUMBERS))
 
 
 @gluon.jit
@@ -146,16 +137,15 @@ def power(x):
 
 @gluon.jit
 def begun(a, b, N: gl.constexpr):
-    """a [16 warps, n] times b [n, N], which goes on by itself."""
-    WARPS: gl.constexpr = gl.num_warps()
-    zeros = gl.zeros([16 * WARPS, N], gl.float32, by_sum(N, WARPS))
+    """a [64, n] times b [n, N], which goes on by itself."""
+    zeros = gl.zeros([64, N], gl.float32, by_sum(N))
     return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def operand(x, N: gl.constexpr):
-    """x [16 warps, n] as the left operand of products with N columns, in registers."""
-    return gl.convert_layout(x.to(gl.bfloat16), gl.DotOperandLayout(0, by_sum(N, gl.num_warps()), 2))
+    """x [64, n] as the left operand of products with N columns, in registers."""
+    return gl.convert_layout(x.to(gl.bfloat16), gl.DotOperandLayout(0, by_sum(N), 2))
 
 
 # Memory
@@ -164,36 +154,34 @@ def operand(x, N: gl.constexpr):
 @gluon.jit
 def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
     """Rows 0..length-1 of x [R, N] as bfloat16."""
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, gl.num_warps())))
-    x = gl.convert_layout(x.to(gl.bfloat16), by_row(N, gl.num_warps()))
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
+    x = gl.convert_layout(x.to(gl.bfloat16), by_row(N))
     gl.store(base + _offsets(R, N, stride), x, mask=(rows < length)[:, None])
 
 
 @gluon.jit
 def store_turned(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
     """Columns 0..length-1 of x [R, N] as rows of bfloat16."""
-    L: gl.constexpr = by_column(R, gl.num_warps())
-    rows = gl.arange(0, R, gl.SliceLayout(1, L))
-    columns = gl.arange(0, N, gl.SliceLayout(0, L))
-    x = gl.convert_layout(x.to(gl.bfloat16), L)
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_column(R)))
+    columns = gl.arange(0, N, gl.SliceLayout(0, by_column(R)))
+    x = gl.convert_layout(x.to(gl.bfloat16), by_column(R))
     gl.store(base + columns[None, :] * stride + rows[:, None], x, mask=(columns < length)[None, :])
 
 
 @gluon.jit
 def _turned(R: gl.constexpr, N: gl.constexpr, stride):
-    L: gl.constexpr = _wide_columns(gl.num_warps())
-    rows = gl.arange(0, R, gl.SliceLayout(1, L))
-    columns = gl.arange(0, N, gl.SliceLayout(0, L))
+    rows = gl.arange(0, R, gl.SliceLayout(1, _WIDE_COLUMNS))
+    columns = gl.arange(0, N, gl.SliceLayout(0, _WIDE_COLUMNS))
     return columns[None, :] * stride + rows[:, None]
 
 
 @gluon.jit
 def load_state(base, R: gl.constexpr, N: gl.constexpr, stride):
     """S^T [R, N] of a state [N, R] in float32 whose rows are `stride` apart."""
-    return gl.convert_layout(gl.load(base + _turned(R, N, stride)), by_sum(N, gl.num_warps()))
+    return gl.convert_layout(gl.load(base + _turned(R, N, stride)), by_sum(N))
 
 
 @gluon.jit
 def store_state(base, x, R: gl.constexpr, N: gl.constexpr, stride):
     """Stores what `load_state` would read."""
-    gl.store(base + _turned(R, N, stride), gl.convert_layout(x, _wide_columns(gl.num_warps())))
+    gl.store(base + _turned(R, N, stride), gl.convert_layout(x, _WIDE_COLUMNS))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_scores, hopper_walks, walks
+from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_scores, hopper_walks
 from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
 
 __all__ = ["WARP", "HopperCall"]
@@ -14,8 +15,9 @@ __all__ = ["WARP", "HopperCall"]
 _KERNELS = {
     "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
     "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-    "prepare": hopper_prepare.prepare, "scores": hopper_scores.scores, "horizons": walks.horizons,
+    "prepare": hopper_prepare.prepare, "scores": hopper_scores.scores, "horizons": horizons,
 }  # fmt: skip
+_WARPS = Launch(64, 4, 1)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -63,33 +65,18 @@ class HopperCall(DeltaCall):
             ("@scores",), ("q", "k", p.T, p.H, self.scale), constants, how.options,
         )  # fmt: skip
 
-    @property
-    def _walks(self) -> Launch:
-        """All columns of a state in one program, which reads keys once for them; or else, where programs are few, 64."""
-        p = self.plan
-        few = p.B * p.H * p.n_seg * (p.V // 64) <= p.programs
-        return Launch(64, 4, 1) if few or not p.K == p.V == 128 else Launch(128, 8, 1)
-
-    def _ahead(self, panels: int) -> dict[str, int]:
-        """Of how many chunks a program copies to shared memory what it reads first, and the rest."""
-        p, how = self.plan, self._walks
-        if how.cols == 64 and panels * p.B * p.H * p.n_seg > p.programs:
-            return {"FIRST": 2, "THEN": 1}  # two programs share a multiprocessor
-        return {"FIRST": 2 if how.cols == 128 and self._gated == walks.CHANNEL.value else 3, "THEN": 2}
-
     def _walk(
-        self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], **flags: bool
-    ) -> LaunchSpec:
-        p, how = self.plan, self._walks
-        panels = p.V // how.cols + (p.K // how.cols if kind == "summarize" else 0)
+        self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], panels: int,
+        **flags: bool,
+    ) -> LaunchSpec:  # fmt: skip
+        p = self.plan
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
-        constants = {"K": p.K, "V": p.V, "BV": how.cols, "C": p.tiles.chunk, "GATED": self._gated}
-        constants |= {"PACKED": p.docs > 0}
+        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
         reads = tuple(x for x in named(*pointers) if x not in writes)
-        constants |= flags | self._ahead(panels)
+        flags["DEEP"] = panels * p.B * p.H * p.n_seg <= p.programs
         return LaunchSpec(
-            kind, how, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
-            reads, writes, tuple(numbers), constants, how.options,
+            kind, _WARPS, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
+            reads, writes, tuple(numbers), constants | flags, _WARPS.options,
         )  # fmt: skip
 
     def _forward(
@@ -106,8 +93,9 @@ class HopperCall(DeltaCall):
         pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self._alive, self._walked] if sums else [None, None]), given, final]
         return self._walk(
-            kind, pointers, writes, ["q", "k", "v"], READS=reads, KEEPS=kind == "states", SUMS=sums,
-            ENTERS=p.scanned and not sums, BOUNDARY=given is not None, LEAVES=final is not None,
+            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
+            KEEPS=kind == "states", SUMS=sums, ENTERS=p.scanned and not sums, BOUNDARY=given is not None,
+            LEAVES=final is not None,
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> LaunchSpec:
@@ -132,7 +120,7 @@ class HopperCall(DeltaCall):
         pointers += [None, None] if sums else ["d.v", "@leaving"]
         pointers += [dstates, self._walked if sums else None, after, to]
         return self._walk(
-            kind, pointers, writes, ["q", "k", "do"], SUMS=sums, ENTERS=p.scanned and not sums,
+            kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,
             BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 

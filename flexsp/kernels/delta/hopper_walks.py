@@ -1,6 +1,6 @@
-"""Walks of the delta engine on Hopper GPUs, over the chunks of a segment, with BV columns of the state a program.
+"""Walks of the delta engine on Hopper GPUs, over the chunks of a segment, with 64 columns of the state a program.
 
-The state is S^T [BV, K] in the registers of BV / 16 warps, as a left operand of products. A chunk leaves
+The state is S^T [64, K] in the registers of four warps, as a left operand of products. A chunk leaves
 
     N^T = (V^T - e^b S^T K^T) M^-T,   S'^T = e^{b_C} S^T + (beta e^{b_C - b} N^T) K,
 
@@ -47,14 +47,14 @@ CHANNEL = gl.constexpr(2)
 @gluon.jit
 def _fetch(
     c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
-    stride, T, n_chunks, K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, READS: gl.constexpr,
-    GATED: gl.constexpr, PACKED: gl.constexpr,
+    stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Begins to copy chunk c to the places `to`; `rows` get BV columns of `values`, or zeros where none are given."""
+    """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given."""
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * n_chunks + c
     zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
-    copy(rows.index(to), values + start * stride, length if given else 0, C, BV, stride + zero)
+    copy(rows.index(to), values + start * stride, length if given else 0, C, 64, stride + zero)
     copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
     if GATED == CHANNEL:
         copy(ks.index(to), k + at * C * K, C, C, K, K + zero)
@@ -97,13 +97,13 @@ def _fetch_later(
 
 @gluon.jit
 def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
-    """e^b and beta e^{b_C - b}, a column [BV, C] each; and e^{b_C}, as S^T is multiplied with it."""
-    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C, gl.num_warps()))
+    """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}, as S^T is multiplied with it."""
+    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
     from_start = gl.full([C], 1.0, gl.float32, columns)
     to_end = from_start
     decay = 1.0
     if GATED == CHANNEL:
-        decay = sums.load(gl.SliceLayout(0, by_sum(K, gl.num_warps())))[None, :]
+        decay = sums.load(gl.SliceLayout(0, by_sum(K)))[None, :]
     else:
         to_end = strengths.load(columns)
         if GATED == SCALAR:
@@ -116,9 +116,9 @@ def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GAT
 def forward(
     q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr,
-    SUMS: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr,
-    FIRST: gl.constexpr, THEN: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
+    ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr,
+    PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -130,40 +130,41 @@ def forward(
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
 
-    FIRST, THEN: of how many chunks there is room in shared memory for what is read first, and for the rest.
+    DEEP: there is room in shared memory for all of two chunks, for programs that have a multiprocessor to themselves.
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
-    of_state = panel < V // BV
-    v0 = (panel if of_state else panel - V // BV) * BV
+    of_state = panel < V // 64
+    v0 = (panel if of_state else panel - V // 64) * 64
     b = row // H
     h = row % H
     if GATED != CHANNEL:
         q += b * q_sb + h * q_sh
         k += b * k_sb + h * k_sh
     v += b * v_sb + h * v_sh + v0
-    SK: gl.constexpr = by_sum(K, gl.num_warps())
+    SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    S = gl.zeros([BV, K], gl.float32, SK)
+    S = gl.zeros([64, K], gl.float32, SK)
     if ENTERS:
-        S = load_state(slot + v0, BV, K, V)
+        S = load_state(slot + v0, 64, K, V)
     elif BOUNDARY and not PACKED and not SUMS:
-        S = load_state(initial + row * K * V + v0, BV, K, V)
+        S = load_state(initial + row * K * V + v0, 64, K, V)
     if SUMS:
         lives = True
         if GATED == SCALAR:
             lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
             nearest = c1 - gl.load(walked + row * n_seg + seg)
             c0 = nearest if of_state else (c0 if lives else c1)
-        rows = v0 + gl.arange(0, BV, gl.SliceLayout(1, SK))
+        rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
-    DEEP: gl.constexpr = THEN > 1
+    FIRST: gl.constexpr = 3 if DEEP else 2  # chunks there is room for of what is read first
+    THEN: gl.constexpr = 2 if DEEP else 1  # and of the rest
     LATER: gl.constexpr = DEEP or READS or GATED == CHANNEL
     QUERIES: gl.constexpr = READS and (DEEP or GATED == CHANNEL)  # are of the rest
-    ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, BV), tiles(FIRST, C, C)
+    ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
@@ -171,7 +172,7 @@ def forward(
     if c0 < c1:
         _fetch(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
-            q_st, k_st, v_st, T, n_chunks, K, BV, C, READS and not QUERIES, GATED, PACKED,
+            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
         )  # fmt: skip
     async_copy.commit_group()
     if LATER:
@@ -181,34 +182,28 @@ def forward(
                 PACKED,
             )  # fmt: skip
         async_copy.commit_group()
-    if FIRST > 2:
+    if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
-                q_st, k_st, v_st, T, n_chunks, K, BV, C, False, GATED, PACKED,
+                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
         s, then = n % FIRST, n % THEN
         c = c0 + n
-        arrived(FIRST - 1 if LATER else 0)
+        arrived(2 if DEEP else 1 if LATER else 0)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
             S = gl.where(first, 0.0, S)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if first & of_state:
-                    S = load_state(initial + (doc * H + h) * K * V + v0, BV, K, V)
+                    S = load_state(initial + (doc * H + h) * K * V + v0, 64, K, V)
         kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
         state = operand(S, C)
         X = begun(state, kc.permute((1, 0)), C)
         N = begun(vs.index(s).permute((1, 0)), turned, C)
-        if c + FIRST - 1 < c1:
-            _fetch(
-                c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
-                strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, BV, C, READS and not QUERIES, GATED, PACKED,
-            )  # fmt: skip
-        async_copy.commit_group()
         if DEEP:
             if c + 1 < c1:
                 _fetch_later(
@@ -216,13 +211,19 @@ def forward(
                     QUERIES, GATED, PACKED,
                 )  # fmt: skip
             async_copy.commit_group()
+        if c + FIRST - 1 < c1:
+            _fetch(
+                c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
+                strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
+            )  # fmt: skip
+        async_copy.commit_group()
         if KEEPS:
-            store(entering + at * V * K + v0 * K, S, BV, BV, K, K)
+            store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if QUERIES or GATED == CHANNEL:
-            arrived(THEN)
+            arrived(3 if DEEP else 1)
         if READS:
             out = begun(state, qs.index(then if QUERIES else s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
@@ -238,7 +239,7 @@ def forward(
             S, out = warpgroup_mma_wait(0, [S, out])
         else:
             if KEEPS:
-                store(errors + at * V * C + v0 * C, N, BV, BV, C, C)
+                store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
         if LATER and not DEEP:
             gl.thread_barrier()
@@ -249,33 +250,33 @@ def forward(
                 )  # fmt: skip
             async_copy.commit_group()
         if READS:
-            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, BV, C, H * V)
+            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
-                store_state(final + (doc * H + h) * K * V + v0, S, BV, K, V)
+                store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
     arrived(0)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
-            store_state(final + row * K * V + v0, S, BV, K, V)
+            store_state(final + row * K * V + v0, S, 64, K, V)
     if SUMS:
         if of_state:
-            store_state(slot + H * K * V + v0, S, BV, K, V)
+            store_state(slot + H * K * V + v0, S, 64, K, V)
             if seg == 0:
-                edge = gl.zeros([BV, K], gl.float32, SK)
+                edge = gl.zeros([64, K], gl.float32, SK)
                 if BOUNDARY and not PACKED:
-                    edge = load_state(initial + row * K * V + v0, BV, K, V)
-                store_state(slot + v0, edge, BV, K, V)
+                    edge = load_state(initial + row * K * V + v0, 64, K, V)
+                store_state(slot + v0, edge, 64, K, V)
         else:
-            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, BV, K, K)
+            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, K, K)
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def backward(
     q, k, written, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
-    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, FIRST: gl.constexpr, THEN: gl.constexpr,
-    PACKED: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
 
@@ -283,28 +284,29 @@ def backward(
     states decay of the first `walked` chunks alone.
     """
     begin(PDL)
-    v0, row, seg = gl.program_id(0) * BV, gl.program_id(1).to(gl.int64), gl.program_id(2)
+    v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), gl.program_id(2)
     b = row // H
     h = row % H
     if GATED != CHANNEL:
         q += b * q_sb + h * q_sh
         k += b * k_sb + h * k_sh
     do += b * do_sb + h * do_sh + v0
-    SK: gl.constexpr = by_sum(K, gl.num_warps())
+    SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    dS = gl.zeros([BV, K], gl.float32, SK)
+    dS = gl.zeros([64, K], gl.float32, SK)
     if ENTERS:
-        dS = load_state(slot + H * K * V + v0, BV, K, V)
+        dS = load_state(slot + H * K * V + v0, 64, K, V)
     elif BOUNDARY and not PACKED and not SUMS:
-        dS = load_state(dfinal + row * K * V + v0, BV, K, V)
+        dS = load_state(dfinal + row * K * V + v0, 64, K, V)
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
     first_keys = written if GATED == CHANNEL else k
-    DEEP: gl.constexpr = THEN > 1
+    FIRST: gl.constexpr = 3 if DEEP else 2
+    THEN: gl.constexpr = 2 if DEEP else 1
     QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
-    ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, BV), tiles(FIRST, C, C)
+    ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
@@ -312,7 +314,7 @@ def backward(
     if c0 < c1:
         _fetch(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
-            q_st, k_st, do_st, T, n_chunks, K, BV, C, not QUERIES, GATED, PACKED,
+            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
         )  # fmt: skip
     async_copy.commit_group()
     if c0 < c1:
@@ -320,33 +322,27 @@ def backward(
             c1 - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED, PACKED
         )  # fmt: skip
     async_copy.commit_group()
-    if FIRST > 2:
+    if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
-                q_st, k_st, do_st, T, n_chunks, K, BV, C, False, GATED, PACKED,
+                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
         s, then = n % FIRST, n % THEN
         c = c1 - 1 - n
-        arrived(FIRST - 1)
+        arrived(2 if DEEP else 1)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at = row * n_chunks + c
         if PACKED:
             dS = gl.where(last, 0.0, dS)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if last:
-                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, BV, K, V)
+                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
         given = os.index(s).permute((1, 0))
         qc, kc = qs.index(then if QUERIES else s), ws.index(then if GATED == CHANNEL else s)
         X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
-        if c - FIRST + 1 >= c0:
-            _fetch(
-                c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
-                inverses, strengths, sums, table, q_st, k_st, do_st, T, n_chunks, K, BV, C, not QUERIES, GATED, PACKED,
-            )  # fmt: skip
-        async_copy.commit_group()
         if DEEP:
             if c > c0:
                 _fetch_later(
@@ -354,10 +350,16 @@ def backward(
                     GATED, PACKED,
                 )  # fmt: skip
             async_copy.commit_group()
+        if c - FIRST + 1 >= c0:
+            _fetch(
+                c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
+                inverses, strengths, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
+            )  # fmt: skip
+        async_copy.commit_group()
         if not SUMS:
-            store(leaving + at * V * K + v0 * K, dS, BV, BV, K, K)
+            store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
-        arrived(THEN)
+        arrived(3 if DEEP else 1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
         dN = warpgroup_mma(given, pairs.index(then), X, is_async=True)
         if GATED == CHANNEL:
@@ -379,7 +381,7 @@ def backward(
             async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
-            store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, BV, C, H * V)
+            store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
         dS = warpgroup_mma_wait(0, [dS])
         if GATED == CHANNEL and not DEEP:
             gl.thread_barrier()
@@ -392,16 +394,16 @@ def backward(
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)
                 if first:
-                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, BV, K, V)
+                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, K, V)
             dS = gl.where(first, 0.0, dS)
     arrived(0)
     if SUMS:
-        store_state(slot + v0, dS, BV, K, V)
+        store_state(slot + v0, dS, 64, K, V)
         if seg == n_seg - 1:
-            edge = gl.zeros([BV, K], gl.float32, SK)
+            edge = gl.zeros([64, K], gl.float32, SK)
             if BOUNDARY and not PACKED:
-                edge = load_state(dfinal + row * K * V + v0, BV, K, V)
-            store_state(slot + H * K * V + v0, edge, BV, K, V)
+                edge = load_state(dfinal + row * K * V + v0, 64, K, V)
+            store_state(slot + H * K * V + v0, edge, 64, K, V)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == 0:
-            store_state(dinitial + row * K * V + v0, dS, BV, K, V)
+            store_state(dinitial + row * K * V + v0, dS, 64, K, V)

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.compiler import engine
 from flexsp.kernels.delta import plan
+from flexsp.ops import chunk_kda
 from flexsp.runtime import covered
 from tests.gpu.judge import check_variant
 
@@ -80,7 +81,7 @@ def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
         "little": slow,
         "strong in some channels": torch.where((k % 5 == 3) & (t % 256 >= 128), -2.0, slow),
         "strong in some chunks": torch.where(t % 192 >= 128, -3.0, slow),
-        "at the edge": torch.where(t // 64 % 2 == 0, -1.7, -1.8) + slow,
+        "at the edge": torch.where(t // 64 % 2 == 0, -2.2, -2.3) + slow / 10,
         "closed": torch.where((t % 97 == 5) & (k % 3 == 0), -1e4, slow),
         "growth": torch.where(t % 2 == 0, 0.05, -0.06) + 0.0 * k,
         "early in chunks": torch.where(t % 64 == 1, -50.0, slow),
@@ -103,6 +104,22 @@ def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[
         "vector_gated_delta", 64, 128, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
         gates=of_channels(kind, T, 64),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_CHANNELS)
+def test_small_gradients_of_channels(kind: str) -> None:
+    """Gradients are as many times smaller as those of the outputs, to the bit: decays do not make them vanish."""
+    T, H, K, V = 384, 2, 64, 128
+    made = torch.Generator("cuda").manual_seed(3)
+    q, k, v, do = (torch.randn(1, T, H, n, device="cuda", generator=made).bfloat16() for n in (K, K, V, V))
+    beta = torch.rand(1, T, H, device="cuda", generator=made).bfloat16()
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    g = of_channels(kind, T, K).cuda().view(1, T, 1, K).expand(1, T, H, K)
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, g, beta)]
+    o, _ = chunk_kda(*inputs)
+    large = torch.autograd.grad(o, inputs, do, retain_graph=True)
+    small = torch.autograd.grad(o, inputs, do * 2.0**-20)
+    assert all(torch.equal(a * 2.0**-20, b) for a, b in zip(large, small, strict=True))
 
 
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,10 @@ class ChannelCall(DeltaCall):
         rows = p.V if in_place else 2 * t.chunk
         parts = self._chunkwise(
             "channel_parts", t.channel_parts,
-            ["@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._mild, "d.v", "@kept", *left],
+            [
+                "@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._mild, "d.v", "@kept",
+                *left,
+            ],
             [*([] if strong else ["d.v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
             V=p.V, BV=width, ROWS=rows, STRONG=strong,
         )  # fmt: skip

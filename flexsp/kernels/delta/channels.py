@@ -81,7 +81,7 @@ def _block(
     the chunk's start on; which: the matrix of blocks of 2^_FEW."""
     # Not in a branch: ARCHITECTURE.md, "Walks".
     x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
-    wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE / 2)).to(tl.int32), axis=1), axis=0)
+    wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE)).to(tl.int32), axis=1), axis=0)
     wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 8))).to(tl.int32), axis=1), axis=0)
     return tl.where(wider == 0, LEVELS, tl.where(wide == 0, _FEW, 0))
 
@@ -150,8 +150,9 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
     q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}

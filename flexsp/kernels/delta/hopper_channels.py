@@ -31,7 +31,7 @@ __all__ = ["channel_grads", "channel_scores"]
 
 _GATE_MIN = gl.constexpr(-104.0)
 _LOG2E = gl.constexpr(1.4426950408889634)
-_LITTLE = gl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
+_LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
@@ -107,6 +107,16 @@ def _sums(gate, C: gl.constexpr, N: gl.constexpr):
     gate = gate.to(gl.float32)
     gate = gl.where(gate < _GATE_MIN, _GATE_MIN, gate) * _LOG2E  # NaN stays
     return _scanned(gate, False, C, N)
+
+
+@gluon.jit
+def _size(x, y):
+    """The power of two that the largest number of x and y has at least, and one over it; 1 where there is none."""
+    x = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    y = y.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = gl.max(gl.max(gl.maximum(x, y), axis=1), axis=0) >> 23
+    exponent = gl.where((exponent > 27) & (exponent < 227), exponent, 127)
+    return (exponent << 23).to(gl.float32, bitcast=True), ((254 - exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
@@ -220,8 +230,10 @@ def channel_grads(
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     of_scores, of_pairs = warpgroup_mma_wait(0, [begun(of_o, errors_s, C), begun(of_y, errors_s, C)])
-    scores_s = shared(gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0))
-    pairs_s = shared(gl.where(i[:, None] > j[None, :], -of_pairs, 0.0))
+    of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
+    of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
+    size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
+    scores_s, pairs_s = shared(of_scores * unit), shared(of_pairs * unit)
     arrived(0)
     to_p, to_k, to_q = begun(errors_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)
     kept = gl.zeros([C, N], gl.float32, CK)
@@ -237,12 +249,12 @@ def channel_grads(
     gl.thread_barrier()
     middle = edges.index(0).load(gl.SliceLayout(0, CK))
     end = edges.index(1).load(gl.SliceLayout(0, CK))
-    to_p = to_p * power(end - middle)[None, :]
-    to_k = to_k * -power(middle)[None, :]
-    to_q = to_q * (power(middle) * scale)[None, :]
+    to_p = to_p * (power(end - middle) * unit)[None, :]
+    to_k = to_k * -(power(middle) * unit)[None, :]
+    to_q = to_q * (power(middle) * (scale * unit))[None, :]
     pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * strength[:, None]).to(gl.bfloat16)
     pe_s = shared(pe)
-    kept = kept * power(end)[None, :] + pe.to(gl.float32) * to_p
+    kept = kept * (power(end) * unit)[None, :] + pe.to(gl.float32) * to_p
     qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
     ke_s = shared(ks.load(CK).to(gl.float32) * from_middle.load(CK))
     edges.index(0).store(gl.sum(kept, axis=0))
@@ -253,16 +265,16 @@ def channel_grads(
     to_p = warpgroup_mma(pairs_s.permute((1, 0)), ke_s, to_p, is_async=True)
     to_q, to_k, to_p = warpgroup_mma_wait(0, [to_q, to_k, to_p])
     sums = qe_s.load(CK).to(gl.float32) * to_q  # as products had them: what pairs add to dg cancels in its sums
-    qs.store((to_q * from_middle.load(CK)).to(gl.bfloat16))
+    qs.store((to_q * from_middle.load(CK) * size).to(gl.bfloat16))
     sums += ke_s.load(CK).to(gl.float32) * to_k
     sums -= pe_s.load(CK).to(gl.float32) * to_p
-    to_p = to_p * to_middle.load(CK)
+    to_p = to_p * to_middle.load(CK) * size
     part = dbeta + ((tile * PARTS * (gl.num_programs(1) // H) + b) * T + start + rows) * H + h
     gl.store(part, gl.sum(to_p * ks.load(CK).to(gl.float32), axis=1), mask=rows < length)
     for n in gl.static_range(1, PARTS):
         skipped = gl.num_programs(1).to(gl.int64) * T * n
         gl.store(part + skipped, gl.zeros([C], gl.float32, gl.SliceLayout(1, CK)), mask=rows < length)
-    ks.store((to_k * from_middle.load(CK) + to_p * strength[:, None]).to(gl.bfloat16))
+    ks.store((to_k * from_middle.load(CK) * size + to_p * strength[:, None]).to(gl.bfloat16))
     from_middle.store(sums)
     gl.thread_barrier()
     to = ((b * T + start) * H + h) * K + k0
@@ -270,7 +282,7 @@ def channel_grads(
     store(dk + to, ks.load(by_row(N)), length, C, N, H * K)
     L: gl.constexpr = by_channel(C, N)
     sums, half, whole = _scanned(from_middle.load(L), True, C, N)
-    sums = sums + edges.index(0).load(gl.SliceLayout(0, L))[None, :]
+    sums = (sums + edges.index(0).load(gl.SliceLayout(0, L))[None, :]) * size
     closed = _load(g, length, g_st, C, N).to(gl.float32) < _GATE_MIN
     tokens = gl.arange(0, C, gl.SliceLayout(1, L))
     place = dg + to + _places(H * K, C, N)

@@ -1,6 +1,6 @@
 """Runs compute-sanitizer over one small call of every distinct kernel configuration (`make sanitize`).
 
-    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck] [--jobs 8] [--out FILE] [--only TEXT]
+    python tests/gpu/sanitize.py [--tools memcheck racecheck synccheck] [--jobs 8] [--out FILE] [--only REGEX]
 
 The configurations are compiled first, side by side and without a sanitizer. Then each tool runs over all of them, in
 several processes. The summary says for each tool how many calls and distinct kernels ran and what was found, and of
@@ -143,7 +143,7 @@ def _work(claims: Path, only: str, turned_down: list[str]) -> None:
 
     torch.cuda.synchronize()  # a tool lets a process fail that uses no GPU, and others may have taken all cases
     calls, failed = 0, []
-    for index, (name, call) in enumerate(case for case in cases() if only in case[0]):
+    for index, (name, call) in enumerate(case for case in cases() if re.search(only, case[0])):
         try:
             (claims / str(index)).mkdir()
         except FileExistsError:
@@ -268,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases in whose name this regular expression is found")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit-s", type=float, default=1200, help="for each tool")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -280,8 +280,8 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer: not found; it comes with the CUDA toolkit", file=sys.stderr)
         return 1
-    if not any(args.only in name for name, _ in cases()):
-        parser.error(f"--only: expected a part of a case's name, such as {next(cases())[0]!r}, got {args.only!r}")
+    if not any(re.search(args.only, name) for name, _ in cases()):
+        parser.error(f"--only: expected what is found in a case's name, such as {next(cases())[0]!r}, got {args.only!r}")
     import torch
 
     from flexsp.bench.record import environment, save

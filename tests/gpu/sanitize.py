@@ -281,7 +281,7 @@ def main() -> int:
         print("compute-sanitizer: not found; it comes with the CUDA toolkit", file=sys.stderr)
         return 1
     if not any(re.search(args.only, name) for name, _ in cases()):
-        parser.error(f"--only: expected what is found in a case's name, such as {next(cases())[0]!r}, got {args.only!r}")
+        parser.error(f"--only: expected to find it in a case's name, such as {next(cases())[0]!r}, got {args.only!r}")
     import torch
 
     from flexsp.bench.record import environment, save

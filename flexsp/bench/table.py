@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def footer(result: Result) -> str:
     if result.get("gates", "usual") != "usual":
         parts.append(f"gates {result['gates']}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
-    return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{env['command']}`"
+    command = re.sub(r" --out /\S+", "", env["command"])  # a folder of that machine
+    return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{command}`"
 
 
 def _ms(row: Result | None) -> str:
@@ -60,9 +62,9 @@ def shown(value: float | dict[str, float] | None, digits: int, unit: str = "") -
 
 
 def op_table(result: Result) -> str:
-    """Ours and the baselines in ms, their ratio, the memory floor, peak memory: one line per op, T and pass."""
+    """Ours and the baselines that ran in ms, ratios, the memory floor, peak memory: one line per op, T and pass."""
     keyed = {(r["case"], r["T"], r.get("mode"), r["provider"]): r for r in result["rows"]}
-    flashqla = any(provider == "flashqla" for *_, provider in keyed)
+    fla, flashqla = (any(provider == name for *_, provider in keyed) for name in ("fla", "flashqla"))
     lines = []
     for case, T, mode, provider in keyed:
         if provider != "flexsp":
@@ -70,14 +72,14 @@ def op_table(result: Result) -> str:
         ours, theirs = keyed[case, T, mode, "flexsp"], keyed.get((case, T, mode, "fla"))
         second = keyed.get((case, T, mode, "flashqla"))
         floor = "" if ours["floor_ms"] is None else f"{ours['floor_ms']:.3f}"
-        peaks = [shown(row.get("peak_gib"), 1) if row else "" for row in (ours, theirs)]
-        times = [_ms(ours), _ms(theirs), _ratio(ours, theirs)]
+        peaks = [shown(row.get("peak_gib"), 1) if row else "" for row in ((ours, theirs) if fla else (ours,))]
+        times = [_ms(ours), *([_ms(theirs), _ratio(ours, theirs)] if fla else [])]
         times += [_ms(second), _ratio(ours, second)] if flashqla else []
         lines.append([case, str(T), mode.replace("fwd_bwd", "fwd+bwd"), *times, floor, *peaks])
-    header = ["op", "T", "pass", "flexsp ms", "flash-linear-attention ms", "ratio"]
+    header = ["op", "T", "pass", "flexsp ms", *(["flash-linear-attention ms", "ratio"] if fla else [])]
     header += ["FlashQLA ms", "ratio"] if flashqla else []
     header.append("memory floor ms")
-    text = grid([*header, "peak GiB", "flash-linear-attention peak GiB"], lines)
+    text = grid([*header, "peak GiB", *(["flash-linear-attention peak GiB"] if fla else [])], lines)
     first = [
         [row["case"], row["provider"].replace("fla", "flash-linear-attention"), shown(row["fwd_bwd_s"], 1)]
         for row in result["cold"]

@@ -19,6 +19,7 @@ _GENERATED = "tests/test_generated.py::"
 _DELTA = "tests/test_delta_engine.py::"
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
+_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _STARTS = _DELTA + "test_documents_that_begin_where_segments_or_ranks_do"
@@ -47,7 +48,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/channels.py",
-        ("~((total >= -_LITTLE) & (total <= _LITTLE / 10))", "~((total >= -1e9) & (total <= 1e9))",
+        ("~((total >= -_LITTLE) & (total <= _LITTLE / 8))", "~((total >= -1e9) & (total <= 1e9))",
          "a whole chunk is one block, whatever its gates", _CHANNELS_CLOSED),
         ("+ (((1 << level) + 1) >> 1), start + tl", "+ ((1 << level) >> 1), start + tl",
          "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),
@@ -244,6 +245,21 @@ KERNELS = [
          "tests/test_launches.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
          "tests/test_launches.py::test_one_token_stride_for_all"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_channels.py",
+        ("    gl.thread_barrier()\n    every = room", "    every = room",
+         "sums of other warps are read before they are there", _CHANNELS_IN_GLUON),
+        ("    visible()\n    of_keys", "    of_keys", "products read what is not there yet", _CHANNELS_IN_GLUON),
+        ("    edges.index(1).store(end)\n    gl.thread_barrier()\n", "    edges.index(1).store(end)\n",
+         "decays of other warps are read before they are there", _CHANNELS_IN_GLUON),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_walks.py",
+        ("arrived(2 if DEEP else 1 if LATER else 0)", "arrived(3 if DEEP else 1 if LATER else 0)",
+         "a chunk's copies may be under way", _CHANNELS_IN_GLUON),
+        ("arrived(3 if DEEP else 1)\n        if READS", "arrived(4 if DEEP else 1)\n        if READS",
+         "copies of what is read later may be under way", _CHANNELS_IN_GLUON),
     ),
     *_in(
         "flexsp/kernels/delta/launches.py",

@@ -248,11 +248,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",
-        ("    gl.thread_barrier()\n    every = room", "    every = room",
-         "sums of other warps are read before they are there", _CHANNELS_IN_GLUON),
         ("    visible()\n    of_keys", "    of_keys", "products read what is not there yet", _CHANNELS_IN_GLUON),
-        ("    edges.index(1).store(end)\n    gl.thread_barrier()\n", "    edges.index(1).store(end)\n",
-         "decays of other warps are read before they are there", _CHANNELS_IN_GLUON),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",

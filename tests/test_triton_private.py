@@ -306,6 +306,7 @@ def kernel(x, h, n, out, whole, N: tl.constexpr):
     i, j = tl.arange(0, N), tl.arange(0, 2 * N)
     a, b = tl.load(x + i), tl.load(h + j)
     tile = inner(a[:, None], b[None, :]) - (i[:, None] - j[None, :] - n) / 4
+    tile += (i * a)[:, None] + b[None, :] * a[:, None]
     tile = tl.where(i[:, None] <= j[None, :], tile, 0.25)
     tile += tl.dot(tl.dot(tile, tl.trans(tile)), tile) * tl.sum(a, axis=0) + tl.max(b, axis=0)
     tile = tl.reshape(tile, [2, N, N]) + tl.full([1, N, 1], 2, tl.float32)

@@ -33,9 +33,10 @@ if _MADE:
 
 # Files that take longest, in this order: two workers that take whole files end together if these come first.
 LONGEST = (
-    "test_delta_engine", "test_horizon_generated", "test_generated_offline", "test_triton_engine", "test_package",
-    "test_unusual_tensors", "test_scalar_decay", "test_generated", "test_compile_diagonal", "test_torch_compile",
-    "test_compile_delta", "test_horizon", "test_dispatch", "test_nonfinite", "test_generated_programs", "test_devices",
+    "test_delta_engine", "test_compile_delta", "test_torch_compile", "test_package", "test_generated_offline",
+    "test_unusual_tensors", "test_triton_engine", "test_generated_programs", "test_horizon_generated",
+    "test_compile_diagonal", "test_scalar_decay", "test_generated", "test_devices", "test_dispatch", "test_bench",
+    "test_derivatives", "test_nonfinite",
 )  # fmt: skip
 
 

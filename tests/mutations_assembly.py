@@ -16,6 +16,8 @@ ASSEMBLY = [
         ('+= "proxy" in parts', "+= 1", "all fences are those of proxies", _RACES),
         ("for x in ways[1:] if", "for x in ways[2:] if", "one way of a branch is followed", _RACES),
         ("if not new and excluded:", "if False:", "what is done every so many turns is not seen", _RACES),
+        ("        self.copying[at] = True\n", "", "copies under way are not seen", _RACES),
+        ("any(first < b and last >= a and", "any(first >= b and last >= a and", "no store meets a product", _RACES),
     ),
     *_in(
         "flexsp/testing/ptx.py",

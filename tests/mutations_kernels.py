@@ -13,6 +13,7 @@ _EDGES = "tests/test_engine_edges.py::"
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
+_ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
 _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
@@ -147,6 +148,14 @@ KERNELS = [
         "flexsp/runtime/triton_private.py",
         ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits", "the interpreter rounds towards zero", _HALF),
         ("(handle.data.astype(\"uint32\") << 16)", "handle.data.astype(\"uint32\")", "bits taken for numbers", _HALF),
+    ),
+    *_in(
+        "flexsp/runtime/quick_interpreter.py",
+        ("key = (element_ty.name, ", "key = (", "types of one shape are one type", _ALIKE),
+        ("if a is b else broadcast", "if a == b or len(a) == len(b) else broadcast", "unlike shapes pass", _ALIKE),
+        ("lhs.dtype is rhs.dtype in _NUMBERS", "lhs.dtype in _NUMBERS", "int meets float as it is", _ALIKE),
+        ("shapes.setdefault(tuple([n.value for n in self.shape])", "shapes.setdefault(len(self.shape)",
+         "shapes of as many sizes are one", _ALIKE),
     ),
     *_in(
         "flexsp/testing/compare.py",

@@ -293,6 +293,63 @@ def test_scalars_join_masks_in_the_interpreter(tmp_path: Path, fast: bool) -> No
     run_python(str(script), TRITON_INTERPRET="1")
 
 
+TYPES = """
+import torch, triton, triton.language as tl
+from flexsp.runtime import triton_private
+
+@triton.jit
+def inner(x, y):
+    return x * y + 1
+
+@triton.jit
+def kernel(x, h, n, out, whole, N: tl.constexpr):
+    i, j = tl.arange(0, N), tl.arange(0, 2 * N)
+    a, b = tl.load(x + i), tl.load(h + j)
+    tile = inner(a[:, None], b[None, :]) - (i[:, None] - j[None, :] - n) / 4
+    tile += (i * a)[:, None] + b[None, :] * a[:, None]
+    tile = tl.where(i[:, None] <= j[None, :], tile, 0.25)
+    tile += tl.dot(tl.dot(tile, tl.trans(tile)), tile) * tl.sum(a, axis=0) + tl.max(b, axis=0)
+    tile = tl.reshape(tile, [2, N, N]) + tl.full([1, N, 1], 2, tl.float32)
+    tile = tl.reshape(tl.permute(tile, [0, 2, 1]), [N, 2 * N])
+    assert tile.dtype == tl.float32 and tile.shape[1] == 2 * N and (a * a).shape[0] == N and a.type != b.type
+    for k in range(n):
+        tile += k * tl.cumsum(tile, axis=1)
+    tl.store(out + i[:, None] * 2 * N + j[None, :], tile)
+    at = i.to(tl.int64) * 2 + (i % 3 == 1)
+    tl.store(whole + i, (at << 1 | i).to(tl.int64) // 3 + (n + 1) * tl.program_id(0))
+
+@triton.jit
+def unlike(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.arange(0, N) + tl.arange(0, 2 * N))
+
+@triton.jit
+def no_power(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.zeros([N + 1], tl.float32))
+
+x, h, found = torch.randn(16), torch.randn(32).half(), []
+for fast in (False, True, True):
+    if fast:
+        triton_private.quicken_interpreter()
+    out, whole, told = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), []
+    kernel[(2,)](x, h, 3, out, whole, N=16)
+    for wrong in (unlike, no_power):
+        try:
+            wrong[(1,)](x, N=16)
+        except Exception as error:
+            told.append(str(error))
+    found.append((out, whole, told))
+for out, whole, told in found[1:]:
+    assert out.isfinite().all() and out.equal(found[0][0]) and whole.equal(found[0][1])
+    assert len(told) == 2 and told == found[0][2], (told, found[0][2])
+"""
+
+
+def test_the_quick_interpreter_computes_and_refuses_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "alike.py"
+    script.write_text(TYPES)
+    run_python(str(script), TRITON_INTERPRET="1")
+
+
 HALF = """
 import torch, triton, triton.language as tl
 from flexsp.runtime import triton_private

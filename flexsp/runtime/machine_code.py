@@ -310,6 +310,7 @@ def _any(bits: list[int], places: list[int]) -> int:
     return functools.reduce(operator.or_, (bits[at] for at in places), 0)
 
 
+@functools.lru_cache(maxsize=4)
 def _graph(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
     """All instructions, and for each the places of those that may come next."""
     code: list[_Instruction] = []

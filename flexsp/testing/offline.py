@@ -6,6 +6,7 @@ instead, with the specialisation (divisibility by 16, ones) that Triton would ch
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ from flexsp.runtime.triton_private import (
 )
 from flexsp.testing.races import UNFENCED_COPY, races
 
-__all__ = ["Compiled", "compile_launch", "compile_launches", "record_launches", "shared_of"]
+__all__ = ["Compiled", "compile_launch", "compile_launches", "ptx_of", "record_launches", "shared_of", "uneven_sums"]
 
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -57,11 +58,7 @@ class Compiled:
         The lanes of a warp then hold sums that differ in the last bit. Triton 3.9 lets all of them write to the same
         place, and which one stays is not defined.
         """
-        numbers = r"(%\w+), (%?\w+), (%?\w+)"
-        products = {x: {a, b} for x, a, b in re.findall(rf"mul(?:\.rn)?\.f32\s+{numbers};", self.ptx)}
-        others = dict(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+),", self.ptx))
-        fused = re.finditer(rf"fma\.rn\.f32\s+{numbers}, (%\w+);", self.ptx)
-        return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
+        return uneven_sums(self.ptx)
 
     @property
     def drops_nan(self) -> bool:
@@ -75,12 +72,24 @@ class Compiled:
 
         Left out are fences that a release of Triton leaves out of all kernels, see `FENCES_COPIES`.
         """
-        answer = races(self.ptx)
+        answer = _races(self.ptx)
         found = [x for x in answer.found if FENCES_COPIES or not x.endswith(UNFENCED_COPY)]
         unseen = [f"{answer.unseen} of {answer.accesses} accesses not looked at"] if answer.unseen else []
         unseen += [f"{answer.unfollowed} ways of branches not followed"] if answer.unfollowed else []
         unseen += [f"{answer.missed} instructions not reached"] if answer.missed else []
         return [*found, *unseen]
+
+
+_races = functools.lru_cache(maxsize=256)(races)  # calls of other kinds have kernels in common
+
+
+def uneven_sums(ptx: str) -> list[str]:
+    """See `Compiled.uneven_sums`."""
+    numbers = r"(%\w+), (%?\w+), (%?\w+)"
+    products = {x: {a, b} for x, a, b in re.findall(rf"mul(?:\.rn)?\.f32\s+{numbers};", ptx)}
+    others = dict(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+),", ptx))
+    fused = re.finditer(rf"fma\.rn\.f32\s+{numbers}, (%\w+);", ptx)
+    return [x[0] for x in fused if x[4] in others and products.get(others[x[4]]) == {x[2], x[3]}]
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int = 90) -> Compiled:
@@ -96,6 +105,13 @@ def compile_launches(launches: Iterable[Launched], arch: int = 90) -> list[Compi
     from flexsp.runtime.launch import workers
 
     return [*workers().map(lambda launch: compile_launch(launch[0], launch[1], launch[2], arch), launches)]
+
+
+def ptx_of(launches: Iterable[Launched], arch: int = 90) -> list[str]:
+    """The PTX of all of them, side by side."""
+    from flexsp.runtime.launch import workers
+
+    return [*workers().map(lambda launch: _build(launch[0], launch[1], launch[2], arch).asm["ptx"], launches)]
 
 
 def shared_of(launches: Iterable[Launched], arch: int) -> list[int]:
@@ -122,17 +138,22 @@ def _build(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int
 
 
 def _resources(name: str, out: Any) -> Compiled:
+    asm = out.asm
+    return _told(name, out.metadata.shared, asm["cubin"], asm["ptx"], asm.get("ttir", ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _told(name: str, shared: int, cubin: bytes, ptx: str, ttir: str) -> Compiled:
     cuobjdump = tool("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(out.asm["cubin"])
+        file.write(cubin)
         file.flush()
         usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    listing = disassembled(out.asm["cubin"])
+    listing = disassembled(cubin)
     assert listing is not None, "found no nvdisasm"
     spills = len(re.findall(r"\b(?:STL|LDL)\b", listing))
-    toolkit = re.search(rb"\x04\x37\x04\x00(....)", out.asm["cubin"], re.DOTALL)  # EIATTR_CUDA_API_VERSION
+    toolkit = re.search(rb"\x04\x37\x04\x00(....)", cubin, re.DOTALL)  # EIATTR_CUDA_API_VERSION
     assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
-    sizes = found["REG"], found["STACK"], out.metadata.shared, spills
     wrong = [*unwritten(listing), *unread(listing)]
-    return Compiled(name, *sizes, out.asm["ptx"], assembler, wrong, out.asm.get("ttir", ""))
+    return Compiled(name, found["REG"], found["STACK"], shared, spills, ptx, assembler, wrong, ttir)

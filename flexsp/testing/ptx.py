@@ -5,6 +5,7 @@ What depends on memory, on floating point or on the block's number is not known,
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,15 @@ class Instruction:
     negated: bool
     parts: tuple[str, ...]
     operands: tuple[str, ...]
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        return any(x.startswith("shared") for x in self.parts)
+
+    @functools.cached_property
+    def results(self) -> list[str]:
+        """Registers of its first operand."""
+        return re.findall(r"%\w+", self.operands[0])
 
     @staticmethod
     def of(text: str, line: int) -> Instruction:
@@ -112,13 +122,16 @@ class Integers:
         return other
 
     def value(self, operand: str) -> Number:
+        found = self.registers.get(operand, self)
+        if found is not self:
+            return found
         if _LITERAL.match(operand):
             return np.full(self.threads, int(operand.rstrip("U"), 0), np.int64)
         if operand == "%tid.x":
             return np.arange(self.threads, dtype=np.int64)
         if operand == "global_smem":
             return np.zeros(self.threads, np.int64)
-        return self.registers.get(operand)
+        return None
 
     def address(self, operand: str) -> Number:
         """Of [register + offset]."""
@@ -140,8 +153,7 @@ class Integers:
         """An instruction that touches no memory."""
         if not it.operands:
             return
-        to, result = it.operands[0], self._result(it)
-        names = re.findall(r"%\w+", to)
+        to, result, names = it.operands[0], self._result(it), it.results
         if it.parts[0] == "mov" and len(names) == 2 and result is not None and it.guard is None:
             self.registers[names[0]], self.registers[names[1]] = result & 0xFFFFFFFF, result >> 32 & 0xFFFFFFFF
             return

@@ -79,6 +79,7 @@ class _Memory:
     copied: Any = field(default_factory=lambda: np.zeros(_SIZE, bool))  # by a copy from global memory
     read: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # epoch
     readers: Any = field(default_factory=lambda: np.zeros(_SIZE, np.uint32))  # a bit a warp
+    copying: Any = field(default_factory=lambda: np.zeros(_SIZE, bool))  # what `pending` write
     copies: list[_Copy] = field(default_factory=list)
     copy_groups: list[list[_Copy]] = field(default_factory=list)
     products: list[_Reads] = field(default_factory=list)
@@ -101,12 +102,18 @@ class _Memory:
     def pending(self) -> Iterable[_Copy]:
         return (x for group in (*self.copy_groups, self.copies) for x in group)
 
+    def pending_at(self, at: Any) -> list[_Copy]:
+        return [x for x in self.pending() if np.isin(at, x.at).any()] if self.copying[at].any() else []
+
     def wait_for_copies(self, but: int) -> None:
         """All groups of copies but the last `but`: what they wrote, each thread wrote now."""
         while len(self.copy_groups) > but:
             for x in self.copy_groups.pop(0):
                 self._set(x.at, x.warps)
                 self.copied[x.at] = True
+                self.copying[x.at] = False
+        for x in self.pending():
+            self.copying[x.at] = True
 
     def wait_for_products(self, but: int) -> None:
         while len(self.product_groups) > but:
@@ -114,7 +121,7 @@ class _Memory:
 
     def load(self, at: Any, warps: Any) -> list[str]:
         found = [] if self._same(at, warps) else ["reads what another warp writes"]
-        found += [f"reads what a copy writes ({x.by.text})" for x in self.pending() if np.isin(at, x.at).any()]
+        found += [f"reads what a copy writes ({x.by.text})" for x in self.pending_at(at)]
         self.readers[at[self.read[at] != self.epoch]] = 0
         self.read[at] = self.epoch
         np.bitwise_or.at(self.readers, at, np.uint32(1) << warps.astype(np.uint32))
@@ -128,6 +135,7 @@ class _Memory:
     def start_copy(self, it: Instruction, at: Any, warps: Any) -> list[str]:
         found = self._overwrites(at, warps)
         self.copies.append(_Copy(it, at, warps))
+        self.copying[at] = True
         return found
 
     def start_product(self, it: Instruction, spans: list[Span]) -> list[str]:
@@ -141,9 +149,8 @@ class _Memory:
                 found.append(UNFENCED_COPY)
             if (unfenced & ~self.copied[cut]).any():
                 found.append("reads what was not fenced since it was stored")
-            found += [
-                f"reads what a copy writes ({x.by.text})" for x in self.pending() if ((x.at >= a) & (x.at < b)).any()
-            ]
+            pending = self.pending() if self.copying[cut].any() else ()
+            found += [f"reads what a copy writes ({x.by.text})" for x in pending if ((x.at >= a) & (x.at < b)).any()]
         self.products.append(_Reads(it, spans))
         return found
 
@@ -160,10 +167,11 @@ class _Memory:
             found.append("overwrites what another warp reads")
         if not self._same(at, warps):
             found.append("overwrites what another warp writes")
-        found += [f"overwrites what a copy writes ({x.by.text})" for x in self.pending() if np.isin(at, x.at).any()]
+        found += [f"overwrites what a copy writes ({x.by.text})" for x in self.pending_at(at)]
         groups = (self.products, *self.product_groups, self.done)
+        first, last = (at.min(), at.max()) if at.size else (0, -1)
         for x in (x for group in groups for x in group):
-            if any(((at >= a) & (at < b)).any() for a, b in x.spans):
+            if any(first < b and last >= a and ((at >= a) & (at < b)).any() for a, b in x.spans):
                 found.append(f"overwrites what a matrix product reads ({x.by.text[:60]})")
         return found
 
@@ -248,7 +256,6 @@ class _Search:
 
     def _step(self, it: Instruction, at: int, path: _Path) -> int:
         base, parts, memory = it.parts[0], it.parts, path.memory
-        shared = any(x.startswith("shared") for x in parts)
         if base in ("bar", "barrier"):
             self._barrier(it, memory)
         elif base == "fence":
@@ -257,9 +264,9 @@ class _Search:
             self._matrix(it, path)
         elif base == "cp":
             self._copied(it, path)
-        elif base in ("ldmatrix", "stmatrix") or (base in ("ld", "st") and shared):
+        elif base in ("ldmatrix", "stmatrix") or (base in ("ld", "st") and it.shared):
             self._access(it, path)
-        elif base == "mbarrier" or (base in ("atom", "red") and shared):
+        elif base == "mbarrier" or (base in ("atom", "red") and it.shared):
             self._refuse(it)
         elif base in ("ld", "atom"):
             path.integers.forget(it.operands[0])

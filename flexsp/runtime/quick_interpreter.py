@@ -1,0 +1,197 @@
+"""Triton's interpreter without what it does again and again and need do once.
+
+A kernel takes most of its time for the types of its tiles: every operation makes one, with the shape as a tuple
+of constants, and looks at two of them number by number. Here types that look alike are one object, which knows what
+tensors of it look like.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import triton.language as tl
+from triton.language import core, semantic
+
+__all__ = ["quicken"]
+
+
+def quicken(interpreter: Any) -> None:
+    """Changes Triton's modules in this process for good. `interpreter`: triton.runtime.interpreter."""
+    _patch_once_a_launch(interpreter)
+    interpreter._patch_attr = _attribute(interpreter._patch_attr, interpreter.TritonSemantic)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._get_np_dtype = _by_text(interpreter._get_np_dtype)
+    core._type_for_tuple_values = _of_shapes(core._type_for_tuple_values)
+    core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
+    for kind in (core.dtype, core.pointer_type, core.block_type):
+        kind.__eq__ = _same_or(kind.__eq__)  # type: ignore[method-assign]
+    core.tuple.__eq__ = _equal_numbers(core.tuple.__eq__)  # type: ignore[method-assign]
+    _keep_block_types(core.block_type)
+    core.tensor.__init__ = _looks_kept(core.tensor.__init__)  # type: ignore[method-assign]
+    meaning = semantic.TritonSemantic
+    meaning.to_tensor = _tensors_pass(meaning.to_tensor)
+    meaning.broadcast_impl_value = _alike_pass(meaning.broadcast_impl_value)
+    meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """A device function that a kernel calls has the language replaced for every call of it: here once a launch."""
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    languages = (interpreter.tl, interpreter.tl.core)
+    patched: set[frozenset[int]] = set()
+
+    @functools.cache
+    def seen_by(fn: Any) -> frozenset[int]:
+        return frozenset(id(x) for x in fn.__globals__.values() if inspect.ismodule(x) and x in languages)
+
+    def patch_once(fn: Any) -> Any:
+        if seen_by(fn) in patched:
+            return None
+        patched.add(seen_by(fn))
+        return patch(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def _attribute(patch: Any, meaning_of: Any) -> Any:
+    """What a builtin is replaced by, without a copy of the keywords and without the function that asks for one."""
+    asks = core.builtin(lambda: None).__code__  # type: ignore[attr-defined]
+
+    def patch_attribute(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        if not scope or not inspect.isfunction(member):
+            return patch(obj, name, member, builder, *scope)
+        meaning = meaning_of(builder)
+        inner = member.__wrapped__ if member.__code__ is asks else member  # type: ignore[attr-defined]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = meaning
+            return inner(*args, **kwargs)
+
+        scope[0].set_attr(obj, name, call)
+
+    return patch_attribute
+
+
+def _by_text(f: Any) -> Any:
+    found: dict[str, Any] = {}
+
+    def look_up(x: Any) -> Any:
+        key = str(x)
+        if key not in found:
+            found[key] = f(x)
+        return found[key]
+
+    return look_up
+
+
+def _of_shapes(f: Any) -> Any:
+    found: dict[Any, Any] = {}
+
+    def look_up(values: Any, fields: Any = None) -> Any:
+        key = tuple([getattr(x, "value", None) for x in values])
+        if fields is not None or not all([type(n) is int for n in key]):
+            return f(values, fields)
+        if key not in found:
+            found[key] = f(values, fields)
+        return found[key]
+
+    return look_up
+
+
+def _unwrapped(unwrap: Any) -> Any:
+    constant, plain = core.constexpr, (int, core.tensor, core.dtype, core.block_type, bool, float, type(None))
+
+    def unwrap_quickly(x: Any) -> Any:
+        kind = type(x)
+        return x.value if kind is constant else x if kind in plain else unwrap(x)
+
+    return unwrap_quickly
+
+
+def _same_or(equal: Any) -> Any:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _equal_numbers(equal: Any) -> Any:
+    def compare(self: Any, other: Any) -> Any:
+        a, b = self.values, getattr(other, "values", other)
+        if type(b) is list and all([type(n) is int for n in a]) and all([type(n) is int for n in b]):
+            return core.constexpr(a == b)
+        return equal(self, other)
+
+    return compare
+
+
+def _keep_block_types(kind: Any) -> None:
+    found: dict[Any, Any] = {}
+    plain = kind.__init__
+
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        sizes = tuple([x.value if type(x) is core.constexpr else x for x in getattr(shape, "values", shape)])
+        if cls is not kind or not all([type(n) is int for n in sizes]):
+            return object.__new__(cls)
+        key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        if key not in found:
+            made = object.__new__(cls)
+            plain(made, element_ty, shape)  # raises where there is no such type
+            found[key] = made
+        return found[key]
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        if "name" not in self.__dict__:
+            plain(self, element_ty, shape)
+
+    kind.__new__, kind.__init__ = new, init
+
+
+def _looks_kept(init: Any) -> Any:
+    """Shape, size and dtype of a type's tensors are worked out once; those of one shape share it."""
+    shapes: dict[Any, Any] = {}
+
+    def made(self: Any, handle: Any, type: Any) -> None:
+        looks = type.__dict__.get("_looks")
+        if looks is None:
+            init(self, handle, type)
+            shape, numel = shapes.setdefault(tuple([n.value for n in self.shape]), (self.shape, self.numel))
+            looks = type._looks = {"shape": shape, "numel": numel, "dtype": self.dtype, "type": type}
+        self.__dict__.update(looks)
+        self.handle = handle
+
+    return made
+
+
+def _tensors_pass(convert: Any) -> Any:
+    tensor = core.tensor
+    return lambda self, x, check_type=True: x if type(x) is tensor else convert(self, x, check_type)
+
+
+def _alike_pass(broadcast: Any) -> Any:
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.shape, rhs.shape
+        return (lhs, rhs) if a is b else broadcast(self, lhs, rhs)
+
+    return broadcast_others
+
+
+def _alike_join(check: Any) -> Any:
+    """Two tensors of the same numbers stay what they are in sums and products."""
+    tensor = core.tensor
+
+    def checked(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(lhs) is tensor and type(rhs) is tensor and not div_or_mod and lhs.dtype is rhs.dtype in _NUMBERS:
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return checked
+
+
+_NUMBERS = (tl.float32, tl.int32, tl.int64, tl.float64, tl.float16, tl.bfloat16)

@@ -106,9 +106,25 @@ def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("poisoned")
+def test_many_heads(folder: Path, seed: int, name: str, documents: tuple[int, ...] | None) -> None:
+    """Walks share multiprocessors, and copy no further ahead than one chunk."""
+    check_variant(name, 128, 128, BF16, folder, seed, documents, B=2, T=202, H=80, lowering="auto")
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_gates_that_differ_in_half_of_the_channels(folder: Path, seed: int) -> None:
+    gates = of_channels("little", 384, 128) / 4
+    gates[:, 64:] += of_channels("strong in some chunks", 384, 64)
+    check_variant("vector_gated_delta", 128, 128, BF16, folder, seed, B=1, T=384, H=2, lowering="auto", gates=gates)
+
+
+@pytest.mark.parametrize("power", [-20, 24])
 @pytest.mark.parametrize("kind", OF_CHANNELS)
-def test_small_gradients_of_channels(kind: str) -> None:
-    """Gradients are as many times smaller as those of the outputs, to the bit: decays do not make them vanish."""
+def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
+    """Gradients are as many times smaller or larger as those of the outputs, to the bit: decays hide none of them."""
     T, H, K, V = 384, 2, 64, 128
     made = torch.Generator("cuda").manual_seed(3)
     q, k, v, do = (torch.randn(1, T, H, n, device="cuda", generator=made).bfloat16() for n in (K, K, V, V))
@@ -118,8 +134,8 @@ def test_small_gradients_of_channels(kind: str) -> None:
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, g, beta)]
     o, _ = chunk_kda(*inputs)
     large = torch.autograd.grad(o, inputs, do, retain_graph=True)
-    small = torch.autograd.grad(o, inputs, do * 2.0**-20)
-    assert all(torch.equal(a * 2.0**-20, b) for a, b in zip(large, small, strict=True))
+    other = torch.autograd.grad(o, inputs, do * 2.0**power)
+    assert all(torch.equal(a * 2.0**power, b) for a, b in zip(large, other, strict=True))
 
 
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ def _size(x, y):
     x = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     y = y.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = gl.max(gl.max(gl.maximum(x, y), axis=1), axis=0) >> 23
-    exponent = gl.where((exponent > 27) & (exponent < 227), exponent, 127)
+    exponent = gl.where((exponent > 0) & (exponent < 255), gl.minimum(gl.maximum(exponent, 28), 226), 127)
     return (exponent << 23).to(gl.float32, bitcast=True), ((254 - exponent) << 23).to(gl.float32, bitcast=True)
 
 
@@ -151,7 +151,8 @@ def channel_scores(
     for n in range(K // N):
         total, middle, end = _sums(_load(g + n * N, length, g_st, C, N), C, N)
         x = total - middle[None, :]
-        little = (gl.abs(x) <= _LITTLE) & (total <= _GROWTH)
+        grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
+        little = (gl.abs(x) <= _LITTLE) & grown & (total <= _GROWTH) & (middle >= -_LITTLE)[None, :]
         strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
@@ -249,12 +250,12 @@ def channel_grads(
     gl.thread_barrier()
     middle = edges.index(0).load(gl.SliceLayout(0, CK))
     end = edges.index(1).load(gl.SliceLayout(0, CK))
-    to_p = to_p * (power(end - middle) * unit)[None, :]
-    to_k = to_k * -(power(middle) * unit)[None, :]
-    to_q = to_q * (power(middle) * (scale * unit))[None, :]
+    to_p = to_p * power(end - middle)[None, :] * unit
+    to_k = to_k * power(middle)[None, :] * -unit
+    to_q = to_q * power(middle)[None, :] * (scale * unit)
     pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * strength[:, None]).to(gl.bfloat16)
     pe_s = shared(pe)
-    kept = kept * (power(end) * unit)[None, :] + pe.to(gl.float32) * to_p
+    kept = kept * power(end)[None, :] * unit + pe.to(gl.float32) * to_p
     qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
     ke_s = shared(ks.load(CK).to(gl.float32) * from_middle.load(CK))
     edges.index(0).store(gl.sum(kept, axis=0))

@@ -71,7 +71,7 @@ def test_only_that_fits_no_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(shutil, "which", lambda name: name)
     with pytest.raises(SystemExit):
         sanitize.main()
-    assert "--only: expected a part of a case's name, such as 'linear_attn 64x16" in capsys.readouterr().err
+    assert "--only: expected to find it in a case's name, such as 'linear_attn 64x16" in capsys.readouterr().err
 
 
 def test_errors_of_all_processes_are_added() -> None:

@@ -26,28 +26,25 @@ from flexsp.kernels.delta.hopper import (
     tiles,
     visible,
 )
+from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["channel_grads", "channel_scores"]
 
-_GATE_MIN = gl.constexpr(-104.0)
-_LOG2E = gl.constexpr(1.4426950408889634)
 _LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-
-
 _PARTS = gl.constexpr(4)  # of the tokens, one a warp
 
 
 @gluon.constexpr_function
-def by_channel(tokens, columns):
-    """Layout of a tile [tokens, columns]: a thread has two columns of a quarter of the tokens."""
+def by_channel(tokens):
+    """Layout of a tile [tokens, 64]: a thread has two columns of a quarter of the tokens."""
     return gl.BlockedLayout([tokens // _PARTS.value, 2], [1, 32], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _in_parts(tokens):
-    """The same of [4, tokens / 4, columns]."""
+    """The same of [4, tokens / 4, 64]."""
     return gl.BlockedLayout([1, tokens // _PARTS.value, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
 
 
@@ -59,15 +56,15 @@ def _add(x, y):
 @gluon.jit
 def _places(stride, C: gl.constexpr, N: gl.constexpr):
     """Offsets of a tile [C, N] whose rows are `stride` apart."""
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C, N)))
-    columns = gl.arange(0, N, gl.SliceLayout(0, by_channel(C, N)))
+    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
+    columns = gl.arange(0, N, gl.SliceLayout(0, by_channel(C)))
     return rows[:, None] * stride + columns[None, :]
 
 
 @gluon.jit
 def _load(base, length, stride, C: gl.constexpr, N: gl.constexpr):
     """A tile [C, N], zero from row `length` on."""
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C, N)))
+    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
     return gl.load(base + _places(stride, C, N), mask=(rows < length)[:, None], other=0.0)
 
 
@@ -76,7 +73,7 @@ def _scanned(x, SUFFIX: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
     """Sums over the tokens until each of x [C, N], or from each on; over the first half, and over all."""
     L: gl.constexpr = _in_parts(C)
     EVERY: gl.constexpr = gl.BlockedLayout([_PARTS, 2], [1, 32], [1, 4], [1, 0])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, by_channel(C, N))
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, by_channel(C))
     x = gl.convert_layout(gl.reshape(x, [_PARTS, C // _PARTS, N]), L, assert_trivial=True)
     inside = gl.associative_scan(x, 1, _add)
     sums = gl.sum(x, axis=1)
@@ -95,7 +92,7 @@ def _scanned(x, SUFFIX: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
     if SUFFIX:
         inside = x + (sums[:, None, :] - inside)
     found = gl.convert_layout(
-        gl.reshape(inside + beyond[:, None, :], [C, N]), by_channel(C, N), assert_trivial=True
+        gl.reshape(inside + beyond[:, None, :], [C, N]), by_channel(C), assert_trivial=True
     )  # fmt: skip
     half = gl.convert_layout(gl.sum(gl.where(which < _PARTS // 2, every, 0.0), axis=0), COLUMNS, assert_trivial=True)
     return found, half, gl.convert_layout(gl.sum(every, axis=0), COLUMNS, assert_trivial=True)
@@ -105,7 +102,7 @@ def _scanned(x, SUFFIX: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
 def _sums(gate, C: gl.constexpr, N: gl.constexpr):
     """Cumulative gates in log2 [C, N]; their values in the middle, and at the end."""
     gate = gate.to(gl.float32)
-    gate = gl.where(gate < _GATE_MIN, _GATE_MIN, gate) * _LOG2E  # NaN stays
+    gate = gl.where(gate < GATE_MIN, GATE_MIN, gate) * LOG2E  # NaN stays
     return _scanned(gate, False, C, N)
 
 
@@ -139,14 +136,14 @@ def channel_scores(
     beta += b * beta_sb + h * beta_sh + start * beta_st
     CC: gl.constexpr = by_sum(C)
     N: gl.constexpr = 64
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C, N)))
+    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
     strength = gl.load(beta + rows * beta_st, mask=rows < length, other=0.0).to(gl.float32)
     qs, ks, ps = tiles(K // N, C, N), tiles(K // N, C, N), tiles(K // N, C, N)
     for n in gl.static_range(K // N):
         copy(qs.index(n), q + n * N, length, C, N, q_st)
         copy(ks.index(n), k + n * N, length, C, N, k_st)
     async_copy.commit_group()
-    L: gl.constexpr = by_channel(C, N)
+    L: gl.constexpr = by_channel(C)
     strong = 0
     for n in range(K // N):
         total, middle, end = _sums(_load(g + n * N, length, g_st, C, N), C, N)
@@ -281,10 +278,10 @@ def channel_grads(
     to = ((b * T + start) * H + h) * K + k0
     store(dq + to, qs.load(by_row(N)), length, C, N, H * K)
     store(dk + to, ks.load(by_row(N)), length, C, N, H * K)
-    L: gl.constexpr = by_channel(C, N)
+    L: gl.constexpr = by_channel(C)
     sums, half, whole = _scanned(from_middle.load(L), True, C, N)
     sums = (sums + edges.index(0).load(gl.SliceLayout(0, L))[None, :]) * size
-    closed = _load(g, length, g_st, C, N).to(gl.float32) < _GATE_MIN
+    closed = _load(g, length, g_st, C, N).to(gl.float32) < GATE_MIN
     tokens = gl.arange(0, C, gl.SliceLayout(1, L))
     place = dg + to + _places(H * K, C, N)
     gl.store(place, gl.where(closed, 0.0, sums).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])

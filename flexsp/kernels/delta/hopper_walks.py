@@ -130,7 +130,7 @@ def forward(
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
 
-    DEEP: there is room in shared memory for all of two chunks, for programs that have a multiprocessor to themselves.
+    DEEP: copies go two chunks ahead, for programs that have a multiprocessor to themselves.
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)

@@ -32,6 +32,7 @@ _CHANNELS_GROWTH = _DELTA + "test_gates_of_channels[growth]"
 _KEYS = "tests/test_keys.py::test_against_float64"
 _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
 _CHECKS = "tests/test_kept_checks.py::"
+_GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
 _OPS = "tests/test_ops.py::test_against_the_token_loop"
 
 
@@ -89,6 +90,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/grads.py",
+        ("h // GROUP * q_sh", "0 * q_sh", "gradients are of the first head's queries", _GROUPS),
         ("tl.cumsum(sums, axis=0, reverse=True)", "tl.cumsum(sums, axis=0)", "dg sums the wrong way",
          _DELTA_GATED),
         ("tl.sum(tl.where(below, left[None, :], 0.0), axis=1) +", "tl.sum(left, axis=0) +",
@@ -268,6 +270,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/launches.py",
+        ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
         ("return [*launches, *([first] if dinitial else [])]", "return [first] if dinitial else []",

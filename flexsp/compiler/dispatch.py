@@ -12,6 +12,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.engine import Generated
+from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.devices import of_device
 from flexsp.kernels.recipe import Given, Recipe
@@ -45,6 +46,9 @@ def recipe_of(
         own = code.lowering.call(code, looks, initial is not None, docs, ends, sp)
         if own is not None:
             return Recipe(own, looks, sp, remake)
+    fewer = [name for name in tokens if looks.shapes[name][1] != looks.H]
+    if fewer:
+        raise NotEmittable(f"{fewer[0]}: expected {looks.H} heads, got {looks.shapes[fewer[0]][1]}")
     sizes = _sizes(code, looks, initial)
     chained = sp is not None and sp.world_size > 1
     if plan is None:

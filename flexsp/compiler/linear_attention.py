@@ -94,6 +94,7 @@ class LinearAttention:
     """
 
     rows = 1  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
+    groups: Mapping[str, int] = {}  # inputs whose every head serves so many, in calls that an engine runs
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
@@ -317,7 +318,7 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        options = self._sizes, self._C, self._fallback, self.lowering, self.rows
+        options = self._sizes, self._C, self._fallback, self.lowering, self.rows, self.groups
         return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
@@ -332,9 +333,8 @@ class LinearAttention:
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
-        initial = prev_s
-        if initial is None:
-            initial = torch.zeros(call.states, device=first.device, dtype=call.wide)
+        tokens |= {name: tokens[name].repeat_interleave(n, 2) for name, n in self.groups.items()}
+        initial = torch.zeros(call.states, device=first.device, dtype=call.wide) if prev_s is None else prev_s
         with _no_autocast(first.device.type):
             o, final = functions.run(
                 self.program, tokens, params, meta.numbers, initial,
@@ -357,7 +357,7 @@ class LinearAttention:
         names = self._known(tokens, params)
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
-        B, T, H = first.shape[:3]
+        B, T, H = (*first.shape[:2], first.shape[2] * self.groups.get(next(iter(tokens)), 1))
         N = B
         if cu_seqlens is not None:
             check_boundaries(cu_seqlens, B, first.device)
@@ -539,7 +539,8 @@ class LinearAttention:
                     f"{name}: expected {len(sizes)} dimensions on {lead.device}, got {tuple(x.shape)} on {x.device}"
                 )
             keys = [size.name if isinstance(size, ConstExpr) else size for size in sizes]
-            for key, n in zip(keys, x.shape, strict=True):
+            for axis, (key, n) in enumerate(zip(keys, x.shape, strict=True)):
+                n *= self.groups.get(name, 1) if axis == 2 else 1
                 allowed = (key,) if isinstance(key, int) else (found[key],) if key in found else self._sizes.get(key)
                 if allowed is not None and n not in allowed:
                     want = " or ".join(map(str, allowed))

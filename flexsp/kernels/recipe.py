@@ -36,6 +36,8 @@ _C = TypeVar("_C", bound=Call)
 class Given:
     """What a call is given, as kernels see it.
 
+    Heads are those of the input that has most; others may have a part of them, where an engine takes such inputs.
+
     Attributes:
         copied: inputs that kernels read from a contiguous copy.
         strides: of the inputs that have a row a token, in elements from sequence to sequence, token to token and head
@@ -52,9 +54,9 @@ class Given:
         self.layout = None if isinstance(lead, FakeTensor) else _layout_of(given.values(), initial)
         self.device, self.dtype = lead.device, lead.dtype
         self.batched = lead.dim() > dims
-        self.lead = lead.shape[: 2 + self.batched]
         self.B = lead.shape[0] if self.batched else 1
-        self.T, self.H = lead.shape[self.batched : self.batched + 2]
+        self.T, self.H = lead.shape[self.batched], max([given[x].shape[self.batched + 1] for x in tokens])
+        self.lead = (*lead.shape[: 1 + self.batched], self.H)
         if self.B * self.H > MOST_HEADS:
             raise ValueError(f"inputs: expected B * H <= {MOST_HEADS} (a grid's second axis), got {self.B * self.H}")
         self.copied = [name for name, x in given.items() if not self._lies_well(name, x)]

@@ -96,10 +96,11 @@ def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Opti
 
 
 def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
-    """q and k [B, T, H, K] for each value head, [B, T, HV, K]; over sqrt(sum x^2 + 1e-6) if norm."""
-    if not norm and heads.H == heads.HV:
+    """q and k [B, T, H, K], over sqrt(sum x^2 + 1e-6) if norm; for each value head, [B, T, HV, K], where what runs the
+    call does not take fewer."""
+    repeats = 1 if _on_engine(heads, q) and not transformed() else heads.HV // heads.H
+    if not norm and repeats == 1:
         return q, k
-    repeats = heads.HV // heads.H
     if q.is_cuda and q.dtype != torch.float64 and plain(q, k) and not transformed():
         from flexsp.kernels.keys import unit_keys
 
@@ -173,18 +174,23 @@ def _clamped(g: Tensor, like: Tensor) -> Tensor:
 
 def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
     """Whether the kernels that run this call clamp gates themselves. Graphs fuse the clamp with other steps."""
-    if name == "deltanet" or torch.compiler.is_compiling():
+    return name != "deltanet" and _on_engine(heads, q)
+
+
+def _on_engine(heads: Heads, q: Tensor) -> bool:
+    """Whether the delta engine runs this call, outside of graphs."""
+    if torch.compiler.is_compiling():
         return False
     return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _program(name: str, H: int, K: int, V: int, scale: float, steps: int) -> LinearAttention:
+def _program(name: str, H: int, K: int, V: int, scale: float, steps: int, group: int) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
-    if steps > 1:
-        made.rows = steps
+    if steps > 1 or group > 1:
+        made.rows, made.groups = steps, {"q": group, "k": group}
         made.graph_name = graph.name_of(made)
     return made
 
@@ -232,7 +238,7 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    key = (name, heads.HV, heads.K, heads.V, scale, steps)
+    key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2])
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
         o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, True)
@@ -243,7 +249,8 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
 
 def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
     """The recurrence of what `prepared` gives, token by token, on this rank alone."""
-    q, k, v, beta, g = *(tokens[x] for x in ("q", "k", "v", "beta")), tokens.get("g")
+    q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
+    v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
     _, initial = _state(heads, call, None, q)
     wide = check.accumulation_dtype(q)
     scale = check.check_scale(call.scale, heads.K)

@@ -38,7 +38,8 @@ def chunk_delta_rule(
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``: longer keys make the
             state grow.
         v: [B, T, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
-            h // (HV / H). q and k are then repeated in memory.
+            h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
+            torch.compile, they are repeated in memory.
         beta: step sizes [B, T, HV], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.
         scale: factor on q; None means K**-0.5.
         initial_state: [N, HV, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.

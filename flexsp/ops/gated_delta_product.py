@@ -43,7 +43,8 @@ def chunk_gated_delta_product(
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs of 1..128.
         k: [B, T n, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T n, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
-            h // (HV / H). q and k are then repeated in memory.
+            h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
+            torch.compile, they are repeated in memory.
         g: natural-log gates [B, T, HV] <= 0, q's dtype or float32; or None, no decay. Values below -104 (-800 for
             float64 inputs) act as that, a decay of 0, and have no gradient.
         beta: step sizes [B, T n, HV], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.

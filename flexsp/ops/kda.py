@@ -48,7 +48,8 @@ def chunk_kda(
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs of 1..128.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
-            h // (HV / H). q and k are then repeated in memory.
+            h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
+            torch.compile, they are repeated in memory.
         g: natural-log gates [B, T, HV, K] <= 0; q's dtype or float32. Values below -104 (-800 for float64 inputs)
             act as that, a decay of 0, and have no gradient. With ``use_gate_in_kernel`` any numbers.
         beta: step sizes [B, T, HV], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.

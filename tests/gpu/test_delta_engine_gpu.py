@@ -10,7 +10,7 @@ import torch
 
 from flexsp.compiler import engine
 from flexsp.kernels.delta import plan
-from flexsp.ops import chunk_kda
+from flexsp.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from flexsp.runtime import covered
 from tests.gpu.judge import check_variant
 
@@ -40,9 +40,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("size", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("poisoned")
-def test_sizes(
-    folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None
-) -> None:
+def test_sizes(folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None) -> None:
     check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
 
 
@@ -172,3 +170,33 @@ class _Filled(torch.autograd.Function):
 @pytest.mark.usefixtures("poisoned")
 def test_tensors_that_lie_anyhow(folder: Path, seed: int, name: str, lie: object) -> None:
     check_variant(name, 64, 128, BF16, folder, seed, lowering="auto", lie=lie)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("poisoned")
+def test_heads_that_share_queries_and_keys(seed: int, name: str, K: int, documents: tuple[int, ...] | None) -> None:
+    """Bit for bit as with the queries and keys of each head, whose gradients are added up."""
+    T, group = 300 if documents is None else sum(documents), 4
+    made = torch.Generator("cuda").manual_seed(seed)
+    q, k = torch.randn(2, 1, T, 2, K, device="cuda", generator=made).bfloat16().unbind()
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    v, do = torch.randn(2, 1, T, 2 * group, 128, device="cuda", generator=made).bfloat16().unbind()
+    beta = torch.rand(1, T, 2 * group, device="cuda", generator=made)
+    gates = (
+        () if name == "deltanet" else (-torch.rand(1, T, 2 * group, *([K] if "vector" in name else []), device="cuda"),)
+    )
+    op = {"deltanet": chunk_delta_rule, "gated_deltanet": chunk_gated_delta_rule, "vector_gated_delta": chunk_kda}[name]
+    bounds = None if documents is None else torch.tensor([0, *documents], device="cuda").cumsum(0)
+
+    def passes(*keys: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in (*keys, v, *gates, beta)]
+        o, final = op(*leaves, output_final_state=True, cu_seqlens=bounds)
+        return [o.detach(), final.detach(), *torch.autograd.grad([o, final], leaves, [do, torch.ones_like(final)])]
+
+    found, want = passes(q, k), passes(*(x.repeat_interleave(group, 2) for x in (q, k)))
+    for n in (2, 3):
+        parts = want[n].unflatten(2, (-1, group)).unbind(3)
+        want[n] = sum((x.float() for x in parts[1:]), parts[0].float()).bfloat16()
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

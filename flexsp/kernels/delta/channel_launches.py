@@ -98,7 +98,7 @@ class ChannelCall(DeltaCall):
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
         scores = self._chunkwise(
             "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild], made,
-            [*names, p.T, p.H, self.scale], STRONG=self._mild is not None,
+            [*names, p.T, p.H, self.scale], STRONG=self._mild is not None, GROUP=p.group,
         )  # fmt: skip
         inverse = LaunchSpec(
             "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
@@ -131,13 +131,15 @@ class ChannelCall(DeltaCall):
         )  # fmt: skip
         to_beta = f"d.{self.beta}"
         whole = t.channel_grads.cols >= p.K
-        made = ["d.q", "d.k", to_beta if whole else "@dbeta", f"d.{self.gate}"]
+        made = [*self._to_keys, to_beta if whole else "@dbeta", f"d.{self.gate}"]
         grads = self._chunkwise(
             "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._mild, "@kept", *left, *made], made,
-            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows, STRONG=strong,
+            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
+            STRONG=strong, GROUP=p.group,
         )  # fmt: skip
         grads = replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))
-        return [parts, grads] if whole else [parts, grads, step("sum", _sum, ("@dbeta",), (to_beta,))]
+        launches = [parts, grads, *self._sum_of_groups()]
+        return launches if whole else [*launches, step("sum", _sum, ("@dbeta",), (to_beta,))]
 
 
 def _sum(parts: torch.Tensor, to: torch.Tensor) -> None:

@@ -152,7 +152,7 @@ def channel_scores(
     q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st,
     k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
     C: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
@@ -169,8 +169,8 @@ def channel_scores(
     if STRONG:  # noqa: SIM102 (a constexpr, then a value)
         if tl.load(mild + at) != 0:
             return
-    q += b * q_sb + h * q_sh + start * q_st
-    k += b * k_sb + h * k_sh + start * k_st
+    q += b * q_sb + h // GROUP * q_sh + start * q_st
+    k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     i = tl.arange(0, C)
@@ -343,7 +343,7 @@ def channel_grads(
     q, k, g, beta, blocks, sizes, mild, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
     k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
     COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
     begin(PDL)
@@ -355,8 +355,8 @@ def channel_grads(
     if STRONG:  # noqa: SIM102
         if tl.load(mild + at) != 0:
             return
-    q += b * q_sb + h * q_sh + start * q_st
-    k += b * k_sb + h * k_sh + start * k_st
+    q += b * q_sb + h // GROUP * q_sh + start * q_st
+    k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
     to = ((b * T + start) * H + h) * K
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6

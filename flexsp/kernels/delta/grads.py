@@ -15,7 +15,7 @@ def grads(
     q, k, do, strength, inverse, errors, derrors, gates, entering, leaving, dq, dk, dv, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk [B, T, H, K], a chunk and BK columns of K a program; dv [B, T, H, V] by those of the first columns.
 
@@ -72,8 +72,8 @@ def grads(
         to_q += mm(oc, S, DOT, PREC)
     to_p = to_p * power(end - bc)[:, None]
     to_q = to_q * (power(bc) * scale)[:, None]
-    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, k0, C, K, BK)
-    qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, k0, C, K, BK)
+    kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, k0, C, K, BK)
+    qc = load_rows(q + b * q_sb + h // GROUP * q_sh + start * q_st, q_st, length, k0, C, K, BK)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
     to_q += mm(reads, pc, DOT, PREC)
     sums = tl.sum(to_q * qc.to(tl.float32), axis=1)

@@ -54,7 +54,7 @@ class HopperChannelCall(HopperCall, ChannelCall):
     def _prepared(self) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]
         made = ("@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild")
-        constants = {"K": p.K, "C": p.tiles.chunk, "PACKED": p.docs > 0}
+        constants = {"K": p.K, "C": p.tiles.chunk, "PACKED": p.docs > 0, "GROUP": p.group}
         little = LaunchSpec(
             "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), (*names, *made, "@table" if p.docs else "q"),
             tuple(names), made, (*names, p.T, p.H, self.scale), constants, _SCORES.options,
@@ -66,11 +66,12 @@ class HopperChannelCall(HopperCall, ChannelCall):
     def _grads(self) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]
         pointers = [*names, "@do", "d.v", "@errors", "@entering", "@leaving", "@mild"]
-        made = ("d.q", "d.k", "@dbeta", f"d.{self.gate}")
+        made = (*self._to_keys, "@dbeta", f"d.{self.gate}")
         constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.tiles.chunk}
+        constants |= {"PACKED": p.docs > 0, "GROUP": p.group}
         little = LaunchSpec(
             "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
             (*pointers, *made, "@table" if p.docs else "q"), tuple(pointers), made,
-            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants | {"PACKED": p.docs > 0}, _GRADS.options,
+            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants, _GRADS.options,
         )  # fmt: skip
         return [little, *ChannelCall._grads(self)]

@@ -120,7 +120,7 @@ def _size(x, y):
 def channel_scores(
     q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr,
-    PDL: gl.constexpr,
+    GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `channels.channel_scores`. mild [B H, chunks]: whether the chunk's gates add up to little, so that what is
     written stands."""
@@ -130,8 +130,8 @@ def channel_scores(
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * gl.num_programs(0) + c
-    q += b * q_sb + h * q_sh + start * q_st
-    k += b * k_sb + h * k_sh + start * k_st
+    q += b * q_sb + h // GROUP * q_sh + start * q_st
+    k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
     beta += b * beta_sb + h * beta_sh + start * beta_st
     CC: gl.constexpr = by_sum(C)
@@ -186,7 +186,7 @@ def channel_scores(
 def channel_grads(
     q, k, g, beta, do, dv, errors, entering, leaving, mild, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
     k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: gl.constexpr,
-    PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks that are `mild`.
 
@@ -215,8 +215,8 @@ def channel_grads(
     async_copy.commit_group()
     copy(S, entering + at * V * K + k0, V, V, N, K)
     copy(dS, leaving + at * V * K + k0, V, V, N, K)
-    copy(qs, q + b * q_sb + h * q_sh + start * q_st + k0, length, C, N, q_st)
-    copy(ks, k + b * k_sb + h * k_sh + start * k_st + k0, length, C, N, k_st)
+    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, N, q_st)
+    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, N, k_st)
     async_copy.commit_group()
     g += b * g_sb + h * g_sh + start * g_st + k0
     gate = _load(g, length, g_st, C, N)

@@ -29,7 +29,7 @@ def grads(
     q, k, do, dv, strength, errors, gates, entering, leaving, dq, dk, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
-    PDL: gl.constexpr,
+    GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.grads.grads`, with dv as `hopper_walks.backward` left it."""
     begin(PDL)
@@ -51,8 +51,8 @@ def grads(
     async_copy.commit_group()
     copy(S, entering + at * V * K + k0, V, V, BK, K)
     copy(dS, leaving + at * V * K + k0, V, V, BK, K)
-    copy(qs, q + b * q_sb + h * q_sh + start * q_st + k0, length, C, BK, q_st)
-    copy(ks, k + b * k_sb + h * k_sh + start * k_st + k0, length, C, BK, k_st)
+    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, BK, q_st)
+    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, BK, k_st)
     async_copy.commit_group()
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))

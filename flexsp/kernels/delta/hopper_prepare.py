@@ -288,7 +288,7 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
 def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr,
-    DECAYS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    DECAYS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens."""
     begin(PDL)
@@ -310,7 +310,7 @@ def prepare(
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
     else:
         totals = factors
-    x = _pairs(k + b * k_sb + h * k_sh + start * k_st, k_st, length, K)
+    x = _pairs(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, K)
     gl.thread_barrier()
     if GATED and DECAYS:
         gl.store(decays + at * C + i, power(total))

@@ -15,7 +15,7 @@ __all__ = ["scores"]
 @gluon.jit(do_not_specialize=["T", "H"])
 def scores(
     q, k, strength, gates, made, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H, scale,
-    K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, into made [B H, chunks, C, C]."""
     begin(PDL)
@@ -23,8 +23,8 @@ def scores(
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * gl.num_programs(0) + c
     qs, ks = tiles(1, C, K).index(0), tiles(1, C, K).index(0)
-    copy(qs, q + row // H * q_sb + row % H * q_sh + start * q_st, length, C, K, q_st)
-    copy(ks, k + row // H * k_sb + row % H * k_sh + start * k_st, length, C, K, k_st)
+    copy(qs, q + row // H * q_sb + row % H // GROUP * q_sh + start * q_st, length, C, K, q_st)
+    copy(ks, k + row // H * k_sb + row % H // GROUP * k_sh + start * k_st, length, C, K, k_st)
     async_copy.commit_group()
     i = gl.arange(0, C, gl.SliceLayout(1, by_sum(C)))
     j = gl.arange(0, C, gl.SliceLayout(0, by_sum(C)))

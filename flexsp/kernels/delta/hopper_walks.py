@@ -118,7 +118,7 @@ def forward(
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
     ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr,
-    PACKED: gl.constexpr, PDL: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -139,8 +139,8 @@ def forward(
     b = row // H
     h = row % H
     if GATED != CHANNEL:
-        q += b * q_sb + h * q_sh
-        k += b * k_sb + h * k_sh
+        q += b * q_sb + h // GROUP * q_sh
+        k += b * k_sb + h // GROUP * k_sh
     v += b * v_sb + h * v_sh + v0
     SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg
@@ -276,7 +276,7 @@ def backward(
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
-    PDL: gl.constexpr,
+    GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
 
@@ -288,8 +288,8 @@ def backward(
     b = row // H
     h = row % H
     if GATED != CHANNEL:
-        q += b * q_sb + h * q_sh
-        k += b * k_sb + h * k_sh
+        q += b * q_sb + h // GROUP * q_sh
+        k += b * k_sb + h // GROUP * k_sh
     do += b * do_sb + h * do_sh + v0
     SK: gl.constexpr = by_sum(K)
     c0 = seg * per_seg

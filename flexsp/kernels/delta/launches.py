@@ -11,6 +11,7 @@ import torch
 
 from flexsp.kernels.delta import grads, join, prepare, walks
 from flexsp.kernels.delta.plan import Plan
+from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
@@ -23,7 +24,7 @@ _SAVED = (
 )  # fmt: skip
 _OWN = (
     *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept",
-    "@dwrites", "@dpairs", "@dbeta",
+    "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
@@ -31,7 +32,7 @@ _KERNELS = {
         prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
         walks.back, grads.grads, grads.gathered,
     )
-}  # fmt: skip
+} | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ class DeltaCall:
             return Buffer(*found[name])
         if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
             return Buffer(_F32, (p.docs or p.B, p.H, p.K, p.V))
-        width = p.K if name.removeprefix("d.") in ("q", "k") else p.V
-        return Buffer(self.dtype, (p.B, p.T, p.H, width))
+        if name.removeprefix("d.") in ("q", "k"):
+            return Buffer(self.dtype, (p.B, p.T, p.H // p.group, p.K))
+        return Buffer(self.dtype, (p.B, p.T, p.H, p.K if name in ("@dq", "@dk") else p.V))
 
     def own(self, name: str) -> bool:
         return name in _OWN
@@ -217,7 +219,8 @@ class DeltaCall:
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
         sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
-        constants = sizes | {"GATED": self._gated, "PACKED": p.docs > 0} | constants | dots(self.dtype)
+        flags = {"GATED": self._gated, "PACKED": p.docs > 0, "GROUP": p.group}
+        constants = sizes | flags | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"
         return LaunchSpec(
             kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
@@ -309,7 +312,7 @@ class DeltaCall:
 
     def _grads(self) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
-        writes = ["d.q", "d.k", "d.v", "@parts"]
+        writes = [*self._to_keys, "d.v", "@parts"]
         pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving"]
         numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
@@ -317,7 +320,26 @@ class DeltaCall:
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes, numbers,
             {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
         )  # fmt: skip
-        return [grads, self._gathered()]
+        return [grads, self._gathered(), *self._sum_of_groups()]
+
+    @property
+    def _to_keys(self) -> list[str]:
+        """Gradients of q and k, of each head."""
+        return ["d.q", "d.k"] if self.plan.group == 1 else ["@dq", "@dk"]
+
+    def _sum_of_groups(self) -> list[LaunchSpec]:
+        """Gradients of q and k, of those of heads that share them."""
+        p, made = self.plan, ("d.q", "d.k")
+        if p.group == 1:
+            return []
+        block = 1 << (p.K - 1).bit_length()
+        rows, lines = p.B * p.T * p.H // p.group, max(1, 2048 // block)
+        constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": p.group, "NORM": False}
+        how = Launch(0, 4, 1)
+        return [LaunchSpec(
+            "sum_of_groups", how, (-(-rows // lines), 2, 1), ("q", "k", *self._to_keys, *made), tuple(self._to_keys),
+            made, ("q", "k", rows, p.T, rows, p.T, p.H // p.group), constants, how.options,
+        )]  # fmt: skip
 
     def _gathered(self) -> LaunchSpec:
         p, how = self.plan, Launch(min(32, 1 << (self.plan.H - 1).bit_length()), 4, 1)

@@ -46,7 +46,7 @@ class Tiles:
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several. `programs`: so many have a
-    multiprocessor each."""
+    multiprocessor each. `group`: heads that share a query and a key."""
 
     B: int
     T: int
@@ -60,6 +60,7 @@ class Plan:
     n_seg: int
     ranks: bool
     programs: int
+    group: int = 1
 
     @property
     def scanned(self) -> bool:
@@ -103,7 +104,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device,
-    gluon: bool = False,
+    gluon: bool = False, group: int = 1,
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
 
@@ -122,4 +123,5 @@ def plan_of(
     programs = max(1, B * H * -(-V // cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), ranks, device.programs)
+    n_seg = max(1, -(-n_chunks // per_seg))
+    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, group)

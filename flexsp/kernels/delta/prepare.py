@@ -107,7 +107,7 @@ def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     BOUNDS: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 
@@ -124,7 +124,7 @@ def prepare(
     start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
-    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     given = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     tl.store(strength + at * C + i, given)
     x = mm(kc, tl.trans(kc), DOT, PREC)
@@ -158,7 +158,7 @@ def prepare(
 def values(
     q, k, v, inverse, strength, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`; and scores
     scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
@@ -171,8 +171,8 @@ def values(
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
-    qc = load_rows(q + b * q_sb + h * q_sh + start * q_st, q_st, length, 0, C, K, BK)
-    kc = load_rows(k + b * k_sb + h * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    qc = load_rows(q + b * q_sb + h // GROUP * q_sh + start * q_st, q_st, length, 0, C, K, BK)
+    kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     x = mm(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
     until = i[:, None] >= i[None, :]
     if GATED:

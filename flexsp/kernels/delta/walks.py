@@ -30,7 +30,8 @@ _TURNED = tl.constexpr(64)
 NONE = tl.constexpr(0)
 SCALAR = tl.constexpr(1)
 CHANNEL = tl.constexpr(2)
-"""What decays a state, GATED below: nothing, a gate a token, a gate a token and key channel."""
+"""What decays a state, GATED below: nothing, a gate a token, a gate a token and key channel. GROUP, in all kernels of
+the engine: so many heads in a row have the same queries and keys."""
 
 
 @triton.jit
@@ -214,7 +215,7 @@ def summarize(
     k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment leaves of a state of zeros, into the slot behind it, and its matrix A [B, n_seg, H, K, K].
 
@@ -227,7 +228,7 @@ def summarize(
     v0 = (panel if of_state else panel - panels) * BV
     b = row // H
     h = row % H
-    k += b * k_sb + h * k_sh
+    k += b * k_sb + h // GROUP * k_sh
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
     unit = _turned((v0 + tl.arange(0, BV))[None, :] == tl.arange(0, BK)[:, None])
     S = tl.where(unit & (not of_state), 1.0, 0.0)
@@ -271,15 +272,15 @@ def output(
     n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """o = scores N + scale e^b q S."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
     h = row % H
-    q += b * q_sb + h * q_sh
-    k += b * k_sb + h * k_sh
+    q += b * q_sb + h // GROUP * q_sh
+    k += b * k_sb + h // GROUP * k_sh
     S = _zeros(BK, BV)
     if ENTERS:
         S = _state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, v0, True, K, V, BK, BV)
@@ -318,14 +319,14 @@ def states(
     k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and its errors N^T [.., V, C]."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
     h = row % H
-    k += b * k_sb + h * k_sh
+    k += b * k_sb + h // GROUP * k_sh
     S = _zeros(BK, BV)
     if ENTERS:
         S = _state(states + ((b * (n_seg + 1) + seg) * H + h) * K * V, v0, True, K, V, BK, BV)
@@ -377,15 +378,16 @@ def collect(
     q, k, do, strengths, w, scores, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment adds to the gradient of the state that enters it, into its slot of dstates."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
     h = row % H
-    q += b * q_sb + h * q_sh
-    k += b * k_sb + h * k_sh
+    q += b * q_sb + h // GROUP * q_sh
+    k += b * k_sb + h // GROUP * k_sh
     do += b * do_sb + h * do_sh
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
     dS = _zeros(BK, BV)
@@ -427,15 +429,15 @@ def back(
     k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the errors, [B H, chunks, V, C], and of the state that leaves each chunk, transposed: [.., V, K]."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
     h = row % H
-    q += b * q_sb + h * q_sh
-    k += b * k_sb + h * k_sh
+    q += b * q_sb + h // GROUP * q_sh
+    k += b * k_sb + h // GROUP * k_sh
     do += b * do_sb + h * do_sh
     dS = _zeros(BK, BV)
     if ENTERS:

@@ -1,0 +1,106 @@
+"""Value heads that share queries and keys: the delta engine reads these as they are, under the interpreter."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp import ops
+from flexsp.testing.ranks import run_ranks
+from tests.marks import quick
+
+ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+BF16, F32 = torch.bfloat16, torch.float32
+SIZES = 3, 24, 40  # value heads a key head, K, V
+RULES = {
+    "gated": (ops.chunk_gated_delta_rule, 1, ()),
+    "no gate": (ops.chunk_delta_rule, 1, None),
+    "gates of channels": (ops.chunk_kda, 1, (SIZES[1],)),
+    "product": (functools.partial(ops.chunk_gated_delta_product, num_householder=2), 2, ()),
+}
+PACKED = (0, 0, 30, 30, 75, 90)
+
+
+def drawn(name: str, seed: int, T: int, dtype: torch.dtype, states: int) -> dict[str, torch.Tensor]:
+    """One sequence of two key heads."""
+    _, steps, gates = RULES[name]
+    group, K, V = SIZES
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, n, h, d, generator=made) for n, h, d in ((T, 2, K), (T * steps, 2, K), (T * steps, 2 * group, V))
+    )
+    given = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
+    given["beta"] = torch.rand(1, T * steps, 2 * group, generator=made)
+    if gates is not None:
+        given["g"] = -torch.rand(1, T, 2 * group, *gates, generator=made)
+    given = {key: x.to(F32 if key == "g" else dtype) for key, x in given.items()}
+    return given | {"initial_state": torch.randn(states, 2 * group, K, V, generator=made)}
+
+
+def passes(name: str, given: dict[str, torch.Tensor], do: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    """Outputs, final states and all gradients."""
+    leaves = {key: x.clone().requires_grad_() for key, x in given.items()}
+    o, final = RULES[name][0](**leaves, output_final_state=True, **options)
+    outputs = [x for x in (o, final) if x is not None]
+    to = [do, *([] if final is None else [torch.ones_like(final)])]
+    grads = torch.autograd.grad(outputs, [*leaves.values()], to, allow_unused=True)
+    found = {"o": o.detach()} | ({} if final is None else {"final": final.detach()})
+    return found | {f"d{key}": dx for key, dx in zip(leaves, grads, strict=True) if dx is not None}
+
+
+def summed(dx: torch.Tensor, group: int) -> torch.Tensor:
+    """Gradients of heads that are one, as the engine adds them."""
+    total = torch.zeros_like(dx[:, :, ::group], dtype=F32)
+    for each in dx.unflatten(2, (-1, group)).unbind(3):
+        total += each.float()
+    return total.to(dx.dtype)
+
+
+def shard(sp: Any, given: dict[str, torch.Tensor], T: int, steps: int) -> dict[str, torch.Tensor]:
+    """This rank's part of T tokens; the last of two has 20 more than the other."""
+    first, end = (0, (T - 20) // 2) if sp.rank == 0 else ((T - 20) // 2, T)
+    rows = {x: steps if x in ("k", "v", "beta") else 1 for x in given if x != "initial_state"}
+    return {x: given[x][:, first * n : end * n] for x, n in rows.items()}
+
+
+def differences(sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm: bool, packed: bool) -> list[str]:
+    """What differs, in any bit, from a call with the queries and keys of each value head."""
+    from flexsp.kernels import keys_in_pytorch as keys
+
+    group, bounds = SIZES[0], torch.tensor(PACKED) if packed else None
+    given = drawn(name, seed, T, dtype, 1 if bounds is None else len(bounds) - 1)
+    options: dict[str, Any] = {"cu_seqlens": bounds}
+    if sp.world_size > 1:
+        given, options["sp"] = shard(sp, given, T, RULES[name][1]), sp
+    made = torch.Generator().manual_seed(seed)
+    do = torch.randn(*given["q"].shape[:2], *given["v"].shape[2:], generator=made).to(dtype)
+    kept, asked = keys.unit_keys, set()
+    keys.unit_keys = lambda x, repeats, norm: asked.add(repeats) or kept(x, repeats, norm)  # type: ignore[assignment]
+    found = passes(name, given, do, use_qk_l2norm_in_kernel=norm, **options)
+    keys.unit_keys = kept
+    assert asked <= {1}
+    with torch.no_grad():
+        repeated = {x: kept(given[x], group, norm) for x in ("q", "k")}
+    want = passes(name, given | repeated, do, **options)
+    want |= {f"d{x}": summed(want[f"d{x}"], group) for x in ("q", "k")}
+    for x in ("q", "k") if norm else ():
+        leaf = given[x].clone().requires_grad_()
+        (want[f"d{x}"],) = torch.autograd.grad(kept(leaf, 1, True), leaf, want[f"d{x}"])
+    return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_as_repeated(name: str) -> None:
+    seed = random.randrange(2**31)
+    for dtype, norm, packed in ((BF16, False, True), (F32, True, False)):
+        assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=ENV) == [[]]
+
+
+@pytest.mark.parametrize("name", quick(RULES, "gated"))
+def test_over_ranks(name: str) -> None:
+    found = run_ranks(differences, 2, name, random.randrange(2**31), 90, BF16, False, True, env=ENV)
+    assert found == [[], []]

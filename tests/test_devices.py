@@ -360,13 +360,19 @@ def compile_for(arch: int, configs: dict[str, tuple[str, ...]], assemble: bool) 
 
 
 def compiled(arch: int, configs: dict[str, tuple[str, ...]], folder: Path, assemble: bool = False) -> list[Any]:
+    return compiled_for((arch,), configs, folder, assemble)[arch]
+
+
+def compiled_for(
+    archs: tuple[int, ...], configs: dict[str, tuple[str, ...]], folder: Path, assemble: bool = False
+) -> dict[int, list[Any]]:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
     env["FLEXSP_CODE_DIR"] = str(folder)
-    command = [sys.executable, __file__, str(arch), json.dumps(configs), str(int(assemble))]
+    command = [sys.executable, __file__, json.dumps(archs), json.dumps(configs), str(int(assemble))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return {int(arch): found for arch, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def table(found: list[Any]) -> str:
@@ -386,9 +392,15 @@ def assert_fits(arch: int, found: list[Any]) -> None:
     assert not low, f"predicted less than is needed:\n{table(low)}"
 
 
+@pytest.fixture(scope="module")
+def largest(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """By one process, so that programs are made once."""
+    return compiled_for((80, 86, 100), QUICK, tmp_path_factory.mktemp("largest"))
+
+
 @pytest.mark.parametrize("arch", [80, 86, 100])
-def test_the_largest_kernels_fit(arch: int, tmp_path: Path) -> None:
-    found = compiled(arch, QUICK, tmp_path)
+def test_the_largest_kernels_fit(arch: int, largest: dict[int, list[Any]]) -> None:
+    found = largest[arch]
     assert {x["kernel"] for x in found} == {name for names in QUICK.values() for name in names}
     assert_fits(arch, found)
     for x in found:
@@ -463,4 +475,5 @@ def test_replaced_devices_are_others() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_for(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "1")))
+    archs, configs = (json.loads(x) for x in sys.argv[1:3])
+    print(json.dumps({arch: compile_for(arch, configs, sys.argv[3] == "1") for arch in archs}))

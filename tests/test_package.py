@@ -71,6 +71,23 @@ def test_works_without_triton_and_nvshmem() -> None:
     assert run_python(code).strip() == "done"
 
 
+def test_imports_are_light() -> None:
+    """torch.compile, sympy and Triton are loaded where they are used, each slower to import than flexsp."""
+    heavy = {"matplotlib", "rich", "sympy", "torch._dynamo", "torch._inductor", "triton"}
+    heavy |= {"torch.fx.experimental.proxy_tensor", "torch.fx.experimental.symbolic_shapes"}
+    code = (
+        "import sys, torch\n"
+        f"heavy = {heavy} - set(sys.modules)\n"
+        "assert 'torch._dynamo' in heavy\n"
+        f"import {', '.join(PUBLIC)}, flexsp.launch.cli\n"
+        "q, k, v = torch.randn(3, 1, 20, 2, 16, requires_grad=True)\n"
+        "flexsp.ops.chunk_linear_attn(q, k, v)[0].sum().backward()\n"
+        "flexsp.ops.chunk_delta_rule(q, k, v, beta=torch.rand(1, 20, 2))[0].sum().backward()\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    run_python(code)
+
+
 def test_the_block_blocks() -> None:
     code = BLOCKED + "\ntry:\n    import triton\nexcept ImportError as error:\n    print(error)\n"
     assert "blocked in this test" in run_python(code)

@@ -350,6 +350,64 @@ def test_the_quick_interpreter_computes_and_refuses_the_same(tmp_path: Path) -> 
     run_python(str(script), TRITON_INTERPRET="1")
 
 
+ARITHMETIC = """
+import warnings
+import numpy as np, triton, triton.language as tl
+from triton.language import core, semantic
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
+from flexsp.runtime import triton_private
+
+triton_private.quicken_interpreter()
+warnings.simplefilter("ignore")
+r, meaning = np.random.default_rng(SEED), semantic.TritonSemantic(interpreter_builder)
+KINDS = [(tl.int1, "bool"), (tl.int32, "i4"), (tl.int64, "i8"), (tl.uint32, "u4"), (tl.float16, "f2"),
+         (tl.bfloat16, "u2"), (tl.float32, "f4"), (tl.float64, "f8"), (tl.pointer_type(tl.float32), "u8"),
+         (tl.pointer_type(tl.int64), "u8")]
+SHAPES = [(), (1,), (4,), (8,), (2, 1), (4, 4)]
+NUMBERS = [0, 1, -3, 2**31 - 1, 2**31, -(2**31), 2**40, True, 0.0, -0.0, 0.3, -2.5, 1e300, float("inf"), float("nan")]
+
+def operand(kind, numbers, shape):
+    data = np.round(r.standard_normal(shape or (1,)) * 4, 1)
+    data = (np.abs(data) if numbers[0] == "u" else data).astype(numbers)
+    return core.tensor(TensorHandle(data, kind), core.block_type(kind, list(shape)) if shape else kind)
+
+def outcome(call, *operands):
+    try:
+        x = call(meaning, *operands)
+    except Exception as error:
+        return type(error), str(error)
+    data = x.handle.data
+    return str(x.type), str(x.dtype), str(x.handle.dtype), data.dtype, data.shape, data.tobytes()
+
+def compare_all():
+    tensors, quick = [operand(*kind, shape) for kind in KINDS for shape in SHAPES if shape != (2, 1)], 0
+    tensors += [operand(tl.float32, "f4", (2, 1)), operand(tl.int32, "i4", (2, 1))]
+    for name, method in [x for x in vars(semantic.TritonSemantic).items() if hasattr(x[1], "slow")]:
+        rest = (True,) if name in ("add", "sub", "mul") else ()
+        for x in tensors:
+            for y in [*tensors, *NUMBERS] if rest or name == "truediv" else tensors:
+                for pair in ((x, y), (y, x)):
+                    got, want = outcome(method, *pair, *rest), outcome(method.slow, *pair, *rest)
+                    assert got == want, (name, *[getattr(z, "type", z) for z in pair], got, want)
+                    quick += len(got) > 2
+    assert quick > 5000, quick
+
+@triton.jit
+def kernel(N: tl.constexpr):
+    compare_all()
+
+assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 13
+kernel[(1,)](N=1)
+"""
+
+
+def test_quick_arithmetic_is_arithmetic(tmp_path: Path, seed: int) -> None:
+    """Of operands of all kinds: the same numbers, bit by bit, of the same types, or the same error."""
+    script = tmp_path / "arithmetic.py"
+    script.write_text(ARITHMETIC.replace("SEED", str(seed)))
+    run_python(str(script), TRITON_INTERPRET="1")
+
+
 HALF = """
 import torch, triton, triton.language as tl
 from flexsp.runtime import triton_private

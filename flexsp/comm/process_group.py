@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flexsp.comm import watchdog
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.signature import Signature, digest, poison, raised
+from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
@@ -101,7 +102,7 @@ def compare_text(sp: SequenceParallel, text: str) -> None:
     _compare(sp, text, 0, "comparing calls")
 
 
-@torch.compiler.disable
+@outside_graphs("ranks tell each other how long their shards are; sp.set_lengths spares them that")
 def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
     """One integer of every rank. Collective on the CPU group; never touches the GPU."""
     sp.check()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel, ranks_call, resolve_sp
+from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, graph
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
@@ -358,7 +359,7 @@ def _named(model: FlexLinearAttention) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _made_for_graphs(name: str, *key: Any) -> tuple[str, tuple[str, ...]]:
     """The variant's name in graphs and the names of its inputs, found while torch.compile traces."""
     return graph.kept(lambda: _models[name].make(*key))

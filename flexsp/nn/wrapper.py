@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flexsp.comm.group import SequenceParallel, abandon, current_sp, sequence_parallel
+from flexsp.comm.tracing import constant_in_graphs
 from flexsp.nn.exactness import Offence, offences, own_classes
 
 M = TypeVar("M", bound=nn.Module)
@@ -98,7 +99,7 @@ class SequenceParallelLA(nn.Module):
                 raise
 
 
-@torch.compiler.assume_constant_result  # runs while torch.compile traces
+@constant_in_graphs  # runs while torch.compile traces
 def _warn_if_checkpointed(name: str) -> None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

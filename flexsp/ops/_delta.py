@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import transformed
+from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
 from flexsp.compiler.linear_attention import asks_for_kernels
@@ -195,7 +196,7 @@ def _program(name: str, H: int, K: int, V: int, scale: float, steps: int, group:
     return made
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
     """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
     return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]

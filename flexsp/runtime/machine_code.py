@@ -60,7 +60,7 @@ class _Instruction:
         split = re.split(r",(?![^\[]*\])", operands) if operands.strip() else []
         return _Instruction(address, text, guard not in ("", "@PT"), operation, tuple(x.strip() for x in split))
 
-    @property
+    @functools.cached_property
     def result(self) -> int | None:
         """The place of the operand that is written; predicates may stand before it."""
         if self.operation.startswith(_NO_RESULT) or "SETP" in self.operation:
@@ -68,18 +68,18 @@ class _Instruction:
         at = next((i for i, x in enumerate(self.operands) if not _PREDICATE.match(x)), None)
         return None if at is None or not re.match(r"U?R\d", self.operands[at]) else at
 
-    @property
+    @functools.cached_property
     def _results(self) -> tuple[int, ...]:
         at = self.result
         return () if at is None else (at, at + 1) if "ENL2" in self.operation else (at,)
 
-    @property
+    @functools.cached_property
     def writes(self) -> int:
         """A bit for each register. Rather too many than too few."""
         width = self._width() // max(1, len(self._results))
         return functools.reduce(operator.or_, (_bits(self.operands[at], width) for at in self._results), 0)
 
-    @property
+    @functools.cached_property
     def reads(self) -> int:
         """A bit for each register. Rather too few than too many; of products in tensor memory none."""
         if self.operation.startswith("UTC"):
@@ -221,6 +221,7 @@ def _number(operand: str) -> int | None:
     return int(found[2]) + 256 * bool(found[1]) if found else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _bits(operand: str, width: int) -> int:
     found = 0
     for uniform, number, wide in _REGISTER.findall(operand):

@@ -14,6 +14,8 @@ from typing import Any
 import triton.language as tl
 from triton.language import core, semantic
 
+from flexsp.runtime.quick_arithmetic import operators, quicken_arithmetic, with_new_axes
+
 __all__ = ["quicken"]
 
 
@@ -34,6 +36,7 @@ def quicken(interpreter: Any) -> None:
     meaning.to_tensor = _tensors_pass(meaning.to_tensor)
     meaning.broadcast_impl_value = _alike_pass(meaning.broadcast_impl_value)
     meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
+    quicken_arithmetic(meaning)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -62,18 +65,21 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 def _attribute(patch: Any, meaning_of: Any) -> Any:
     """What a builtin is replaced by, without a copy of the keywords and without the function that asks for one."""
     asks = core.builtin(lambda: None).__code__  # type: ignore[attr-defined]
+    straight = operators()
 
     def patch_attribute(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         if not scope or not inspect.isfunction(member):
             return patch(obj, name, member, builder, *scope)
         meaning = meaning_of(builder)
+        if obj is core.tensor and name in straight:
+            return scope[0].set_attr(obj, name, straight[name](meaning))
         inner = member.__wrapped__ if member.__code__ is asks else member  # type: ignore[attr-defined]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = meaning
             return inner(*args, **kwargs)
 
-        scope[0].set_attr(obj, name, call)
+        scope[0].set_attr(obj, name, with_new_axes(call) if name == "__getitem__" else call)
 
     return patch_attribute
 

@@ -239,7 +239,9 @@ _fork_ranks(channel)
 
 def _fork_ranks(channel: Connection) -> None:
     """Body of an origin: forks ranks and ends them, as asked, until there is nobody to ask."""
-    for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops"):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    slow_to_import = "flexsp.scan.propagate" if interpreted else "torch._dynamo"
+    for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops", slow_to_import):
         importlib.import_module(name)
     children: set[int] = set()
     while True:

@@ -1,0 +1,195 @@
+"""Arithmetic of Triton's interpreter in one call of numpy.
+
+The interpreter finds out of every two operands what they become, makes copies of one as large as the other, and only
+then calls numpy, which would have done both. Here that is looked up for the types that kernels compute with most;
+other operands, and those that do not fit each other, go the interpreter's own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.runtime.interpreter import TensorHandle
+
+__all__ = ["operators", "quicken_arithmetic", "with_new_axes"]
+
+_INTEGERS: dict[int, Any] = {id(tl.int32): np.int32, id(tl.int64): np.int64}
+_WIDE: dict[int, Any] = {id(tl.float32): np.float32, id(tl.float64): np.float64}
+_NUMBERS: dict[int, Any] = _INTEGERS | _WIDE | {id(tl.float16): np.float16}
+_INT32 = (-(2**31), 2**31 - 1)  # integers outside have other types
+_ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_COMPARISONS: dict[str, Any] = {
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater,
+    "greater_equal": np.greater_equal, "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
+_BITWISE: dict[str, Any] = {"and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor}
+
+_Pairs = dict[tuple[int, int], tuple[Any, Any, Any]]  # what numpy makes of each (None: it stays), the result
+_Method = Callable[..., Any]
+
+
+def quicken_arithmetic(meaning: Any) -> None:
+    """Changes the methods of `meaning`, triton.language.semantic.TritonSemantic, for good."""
+    pairs = _alike(tl.int32, tl.int64, tl.float16, tl.float32, tl.float64) | _mixed(meaning)
+    wide, bits = _alike(tl.float32, tl.float64), _alike(tl.int1, tl.int32, tl.int64)
+    compared = {pair: (left, right, tl.int1) for pair, (left, right, _) in pairs.items()}
+    quick = {name: (operation, pairs, _NUMBERS) for name, operation in _ARITHMETIC.items()}
+    quick |= {"truediv": (np.divide, wide, _WIDE)}
+    quick |= {name: (operation, compared, {}) for name, operation in _COMPARISONS.items()}
+    quick |= {name: (operation, bits, {}) for name, operation in _BITWISE.items()}
+    for name, how in quick.items():
+        setattr(meaning, name, _quick(getattr(meaning, name), *how))
+    meaning.add = _with_pointers(meaning.add)
+
+
+def _alike(*types: Any) -> _Pairs:
+    return {(id(x), id(x)): (None, None, x) for x in types}
+
+
+def _mixed(meaning: Any) -> _Pairs:
+    found: _Pairs = {}
+    every = (tl.int32, tl.int64, tl.float32, tl.float64)
+    for a, b in [(a, b) for a in every for b in every if a is not b]:
+        made = meaning(None).computation_type_impl(a, False, b, False, False)
+        to = _NUMBERS[id(made)]
+        found[id(a), id(b)] = (None if a is made else to, None if b is made else to, made)
+    return found
+
+
+def _quick(slow: _Method, operation: Any, pairs: _Pairs, numbers: dict[int, Any]) -> _Method:
+    """`slow`, a method of two operands, by this operation where both are tensors of `pairs`, or one is of `numbers` and
+    the other one a number of Python's."""
+    tensor, types = core.tensor, _BlockTypes()
+
+    def operands(x: Any, y: Any) -> Any:
+        if type(x) is not tensor:
+            found = _constant(x, y.dtype, numbers) if type(y) is tensor else None
+            return None if found is None else (found, y.handle.data, y.dtype)
+        if type(y) is not tensor:
+            found = _constant(y, x.dtype, numbers)
+            return None if found is None else (x.handle.data, found, x.dtype)
+        pair = pairs.get((id(x.dtype), id(y.dtype)))
+        if pair is None:
+            return None
+        left, right, made = pair
+        a, b = x.handle.data, y.handle.data
+        return a if left is None else a.astype(left), b if right is None else b.astype(right), made
+
+    def quick(self: Any, x: Any, y: Any, *rest: Any, **options: Any) -> Any:
+        found = operands(x, y)
+        if found is None:
+            return slow(self, x, y, *rest, **options)
+        a, b, made = found
+        try:
+            data = operation(a, b)
+        except ValueError:  # shapes that do not fit
+            return slow(self, x, y, *rest, **options)
+        of_blocks = _is_block(x) or _is_block(y)
+        return tensor(TensorHandle(data, made), types.of(id(made), made, data.shape) if of_blocks else made)
+
+    quick.slow = slow  # type: ignore[attr-defined]
+    return quick
+
+
+class _BlockTypes:
+    """Types of tiles by their elements and shape."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+    def of(self, key: Any, element: Any, shape: tuple[int, ...]) -> Any:
+        """`key` stands for `element`."""
+        known = self.found.get((key, shape))
+        if known is None:
+            known = self.found[key, shape] = core.block_type(element, list(shape))
+        return known
+
+
+def _is_block(x: Any) -> bool:
+    return type(x) is core.tensor and type(x.type) is core.block_type
+
+
+def _constant(x: Any, dtype: Any, numbers: dict[int, Any]) -> Any:
+    """A number of Python's as the interpreter gives it to a tensor of this type, None where that takes more."""
+    to = numbers.get(id(dtype))
+    if to is None or (type(x) is not int and (type(x) is not float or id(dtype) in _INTEGERS)):
+        return None
+    if type(x) is int and not _INT32[0] <= x <= _INT32[1]:
+        return None
+    if x == 0 and math.copysign(1.0, x) < 0:  # which some releases make positive
+        return None
+    return np.array([x], to)
+
+
+def _with_pointers(add: _Method) -> _Method:
+    """`add`, also of pointers and offsets of 32 or 64 bits."""
+    tensor, pointer, types = core.tensor, core.pointer_type, _BlockTypes()
+
+    def quick(self: Any, x: Any, y: Any, *rest: Any, **options: Any) -> Any:
+        if type(x) is not tensor or type(x.dtype) is not pointer or type(x.dtype.element_ty) is not core.dtype:
+            return add(self, x, y, *rest, **options)
+        element = x.dtype.element_ty
+        if type(y) is tensor and id(y.dtype) in _INTEGERS:
+            offset = y.handle.data
+        elif type(y) is int and _INT32[0] <= y <= _INT32[1]:
+            offset = np.array([y], np.int32)
+        else:
+            return add(self, x, y, *rest, **options)
+        try:
+            data = x.handle.data + max(1, element.primitive_bitwidth // 8) * offset.astype(np.uint64)
+        except ValueError:
+            return add(self, x, y, *rest, **options)
+        made = x.type
+        if _is_block(x) or _is_block(y):
+            made = types.of((element.name, x.dtype.address_space), x.dtype, data.shape)
+        return tensor(TensorHandle(data, x.dtype), made)
+
+    quick.slow = add.slow  # type: ignore[attr-defined]
+    return quick
+
+
+def with_new_axes(index: _Method) -> _Method:
+    """Indexing of a tile by None and whole slices alone; `index` is the interpreter's own."""
+    tensor, whole, types = core.tensor, slice(None), {}
+
+    def quick(x: Any, at: Any) -> Any:
+        if type(at) is not tuple or not _is_block(x) or not all([n is None or n == whole for n in at]):
+            return index(x, at)
+        if len(at) - at.count(None) != x.handle.data.ndim:
+            return index(x, at)
+        data = x.handle.data[at]
+        key = (id(x.type), data.shape)
+        if key not in types:
+            types[key] = index(x, at).type
+        return tensor(TensorHandle(data, x.handle.dtype), types[key])
+
+    return quick
+
+
+def operators() -> dict[str, Callable[[Any], _Method]]:
+    """Python's operators of tensors by name: what calls a semantic's method at once."""
+    unwrap = core._unwrap_if_constexpr
+
+    def straight(name: str, *rest: Any) -> Callable[[Any], _Method]:
+        def of(meaning: Any) -> _Method:
+            method = getattr(meaning, name)
+            return lambda x, y: method(x, unwrap(y), *rest)
+
+        return of
+
+    def reflected(name: str, *rest: Any) -> Callable[[Any], _Method]:
+        def of(meaning: Any) -> _Method:
+            method = getattr(meaning, name)
+            return lambda x, y: method(unwrap(y), x, *rest)
+
+        return of
+
+    found = {"__truediv__": straight("truediv")}
+    for name in _ARITHMETIC:  # overflow is looked for where the interpreter is told to
+        found |= {f"__{name}__": straight(name, True), f"__r{name}__": reflected(name, True)}
+    return found | {f"__{name.strip('_')}__": straight(name) for name in _BITWISE}

@@ -122,7 +122,8 @@ def test_gates_that_differ_in_half_of_the_channels(folder: Path, seed: int) -> N
 @pytest.mark.parametrize("power", [-20, 24])
 @pytest.mark.parametrize("kind", OF_CHANNELS)
 def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
-    """Gradients are as many times smaller or larger as those of the outputs, to the bit: decays hide none of them."""
+    """Gradients are as many times smaller or larger as those of the outputs: decays hide none of them. Sums of gates'
+    gradients that cancel keep rounding of products that are too small for float32."""
     T, H, K, V = 384, 2, 64, 128
     made = torch.Generator("cuda").manual_seed(3)
     q, k, v, do = (torch.randn(1, T, H, n, device="cuda", generator=made).bfloat16() for n in (K, K, V, V))
@@ -134,7 +135,8 @@ def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
     large = torch.autograd.grad(o, inputs, do, retain_graph=True)
     other = torch.autograd.grad(o, inputs, do * 2.0**power)
     assert all(a.any() for a in large)
-    assert all(torch.equal(a * 2.0**power, b) for a, b in zip(large, other, strict=True))
+    for a, b in zip(large, other, strict=True):
+        assert ((a * 2.0**power - b).abs() <= 2.0 ** (power - 28) * a.abs().max() * (a.dtype == torch.float32)).all()
 
 
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:

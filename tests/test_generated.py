@@ -136,12 +136,17 @@ def differentiated(call: Callable[[Tensors], Any], leaves: Tensors, cotangents: 
     """Outputs and gradients of `call`, for each pair of cotangents."""
     o, final = call({name: x.requires_grad_() for name, x in leaves.items()})
     names = ["dinitial" if name == "prev_s" else f"d{name}" for name in leaves]
+    do, dfinal = (torch.stack([each[i].to(y) for each in cotangents]) for i, y in enumerate((o, final)))
+    together = len(cotangents) > 1
+    grads = torch.autograd.grad(
+        [o, final], [*leaves.values()], [do, dfinal] if together else [do[0], dfinal[0]], allow_unused=True,
+        is_grads_batched=together,
+    )
     found = []
-    for do, dfinal in cotangents:
-        grads = torch.autograd.grad(
-            [o, final], [*leaves.values()], [do.to(o), dfinal.to(final)], retain_graph=True, materialize_grads=True
-        )
-        found.append({"o": o.detach(), "final": final.detach(), **dict(zip(names, grads, strict=True))})
+    for i in range(len(cotangents)):
+        each = [torch.zeros_like(x) if dx is None else dx[i] if together else dx
+                for x, dx in zip(leaves.values(), grads, strict=True)]  # fmt: skip
+        found.append({"o": o.detach(), "final": final.detach(), **dict(zip(names, each, strict=True))})
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -68,9 +69,14 @@ def results(model: LinearAttention, x: Tensors, state: torch.Tensor, bounds: Any
     return {"o": o, "final": final} | {f"d{name}": dx for name, dx in zip(leaves, grads, strict=True)}
 
 
+@functools.cache
+def model_of(name: str) -> LinearAttention:
+    return variants.load(name).make(H, K, V, torch.float32, chunk_size=16)
+
+
 def failures(sp: Any, name: str, kinds: tuple[str, ...], seed: int) -> list[str]:
     found = []
-    model = variants.load(name).make(H, K, V, torch.float32, chunk_size=16)
+    model = model_of(name)
     for kind in kinds:
         for bounds in (None, torch.tensor(BOUNDS)):
             x, state = inputs_of(model, log_gates(name, kind, seed), seed, 1 if bounds is None else len(BOUNDS) - 1)
@@ -106,7 +112,7 @@ def test_gates_of_a_variant_with_a_parameter(seed: int) -> None:
 
 def behind(sp: Any, name: str, slow: bool, packed: bool, seed: int) -> tuple[bool, bool, float]:
     """As `_behind` in tests/test_horizon.py; `slow`: a channel or head that does not decay sees everything."""
-    model = variants.load(name).make(H, K, V, torch.float32, chunk_size=16)
+    model = model_of(name)
     x, state = inputs_of(model, torch.zeros(()), seed, 1)
     x = {key: y.float() for key, y in x.items()}
     x["g"] = torch.full((1, T, H, *([K] if name == "gla" else [])), -4.0)
@@ -141,7 +147,7 @@ def test_what_is_behind_the_horizon_is_not_walked(name: str, packed: bool, seed:
 
 def far_away(sp: Any, seed: int) -> float:
     """Relative error of outputs behind a segment whose first tokens decay by e^-70 and are 1e40 times larger."""
-    model = variants.load("simple_gla").make(H, K, V, torch.float32, chunk_size=16)
+    model = model_of("simple_gla")
     x, state = inputs_of(model, torch.full((1, T, H), -1.0), seed, 1)
     x["v"] *= torch.where(torch.arange(T) < 16, 1e20, 1e-20).view(1, T, 1, 1)
     want = model(**x, prev_s=state)[0][:, 80:96]

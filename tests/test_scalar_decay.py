@@ -147,10 +147,10 @@ def far_gates(sp: Any) -> list[str]:
             x["g"][0, token] = gate
         state, do = before * torch.randn(1, 1, 16, 16), torch.randn(1, 256, 1, 16).to(dtype)
         do[:, :first] = 0
-        found = []
+        model, found = simple_gla.make(1, 16, 16, dtype), []
         for wide in (torch.float64, None):
             leaves = {name: y.to(wide or y.dtype).requires_grad_() for name, y in x.items()}
-            o, _ = simple_gla.make(1, 16, 16, dtype)(**leaves, prev_s=state.to(wide or state.dtype))
+            o, _ = model(**leaves, prev_s=state.to(wide or state.dtype))
             found.append(torch.autograd.grad(o, leaves["g"], do.to(o.dtype))[0].double())
         if (error := relative_error(found[1], found[0])) > bound:
             wrong.append(f"{dtype} {gates} {before}: {error}")

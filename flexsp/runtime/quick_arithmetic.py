@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.language import core
-from triton.runtime.interpreter import TensorHandle
 
 __all__ = ["operators", "quicken_arithmetic", "with_new_axes"]
 
@@ -33,8 +32,8 @@ _Pairs = dict[tuple[int, int], tuple[Any, Any, Any]]  # what numpy makes of each
 _Method = Callable[..., Any]
 
 
-def quicken_arithmetic(meaning: Any) -> None:
-    """Changes the methods of `meaning`, triton.language.semantic.TritonSemantic, for good."""
+def quicken_arithmetic(meaning: Any, handle: Any) -> None:
+    """Changes the methods of `meaning` for good, Triton's TritonSemantic. `handle`: its TensorHandle."""
     pairs = _alike(tl.int32, tl.int64, tl.float16, tl.float32, tl.float64) | _mixed(meaning)
     wide, bits = _alike(tl.float32, tl.float64), _alike(tl.int1, tl.int32, tl.int64)
     compared = {pair: (left, right, tl.int1) for pair, (left, right, _) in pairs.items()}
@@ -43,8 +42,8 @@ def quicken_arithmetic(meaning: Any) -> None:
     quick |= {name: (operation, compared, {}) for name, operation in _COMPARISONS.items()}
     quick |= {name: (operation, bits, {}) for name, operation in _BITWISE.items()}
     for name, how in quick.items():
-        setattr(meaning, name, _quick(getattr(meaning, name), *how))
-    meaning.add = _with_pointers(meaning.add)
+        setattr(meaning, name, _quick(getattr(meaning, name), handle, *how))
+    meaning.add = _with_pointers(meaning.add, handle)
 
 
 def _alike(*types: Any) -> _Pairs:
@@ -61,7 +60,7 @@ def _mixed(meaning: Any) -> _Pairs:
     return found
 
 
-def _quick(slow: _Method, operation: Any, pairs: _Pairs, numbers: dict[int, Any]) -> _Method:
+def _quick(slow: _Method, handle: Any, operation: Any, pairs: _Pairs, numbers: dict[int, Any]) -> _Method:
     """`slow`, a method of two operands, by this operation where both are tensors of `pairs`, or one is of `numbers` and
     the other one a number of Python's."""
     tensor, types = core.tensor, _BlockTypes()
@@ -90,7 +89,7 @@ def _quick(slow: _Method, operation: Any, pairs: _Pairs, numbers: dict[int, Any]
         except ValueError:  # shapes that do not fit
             return slow(self, x, y, *rest, **options)
         of_blocks = _is_block(x) or _is_block(y)
-        return tensor(TensorHandle(data, made), types.of(id(made), made, data.shape) if of_blocks else made)
+        return tensor(handle(data, made), types.of(id(made), made, data.shape) if of_blocks else made)
 
     quick.slow = slow  # type: ignore[attr-defined]
     return quick
@@ -126,7 +125,7 @@ def _constant(x: Any, dtype: Any, numbers: dict[int, Any]) -> Any:
     return np.array([x], to)
 
 
-def _with_pointers(add: _Method) -> _Method:
+def _with_pointers(add: _Method, handle: Any) -> _Method:
     """`add`, also of pointers and offsets of 32 or 64 bits."""
     tensor, pointer, types = core.tensor, core.pointer_type, _BlockTypes()
 
@@ -147,13 +146,13 @@ def _with_pointers(add: _Method) -> _Method:
         made = x.type
         if _is_block(x) or _is_block(y):
             made = types.of((element.name, x.dtype.address_space), x.dtype, data.shape)
-        return tensor(TensorHandle(data, x.dtype), made)
+        return tensor(handle(data, x.dtype), made)
 
     quick.slow = add.slow  # type: ignore[attr-defined]
     return quick
 
 
-def with_new_axes(index: _Method) -> _Method:
+def with_new_axes(index: _Method, handle: Any) -> _Method:
     """Indexing of a tile by None and whole slices alone; `index` is the interpreter's own."""
     tensor, whole, types = core.tensor, slice(None), {}
 
@@ -166,7 +165,7 @@ def with_new_axes(index: _Method) -> _Method:
         key = (id(x.type), data.shape)
         if key not in types:
             types[key] = index(x, at).type
-        return tensor(TensorHandle(data, x.handle.dtype), types[key])
+        return tensor(handle(data, x.handle.dtype), types[key])
 
     return quick
 

@@ -22,7 +22,7 @@ __all__ = ["quicken"]
 def quicken(interpreter: Any) -> None:
     """Changes Triton's modules in this process for good. `interpreter`: triton.runtime.interpreter."""
     _patch_once_a_launch(interpreter)
-    interpreter._patch_attr = _attribute(interpreter._patch_attr, interpreter.TritonSemantic)
+    interpreter._patch_attr = _attribute(interpreter._patch_attr, interpreter.TritonSemantic, interpreter.TensorHandle)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype = _by_text(interpreter._get_np_dtype)
     core._type_for_tuple_values = _of_shapes(core._type_for_tuple_values)
@@ -36,7 +36,7 @@ def quicken(interpreter: Any) -> None:
     meaning.to_tensor = _tensors_pass(meaning.to_tensor)
     meaning.broadcast_impl_value = _alike_pass(meaning.broadcast_impl_value)
     meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
-    quicken_arithmetic(meaning)
+    quicken_arithmetic(meaning, interpreter.TensorHandle)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -62,7 +62,7 @@ def _patch_once_a_launch(interpreter: Any) -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
 
 
-def _attribute(patch: Any, meaning_of: Any) -> Any:
+def _attribute(patch: Any, meaning_of: Any, handle: Any) -> Any:
     """What a builtin is replaced by, without a copy of the keywords and without the function that asks for one."""
     asks = core.builtin(lambda: None).__code__  # type: ignore[attr-defined]
     straight = operators()
@@ -79,7 +79,7 @@ def _attribute(patch: Any, meaning_of: Any) -> Any:
             kwargs["_semantic"] = meaning
             return inner(*args, **kwargs)
 
-        scope[0].set_attr(obj, name, with_new_axes(call) if name == "__getitem__" else call)
+        scope[0].set_attr(obj, name, with_new_axes(call, handle) if name == "__getitem__" else call)
 
     return patch_attribute
 

@@ -328,19 +328,16 @@ class LinearAttention:
         self, call: _Call, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, bounds: list[int] | None,
         group: SequenceParallel | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        meta = self.program.meta
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
-        initial = prev_s
-        if initial is None:
-            initial = torch.zeros(call.states, device=first.device, dtype=call.wide)
+        text = self.program.call_text(first.dtype, bounds is not None)
+        if bounds is not None:
+            text += f", boundaries {bounds}"
         with _no_autocast(first.device.type):
             o, final = functions.run(
-                self.program, tokens, params, meta.numbers, initial,
-                given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group, rows=self.rows,
-                call_text=self.program.call_text(first.dtype, bounds is not None)
-                + ("" if bounds is None else f", boundaries {bounds}"),
+                self.program, tokens, params, prev_s, call.states[2:], bounds=bounds, C=self._C or _CHUNK, sp=group,
+                rows=self.rows, call_text=text,
             )  # fmt: skip
         o = o.to(first.dtype)
         return (o if batched else o[0]), final

@@ -119,6 +119,11 @@ def test_no_tokens() -> None:
     assert engine(**inputs, output_final_state=True)[1].abs().max() == 0
 
 
+def test_a_final_state_is_no_part_of_all_states() -> None:
+    _, final = engine(**make(T=200), output_final_state=True)
+    assert final.untyped_storage().nbytes() == final.nbytes
+
+
 def test_rows_of_other_documents_are_not_read() -> None:
     """NaN in what must not matter stays out of outputs and gradients: here the states of ranks' other documents."""
     from flexsp.comm.group import SequenceParallel

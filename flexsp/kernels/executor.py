@@ -113,7 +113,7 @@ def run(
 
 
 def _final(around: torch.Tensor, documents: Documents | None, ends: bool) -> Optional:
-    if documents is None:  # neither the caller's tensor nor a part of all states
+    if documents is None:  # no part of all states, which would stay
         return around[:, :, -1].clone() if ends else None
     table, n = documents
     slot = torch.arange(1, table.shape[0] + 1, device=table.device)

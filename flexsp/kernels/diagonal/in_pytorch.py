@@ -135,7 +135,7 @@ class _Layout(NamedTuple):
         else:
             x = F.pad(x[0], (0, 0, 0, 0, 0, 1)).index_select(0, self.token_of)
             x = x.transpose(0, 1).unsqueeze(0)
-        return x.contiguous().view(B, H, -1, self.C, D)
+        return x.contiguous().view(B, H, x.shape[2] // self.C, self.C, D)
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(2, 3).transpose(1, 2)

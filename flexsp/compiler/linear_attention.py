@@ -82,9 +82,8 @@ class LinearAttention:
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
-        lowering: "auto" runs the hand-written code that `flexsp.compiler.register_lowering` was given for these
-            functions, if any: kernels, and PyTorch on CPU and in float64 where ``chunk_size`` is None. "generated" runs
-            the generated kernels and the functions themselves.
+        lowering: "auto" runs what `flexsp.compiler.register_lowering` was given for these functions, if any: kernels
+            and, unless ``chunk_size`` is given, code in PyTorch; "generated" runs generated kernels and the functions.
         fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
             runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
@@ -339,11 +338,9 @@ class LinearAttention:
         with _no_autocast(first.device.type):
             found = engine.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text)
             o, final = found or functions.run(
-                self.program, tokens, params, prev_s, call.states[2:], bounds=bounds, C=self._C or _CHUNK, sp=group,
-                rows=self.rows, call_text=text,
-            )  # fmt: skip
-        o = o.to(first.dtype)
-        return (o if batched else o[0]), final
+                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
+            )
+        return (o if batched else o[0]).to(first.dtype), final
 
     def checked(
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,

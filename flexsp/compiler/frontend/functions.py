@@ -263,8 +263,8 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
 
 
 def run(
-    program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor | None, state: tuple[int, ...], *,
-    bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int = 1, call_text: str = "",
+    program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor | None, state: tuple[int, ...],
+    bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int, call_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs [B, T, H, V] and final states; `initial` are states [N, H, *state], None for zeros.
 

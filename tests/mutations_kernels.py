@@ -171,16 +171,11 @@ KERNELS = [
         ("_pooled(got), _pooled(want[:n])", "_pooled(got[:1]), _pooled(want[:1])", "one cotangent tells", _SUMS),
     ),
     *_in(
-        "flexsp/kernels/diagonal/reference.py",
-        ("log_a = since_start[..., -1].clamp", "log_a = since_start[..., 0].clamp",
+        "flexsp/kernels/diagonal/in_pytorch.py",
+        ("since_start[..., -1].clamp", "since_start[..., 0].clamp",
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
-        ("first = table[:, 3].bool()", "first = table[:, 4].bool()", "documents begin where they end",
-         _REFERENCE + "test_documents"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),
-        ("states.masked_fill((after == 0)[:, None, None, None], 0.0)", "states",
-         "documents that end elsewhere have a final state",
-         "tests/test_sp_ops.py::test_documents_that_are_easy_to_get_wrong[simple_gla]"),
     ),
     *_in(
         "flexsp/kernels/table.py",

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexsp.kernels.diagonal.reference import diagonal_reference
+from flexsp.kernels.diagonal.op import diagonal
 from flexsp.testing import oracles
 from flexsp.testing.cases import random_documents
 from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
 from flexsp.testing.delta_chunks import delta_chunks
 from flexsp.testing.problems import check, draw, solve, solve_all
 
-engine = partial(diagonal_reference, scale=0.3)
+engine = partial(diagonal, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -117,6 +117,11 @@ def test_no_tokens() -> None:
     assert o.shape == (2, 0, 2, 9) and torch.equal(final, inputs["initial_state"])
     del inputs["initial_state"]
     assert engine(**inputs, output_final_state=True)[1].abs().max() == 0
+
+
+def test_a_final_state_is_no_part_of_all_states() -> None:
+    _, final = engine(**make(T=200), output_final_state=True)
+    assert final.untyped_storage().nbytes() == final.nbytes
 
 
 def test_rows_of_other_documents_are_not_read() -> None:

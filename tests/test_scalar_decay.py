@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp import ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.testing.compare import relative_error
@@ -71,9 +72,9 @@ def tensors(name: str, lead: tuple[int, ...], T: int, width: int = K) -> dict[st
 def called(sp: Any, name: str) -> list[str]:
     """What is wrong of calls of one sequence, in graphs, and of what an engine leaves to the generated kernels."""
     wrong, make = [], MODULES[name].make
-    model = make(H, K, V)
+    model, functions = make(H, K, V), make(H, K, V, lowering="generated")
 
-    def right(what: str, got: Any, x: dict[str, torch.Tensor], of: Any = model, **given: Any) -> None:
+    def right(what: str, got: Any, x: dict[str, torch.Tensor], of: Any = functions, **given: Any) -> None:
         leaves = [y.detach().double().requires_grad_() for y in x.values()]
         o, final = of(**dict(zip(x, leaves, strict=True)), **given)
         want = [o, final, *torch.autograd.grad(o.sum() + final.square().sum(), leaves)]
@@ -98,7 +99,7 @@ def called(sp: Any, name: str) -> list[str]:
     right("graph of documents", answer(compiled, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
     wide, y = make(H, 256, 256), {key: z[:, :20] if key != "log_gamma" else z for key, z in x.items()}
     y |= {key: torch.randn(1, 20, H, 256) for key in "qkv"}
-    right("no kernels are generated", answer(wide, y), y, wide)
+    right("no kernels are generated", answer(wide, y), y, make(H, 256, 256, lowering="generated"))
     if "scalar_decay" not in (said := wide.runs(**y)) or "on a GPU a call with H = 2" not in wide.explain():
         wrong.append(said)
     others = [(make(H, K, V, chunk_size=16), x), (make(H, 300, V), tensors(name, (1,), 20, 300))]
@@ -115,6 +116,48 @@ def called(sp: Any, name: str) -> list[str]:
 def test_calls(name: str) -> None:
     (wrong,) = run_ranks(called, 1, name, env=ENV, timeout=200)
     assert not wrong, "\n".join(wrong)
+
+
+def differs_in_pytorch(sp: Any, name: str, seed: int) -> list[str]:
+    """Where the engine in PyTorch and the functions themselves differ, over ranks or not."""
+    wrong, models = [], [MODULES[name].make(H, K, V, lowering=lowering) for lowering in ("auto", "generated")]
+    cases: list[tuple[int, int, Any]] = [(2, 150, None), (0, 20, None), (1, 0, None), (1, 150, [0, 0, 30, 30, 150])]
+    for B, T, bounds in [*cases, (1, 0, [0, 0, 0])]:
+        made = torch.Generator().manual_seed(seed)
+        x = {key: torch.randn(B, T, H, V if key == "v" else K, generator=made).double() for key in "qkv"}
+        x |= {"g": 0.2 - torch.rand(B, T, H, generator=made).double()} if name == "simple_gla" else {}
+        x |= {"log_gamma": -torch.rand(H, generator=made).double()} if name == "retnet" else {}
+        several, N = sp.world_size > 1, B if bounds is None else len(bounds) - 1
+        state = torch.randn(N, H, K, V, generator=made).double()
+        parts, found = sp.partition(T), []
+        own = slice(sum(parts[: sp.rank]), sum(parts[: sp.rank + 1])) if several else slice(T)
+        for model in models:
+            leaves = {key: (y if y.dim() == 1 else y[:, own]).clone().requires_grad_() for key, y in x.items()}
+            given = {"prev_s": state.clone().requires_grad_()} if bounds is not None or sp.is_first else {}
+            packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+            results = [y for y in model(**leaves, **given, **packed, sp=sp if several else False) if y is not None]
+            asked = [*leaves.values(), *given.values()]
+            loss = torch.stack([y.square().sum() for y in results]).sum()
+            found.append([*results, *torch.autograd.grad(loss, asked, allow_unused=True)])
+        for i, (a, b) in enumerate(zip(*found, strict=True)):
+            if (a is None) != (b is None) or (a is not None and relative_error(a, b) > 1e-12):
+                wrong.append(f"{name}, {B} x {T}, {bounds}: {i}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_in_pytorch_as_the_functions(ranks: int, seed: int) -> None:
+    for name in NAMES:
+        assert run_ranks(differs_in_pytorch, ranks, name, seed, timeout=200) == [[]] * ranks
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+def test_in_pytorch_programs_run_what_ops_run(chunk_size: int | None) -> None:
+    """Unless a chunk size is given: sums of gates then lose digits after a closed gate, as they do in the functions."""
+    x = tensors("simple_gla", (1,), 77)
+    x["g"][:, 10] = -104.0
+    o, _ = simple_gla.make(H, K, V, chunk_size=chunk_size)(**x)
+    assert torch.equal(o, ops.chunk_simple_gla(**x)[0]) == (chunk_size is None)
 
 
 def scaled(sp: Any) -> str:
@@ -147,9 +190,10 @@ def far_gates(sp: Any) -> list[str]:
             x["g"][0, token] = gate
         state, do = before * torch.randn(1, 1, 16, 16), torch.randn(1, 256, 1, 16).to(dtype)
         do[:, :first] = 0
-        model, found = simple_gla.make(1, 16, 16, dtype), []
+        found = []
         for wide in (torch.float64, None):
             leaves = {name: y.to(wide or y.dtype).requires_grad_() for name, y in x.items()}
+            model = simple_gla.make(1, 16, 16, dtype, lowering="generated" if wide else "auto")
             o, _ = model(**leaves, prev_s=state.to(wide or state.dtype))
             found.append(torch.autograd.grad(o, leaves["g"], do.to(o.dtype))[0].double())
         if (error := relative_error(found[1], found[0])) > bound:
@@ -170,11 +214,14 @@ def odd_inputs(sp: Any) -> list[str]:
         meta: dict[str, Any] = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
         meta |= {"scale": 0.5, "prev_s": SymbTensor(["NS", h, k, v])}
         unused = {"g": SymbTensor(["T", h])} if sizes[0] == "K" else {}
-        model = LinearAttention(meta | unused, linear.chunk, linear.decay, linear.merge)
+        functions = linear.chunk, linear.decay, linear.merge
+        model, plain = (LinearAttention(meta | unused, *functions, lowering=of) for of in ("auto", "generated"))
         x = {name: torch.randn(1, 70, H, sizes[2]) for name in "qkv"} | {name: -torch.rand(1, 70, H) for name in unused}
-        o, want = model(**x)[0], model(**{name: y.double() for name, y in x.items()})[0]
-        if relative_error(o.double(), want) > 1e-5:
-            wrong.append(f"{sizes}: {relative_error(o.double(), want)}")
+        doubles = {name: y.double() for name, y in x.items()}
+        want = plain(**doubles)[0]
+        for o in (model(**x)[0], model(**doubles)[0]):
+            if relative_error(o.double(), want) > 1e-5:
+                wrong.append(f"{sizes}: {relative_error(o.double(), want)}")
         model.explain()
     other = simple_gla.make(H, 256, 256, fallback="pytorch")
     x = {name: torch.randn(1, 20, H, 256) for name in "qkv"} | {"g": -torch.rand(1, 20, H)}

@@ -22,7 +22,7 @@ from flexsp.compiler.frontend.check import Program, check
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.lowering import Looks, lowering_of
+from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named, lowering_of
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
@@ -82,8 +82,8 @@ class LinearAttention:
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
-        lowering: "auto" runs the hand-written kernels that `flexsp.compiler.register_lowering` was given for these
-            functions, if any, and generated ones elsewhere; "generated" the generated kernels alone.
+        lowering: "auto" runs what `flexsp.compiler.register_lowering` was given for these functions, if any: kernels
+            and, unless ``chunk_size`` is given, code in PyTorch; "generated" runs generated kernels and the functions.
         fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
             runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
@@ -329,21 +329,20 @@ class LinearAttention:
         self, call: _Call, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, bounds: list[int] | None,
         group: SequenceParallel | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        meta = self.program.meta
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
         tokens |= {name: tokens[name].repeat_interleave(n, 2) for name, n in self.groups.items()}
-        initial = torch.zeros(call.states, device=first.device, dtype=call.wide) if prev_s is None else prev_s
+        text, cu_seqlens = self.program.call_text(first.dtype, bounds is not None), None
+        if bounds is not None:
+            text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
+        engine = Lowering() if self.lowering is None or self._C else lowering_named(self.lowering)
         with _no_autocast(first.device.type):
-            o, final = functions.run(
-                self.program, tokens, params, meta.numbers, initial,
-                given=prev_s is not None, bounds=bounds, C=self._C or _CHUNK, sp=group, rows=self.rows,
-                call_text=self.program.call_text(first.dtype, bounds is not None)
-                + ("" if bounds is None else f", boundaries {bounds}"),
-            )  # fmt: skip
-        o = o.to(first.dtype)
-        return (o if batched else o[0]), final
+            found = engine.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text)
+            o, final = found or functions.run(
+                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
+            )
+        return (o if batched else o[0]).to(first.dtype), final
 
     def checked(
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,

@@ -9,10 +9,12 @@ import torch
 
 from flexsp.compiler import Lowering
 from flexsp.compiler.planning.lowering import Looks
+from flexsp.kernels.diagonal import in_pytorch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.engine import Generated
+    from flexsp.compiler.frontend.check import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.launches import Call
     from flexsp.kernels.recipe import Given
@@ -24,9 +26,14 @@ _F32 = torch.float32
 _GATES = {"g": 2, "log_gamma": 1}  # their dimensions for one sequence
 
 
-def _gate(code: Generated) -> str | None:
+def _gate(program: Program) -> str | None:
     """The input that the state decays by; one that the functions do not take is not looked at."""
-    return next((name for name in _GATES if name in code.program.decay.arguments), None)
+    return next((name for name in _GATES if name in program.decay.arguments), None)
+
+
+def _dims(gate: str | None) -> dict[str, int]:
+    """Dimensions of the inputs of one sequence."""
+    return {"q": 3, "k": 3, "v": 3} | ({} if gate is None else {gate: _GATES[gate]})
 
 
 class _ScalarDecay(Lowering):
@@ -50,13 +57,24 @@ class _ScalarDecay(Lowering):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
-        text, scale = code.program.call_text(given.dtype, docs > 0), code.program.meta.numbers["scale"]
-        return DiagonalCall(plan, given.dtype, _gate(code), scale, initial, ends, waited_for_by_nobody(sp), text)
+        program, early = code.program, waited_for_by_nobody(sp)
+        text, scale = program.call_text(given.dtype, docs > 0), program.meta.numbers["scale"]
+        return DiagonalCall(plan, given.dtype, _gate(program), scale, initial, ends, early, text)
+
+    def in_pytorch(
+        self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, text: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
+        gate = _gate(program)
+        if {name: x.dim() - (name in program.meta.tokens) for name, x in inputs.items()} != _dims(gate):
+            return None
+        (q, k, v), (g, log_gamma) = [inputs[name] for name in "qkv"], [inputs.get(name) for name in _GATES]
+        scale = program.meta.numbers["scale"]
+        return in_pytorch.run(q, k, v, g, log_gamma, scale, initial, cu_seqlens, sp, text, True)
 
     def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
-        gate = _gate(code)
-        dims = {"q": 3, "k": 3, "v": 3} | ({} if gate is None else {gate: _GATES[gate]})
-        if code.chunk is not None or {name: len(shape) for name, (_, shape) in inputs.items()} != dims:
+        gate = _gate(code.program)
+        if code.chunk is not None or {name: len(shape) for name, (_, shape) in inputs.items()} != _dims(gate):
             return False
         (dtype, (*_, K)), (of_v, (*_, V)) = inputs["q"], inputs["v"]
         alike = dtype == inputs["k"][0] == of_v and (gate is None or inputs[gate][0] in (dtype, _F32))

@@ -1,6 +1,6 @@
-"""The three functions run in PyTorch, on any device: all chunks of one length at once, then the states between them.
+"""The three functions in PyTorch: a step of the executor (`flexsp.kernels.executor`), all chunks of one length at once.
 
-Every chunk has its true length, so the functions never see padding. Differentiated by autograd.
+Every chunk has its true length, so the functions never see padding.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.func import vmap
@@ -19,41 +19,31 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.check import Program, call
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
+from flexsp.kernels import executor
+from flexsp.kernels.executor import Documents, States
+from flexsp.kernels.table import chunk_table
 from flexsp.scan.chunks import states_between
-from flexsp.scan.exchange import exchange, tie
-from flexsp.scan.relay import Relay
 from flexsp.scan.transitions import Transition
 
 __all__ = ["rehearse", "run"]
 
 Tensors = dict[str, torch.Tensor]
 Numbers = dict[str, float]
-States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
+    """A row of `chunk_table`."""
+
     start: int
     length: int
-    doc: int
-    first: bool
-    last: bool
+    doc: int = 0
+    first: int = 0
+    last: int = 0
 
 
-def _cut(bounds: list[int] | None, start: int, stop: int, C: int, last_rank: bool) -> list[_Chunk]:
-    """The chunks of tokens [start, stop), in order; they never straddle documents. Empty documents have length 0."""
-    if bounds is None:
-        return [_Chunk(t, min(C, stop - start - t), 0, False, False) for t in range(0, stop - start, C)]
-    chunks = []
-    for doc, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        if begin == end:
-            if start <= begin < stop or (last_rank and begin >= stop):
-                chunks.append(_Chunk(min(begin, stop) - start, 0, doc, True, True))
-            continue
-        low, high = max(begin, start), min(end, stop)
-        for t in range(low, high, C):
-            chunks.append(_Chunk(t - start, min(C, high - t), doc, t == begin, min(t + C, high) == end))
-    return chunks
+def _cut(T: int, C: int) -> list[_Chunk]:
+    """The chunks of tokens that are not packed."""
+    return [_Chunk(t, min(C, T - t)) for t in range(0, T, C)]
 
 
 class _Local:
@@ -62,13 +52,14 @@ class _Local:
 
     def __init__(
         self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk],
-        zero: torch.Tensor,
+        zero: torch.Tensor, documents: Documents | None = None,
     ) -> None:  # fmt: skip
         x = next(iter(tokens.values()))
         self.program, self.params, self.numbers, self.chunks = program, params, numbers, chunks
         self.tokens, self.device = tokens, x.device
         self.lead = x.shape[0], x.shape[2]
-        self.zero, self.begins = zero, any(chunk.first for chunk in chunks)
+        self.zero, self.documents, self.begins = zero, documents, any(chunk.first for chunk in chunks)
+        self.affine = program.transition != "not affine"
         members: dict[int, list[int]] = defaultdict(list)
         for i, chunk in enumerate(chunks):
             members[chunk.length].append(i)
@@ -171,28 +162,10 @@ class _Local:
         return Transition.linear(self.zero, one, dense)
 
     def states(self, initial: torch.Tensor | None) -> Callable[[torch.Tensor], States]:
-        """Phase 2: of the state that enters the shard the states that enter the chunks, those that leave them, and the
-        one that leaves the shard; `initial` are those of documents.
-
-        A dense A would round what decay_mode does not, so those are walked.
-        """
+        """Phase 2. A dense A would round what decay_mode does not, so those are walked."""
         if self.program.transition in ("dense", "not affine"):
             return functools.partial(self.walk, initial)
-        A, F, cut, begun = self.factors, self._added(), None, None
-        if self.begins:
-            cut = torch.tensor([chunk.first for chunk in self.chunks], device=self.device)
-            elsewhere = ~cut.view(-1, *[1] * (F.dim() - 3))
-            if initial is not None:
-                docs = torch.tensor([chunk.doc for chunk in self.chunks], device=self.device)
-                begun = initial.index_select(0, docs).transpose(0, 1).unsqueeze(0).masked_fill(elsewhere, 0.0)
-                F = F + (begun if A is None else A * begun)
-
-        def scan(entering: torch.Tensor) -> States:
-            found = states_between(A, F, entering, cut)
-            before = found[:, :, :-1] if cut is None else found[:, :, :-1].masked_fill(~elsewhere, 0.0)
-            return before if begun is None else before + begun, found[:, :, 1:], found[:, :, -1]
-
-        return scan
+        return executor.states_of(self.factors, self._added(), initial, self.documents if self.begins else None)
 
     def _added(self) -> torch.Tensor:
         """F of every chunk: the state after it where it is 0 before."""
@@ -204,7 +177,7 @@ class _Local:
 
     def walk(self, initial: torch.Tensor | None, entering: torch.Tensor) -> States:
         """Phase 2 of any map, chunk after chunk."""
-        S, before, after = entering, [], []
+        S, before, around = entering, [], [entering]
         values: list[Tensors] = [{} for _ in self.chunks]
         for slots, of_group in zip(self.groups.values(), self.inputs, strict=True):
             for name in self.program.decay.arguments:
@@ -218,16 +191,14 @@ class _Local:
             before.append(S)
             if chunk.length:
                 S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)}, 1)[0].unflatten(0, self.lead)
-            after.append(S)
-        if not before:
-            none = entering.unsqueeze(2)[:, :, :0]
-            return none, none, entering
-        return torch.stack(before, 2), torch.stack(after, 2), S
+            around.append(S)
+        found = torch.stack(around, 2)
+        return torch.stack(before, 2) if before else found[:, :, :0], found
 
-    def merge(self, before: torch.Tensor) -> torch.Tensor:
-        """Phase 3: outputs [B, T, H, V]. `before` are the states that enter the chunks."""
+    def merge(self, entering: torch.Tensor) -> torch.Tensor:
+        """Phase 3."""
         o = []
-        for values, S, n in zip(self.inputs, self._by_group(before), self.counts, strict=True):
+        for values, S, n in zip(self.inputs, self._by_group(entering), self.counts, strict=True):
             found = self._on_chunks(self.program.merge, {**values, CHUNK_STATE: S}, n)[0]
             o.append(found.unflatten(0, (*self.lead, n)).flatten(2, 3))
         if o:
@@ -271,13 +242,12 @@ def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
     """One call; CompileError where the functions, seen to work on one chunk, fail on many at once."""
     T = next(iter(tokens.values())).shape[1]
-    chunks = _cut(None, 0, T, C, True)
-    local = _Local(program, tokens, params, program.meta.numbers, chunks, torch.zeros_like(initial))
+    local = _Local(program, tokens, params, program.meta.numbers, _cut(T, C), torch.zeros_like(initial))
     with _many("chunk_mode", program.chunk):
         local.contribute()
     with _many("decay_mode", program.decay):
-        before = local.states(None)(initial)[0]
-        if program.transition != "not affine":
+        before, _ = local.states(None)(initial)
+        if local.affine:
             local.through()
     with _many("merge_mode", program.merge):
         local.merge(before)
@@ -293,53 +263,27 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
 
 
 def run(
-    program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, initial: torch.Tensor, *,
-    given: bool, bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int = 1, call_text: str = "",
+    program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor | None, state: tuple[int, ...],
+    bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int, call_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Outputs [B, T, H, V] and final states; `initial` are the states [N, H, *state], zeros unless `given`.
+    """Outputs [B, T, H, V] and final states; `initial` are states [N, H, *state], None for zeros.
 
     `rows` of tokens here make one of `SequenceParallel.lengths`. `call_text` is what ranks compare of the call.
     """
-    x = next(iter(tokens.values()))
-    B, T = x.shape[:2]
-    start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T, rows)
-    ranks = sp if sp is not None and sp.world_size > 1 else None
-    anchor = None
-    if ranks is not None:
-        anchor, initial, *given_tensors = joined(ranks, initial, *tokens.values(), *params.values())
-        tokens = dict(zip(tokens, given_tensors, strict=False))
-        params = dict(zip(params, given_tensors[len(tokens) :], strict=True))
-    chunks = _cut(bounds, start, stop, C, sp is None or sp.is_last)
-    zero = initial.new_zeros(B, *initial.shape[1:])
-    local = _Local(program, tokens, params, numbers, chunks, zero)
+    x, anchor = next(iter(tokens.values())), None
+    B, T, H = x.shape[:3]
+    if sp is not None and sp.world_size > 1:
+        anchor, initial, *given = joined(sp, initial, *tokens.values(), *params.values())
+        tokens = dict(zip(tokens, given, strict=False))
+        params = dict(zip(params, given[len(tokens) :], strict=True))
+    chunks, documents = _cut(T, C), None
+    if bounds is not None:
+        start, stop = (0, T) if sp is None else sp.shard_range(T, rows)[:2]
+        table = chunk_table(torch.tensor(bounds), start, stop, C, sp is None or sp.is_last)
+        found = [_Chunk(*row) for row in table.tolist()]
+        chunks = [chunk for chunk in found if chunk.length or chunk.first]
+        documents = Documents(table[: len(chunks)].to(x.device), len(bounds) - 1)
+    zero = x.new_zeros(B, H, *state)
+    local = _Local(program, tokens, params, program.meta.numbers, chunks, zero, documents)
     local.contribute()
-    entering = initial if bounds is None and (sp is None or sp.is_first) else zero
-    in_walk = initial if bounds is not None and given else None
-    states = local.states(in_walk)
-    arrived = relay = None
-    if ranks is not None and anchor is not None and program.transition == "not affine":
-        relay = Relay(ranks, anchor, call_text)
-        arrived = entering = relay.from_left(entering)
-    elif ranks is not None and anchor is not None:
-        arrived = exchange(states(entering)[2], local.through(), ranks, call_text, anchor)
-        entering = entering + arrived
-    before, after, leaving = states(entering)
-    o = local.merge(before)
-    final = _final(initial, after, leaving, chunks, bounds, sp)
-    if relay is not None and arrived is not None:
-        return relay.to_right(o, final, leaving, arrived)
-    if arrived is not None:
-        for other in (arrived, *(() if in_walk is None else (in_walk,))):  # documents may all start elsewhere
-            o, final = tie(o, other), None if final is None else tie(final, other)
-    return o, final
-
-
-def _final(
-    initial: torch.Tensor, after: torch.Tensor, leaving: torch.Tensor, chunks: list[_Chunk], bounds: list[int] | None,
-    sp: SequenceParallel | None,
-) -> torch.Tensor | None:  # fmt: skip
-    if bounds is None:
-        return leaving.clone() if sp is None or sp.is_last else None  # not the caller's, nor a part of all states
-    ended = [(chunk.doc, slot) for slot, chunk in enumerate(chunks) if chunk.last]
-    docs, slots = torch.tensor(ended, dtype=torch.int64, device=initial.device).view(-1, 2).unbind(1)
-    return torch.zeros_like(initial).index_copy(0, docs, after[0].index_select(1, slots).transpose(0, 1))
+    return executor.run(local, zero, initial, documents, sp, anchor, call_text)

@@ -1,4 +1,4 @@
-"""Hand-written kernels in place of some that are generated for a program."""
+"""Hand-written code in place of what is generated for a program."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flexsp.kernels.launches import Buffer, Call, LaunchSpec
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.engine import Generated
+    from flexsp.compiler.frontend.check import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.recipe import Given
 
@@ -52,6 +53,18 @@ class Lowering:
             docs: packed documents, 0 if not packed.
             ends: final states leave on this rank.
             sp: the ranks, None for one.
+        """
+        return None
+
+    def in_pytorch(
+        self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, text: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
+        """Outputs and final states of a call on CPU or in float64; None where the functions themselves run.
+
+        Args:
+            inputs: by name, tokens [B, T, H, ...] and parameters [H, ...], in the dtype of states.
+            text: what ranks compare of the call.
         """
         return None
 

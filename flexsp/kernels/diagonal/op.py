@@ -1,4 +1,4 @@
-"""Entry of the diagonal engine: chooses the Triton kernels or the PyTorch reference."""
+"""Entry of the diagonal engine: chooses the Triton kernels or PyTorch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.kernels import operators
+from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.plan import NAME, make_plan
 from flexsp.kernels.operators import Asked, Kept
 
@@ -97,14 +98,11 @@ def diagonal(
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     if not _use_triton(q):
-        from flexsp.kernels.diagonal.reference import diagonal_reference
-
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
             call += f", boundaries {cu_seqlens.tolist()}"
         with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
-            return diagonal_reference(
-                q, k, v, g, g_gamma, scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, call=call,
+            return in_pytorch.run(
+                q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state
             )  # fmt: skip
     untransformed(NAME, IN_PYTORCH)
     want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.rank == sp.world_size - 1)

@@ -1,0 +1,165 @@
+"""Diagonal engine in plain PyTorch: chunked, differentiable by autograd, any float dtype, CPU or GPU.
+
+Defines what the Triton kernels compute (docs/math.md, section 2) and runs where they cannot. All chunks are computed
+at once with batched matrix products, by a step of the executor (`flexsp.kernels.executor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.comm.derivatives import joined
+from flexsp.kernels import executor
+from flexsp.kernels.executor import Documents, States
+from flexsp.kernels.table import chunk_table
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.scan.transitions import Transition
+
+__all__ = ["run"]
+
+MIN_LOG_DECAY = -104.0  # e^-104 is 0 in float32; a finite floor keeps sums of gates finite
+_CHUNK = 64
+Optional = torch.Tensor | None
+
+
+def run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
+    initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t: outputs in v's dtype, final states in that of states.
+
+    Args:
+        q, k, v: [B, T, H, K] and [B, T, H, V], any strides; T may be 0.
+        g: natural-log gates [B, T, H], or None.
+        g_gamma: natural-log decay [H] of every token, added to g, or None. Sums are clamped at -104.
+        initial: [N, H, K, V], float64 for float64 inputs, else float32.
+        cu_seqlens: [N + 1] global document boundaries, which are not looked at; B must be 1.
+        call: what ranks compare of the call.
+        want_final: whether final states are wanted.
+    """
+    anchor = None
+    if sp is not None:
+        anchor, q, k, v, g, g_gamma, initial = joined(sp, q, k, v, g, g_gamma, initial)
+    B, T, H, _ = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    layout = _layout(cu_seqlens, B, T, sp)
+    gates = _gates(g, g_gamma, (B, T, H), dtype)
+    gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
+    step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
+    zero = torch.zeros_like(step.summaries[:, :, 0])
+    o, final = executor.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
+    return o.to(v.dtype), final
+
+
+class _Step:
+    """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V] and log gates [B, H, chunks, C]."""
+
+    affine = True
+
+    def __init__(
+        self, layout: _Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional
+    ) -> None:  # fmt: skip
+        self.layout, self.v = layout, v
+        causal = torch.ones(layout.C, layout.C, dtype=torch.bool, device=q.device).tril()
+        scores = q @ k.transpose(-1, -2)
+        if gates is None:
+            self.log_a, self.scores, self.reads, writes = None, scores.masked_fill(~causal, 0.0), q, k
+        else:
+            since_start, decay = _decays(gates, causal)
+            self.scores, self.reads = scores * decay, q * since_start.exp().unsqueeze(-1)
+            writes = k * decay[..., -1, :, None]
+            self.log_a = since_start[..., -1].clamp(min=MIN_LOG_DECAY)
+        self.summaries = writes.transpose(-1, -2) @ v
+
+    def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
+        A = None if self.log_a is None else self.log_a.exp()[..., None, None]
+        return executor.states_of(A, self.summaries, initial, self.layout.documents)
+
+    def through(self) -> Transition:
+        from flexsp.scan.transitions import Transition
+
+        documents, log_a = self.layout.documents, None if self.log_a is None else self.log_a.sum(-1)
+        cut = None if documents is None else documents.table[:, 3].any().view(1)
+        return Transition.of(self.summaries[:, :, 0], log_a, cut)
+
+    def merge(self, entering: torch.Tensor) -> torch.Tensor:
+        return self.layout.tokens(self.scores @ self.v + self.reads @ entering)
+
+
+def _gates(g: Optional, g_gamma: Optional, shape: tuple[int, int, int], dtype: torch.dtype) -> Optional:
+    """Clamped log decay of every token [B, T, H], or None where nothing decays."""
+    if g is None and g_gamma is None:
+        return None
+    gates = None if g is None else g.to(dtype)
+    if g_gamma is not None:
+        constant = g_gamma.to(dtype).expand(shape)
+        gates = constant if gates is None else gates + constant
+    assert gates is not None
+    return gates.clamp(min=MIN_LOG_DECAY)
+
+
+def _decays(g: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums b of log gates [..., C] from the first on, and e^{b_i - b_j} where ``causal``, 0 elsewhere.
+
+    Integers are added up exactly, and remainders beside them, so differences of two sums keep their precision after a
+    gate of -104. The exponent is masked, never the exponential.
+    """
+    integers = g.detach().round()
+    whole, part = integers.cumsum(-1), (g - integers).cumsum(-1)
+    exponent = whole.unsqueeze(-1) - whole.unsqueeze(-2)
+    exponent = exponent + (part.unsqueeze(-1) - part.unsqueeze(-2))
+    return whole + part, exponent.masked_fill(~causal, float("-inf")).exp()
+
+
+class _Layout(NamedTuple):
+    """How the tokens [B, T, H, D] of this shard lie in chunks [B, H, chunks, C, D]."""
+
+    T: int
+    C: int
+    documents: Documents | None = None  # the rest of packed tokens only
+    token_of: Optional = None  # [chunks * C] token at each place, T where there is none
+    place_of: Optional = None  # [T] place of each token
+
+    def chunks(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        x = x.to(dtype)
+        B, _, H, D = x.shape
+        if self.token_of is None:
+            n_chunks = max(1, -(-self.T // self.C))
+            x = torch.cat([x.transpose(1, 2), x.new_zeros(B, H, n_chunks * self.C - self.T, D)], dim=2)
+        else:
+            x = F.pad(x[0], (0, 0, 0, 0, 0, 1)).index_select(0, self.token_of)
+            x = x.transpose(0, 1).unsqueeze(0)
+        return x.contiguous().view(B, H, x.shape[2] // self.C, self.C, D)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(2, 3).transpose(1, 2)
+        return x[:, : self.T] if self.place_of is None else x.index_select(1, self.place_of)
+
+
+def _layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None) -> _Layout:
+    if cu_seqlens is None:
+        return _Layout(T, _chunk_length(T))
+    start, stop = (0, T) if sp is None else sp.shard_range(T)[:2]
+    n = cu_seqlens.numel() - 1
+    C = max(16, _chunk_length(-(-T // n)))
+    table = chunk_table(cu_seqlens, start, stop, C, last_rank=sp is None or sp.is_last)
+    t0, length = table[:, 0, None].to(torch.int64), table[:, 1, None]
+    inside = torch.arange(C, device=table.device)
+    token_of = torch.where(inside < length, t0 + inside, T).flatten()
+    place_of = torch.zeros(T + 1, dtype=torch.int64, device=table.device)
+    place_of = place_of.scatter(0, token_of, torch.arange(token_of.numel(), device=table.device))[:T]
+    return _Layout(T, C, Documents(table, n), token_of, place_of)
+
+
+def _chunk_length(T: int) -> int:
+    """64, or the smallest power of two that holds a shorter sequence; by comparisons, so that T may be symbolic."""
+    C = 1
+    while C < T and C < _CHUNK:
+        C *= 2
+    return C

@@ -1,0 +1,123 @@
+"""Calls in PyTorch, on any device: a step computes their chunks, and all else is here.
+
+A step says what each chunk does to the state, and makes outputs of the states that enter. In between, states go from
+chunk to chunk and from rank to rank, and documents begin and end. Autograd differentiates all of it.
+
+What is not finite stays in its document: where nothing passes, a state is replaced by zeros and never multiplied by
+zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from flexsp.scan.chunks import states_between
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.scan.transitions import Transition
+
+__all__ = ["Documents", "States", "Step", "run", "states_of"]
+
+Optional = torch.Tensor | None
+States = tuple[torch.Tensor, torch.Tensor]
+"""What enters the chunks, [B, H, chunks, *state], and what is before and after all of them, [B, H, chunks + 1, *state]:
+the same but for starts of documents, before which the latter has what the chunks before leave."""
+
+
+class Documents(NamedTuple):
+    """Packed tokens: the `chunk_table` of their chunks, and how many documents there are over all ranks."""
+
+    table: torch.Tensor
+    n: int
+
+
+class Step(Protocol):
+    """The chunks of one call."""
+
+    affine: bool  # S' = A S + F
+
+    def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
+        """States of the one that enters the shard; `initial` are those of documents."""
+
+    def through(self) -> Transition:
+        """What all chunks do to a state, if they are affine."""
+
+    def merge(self, entering: torch.Tensor) -> torch.Tensor:
+        """Outputs [B, T, H, V] of the states that enter the chunks."""
+
+
+def states_of(
+    A: Optional, F: torch.Tensor, initial: Optional, documents: Documents | None
+) -> Callable[[torch.Tensor], States]:  # fmt: skip
+    """`Step.states` of A and F as `states_between` takes them."""
+    cut = begun = elsewhere = None
+    if documents is not None:
+        cut = documents.table[:, 3].bool()
+        elsewhere = ~cut.view(-1, *[1] * (F.dim() - 3))
+        if initial is not None:
+            begun = initial.index_select(0, documents.table[:, 2]).transpose(0, 1).unsqueeze(0)
+            begun = begun.masked_fill(elsewhere, 0.0)
+            F = F + (begun if A is None else A * begun)
+
+    def found(entering: torch.Tensor) -> States:
+        around = states_between(A, F, entering, cut)
+        before = around[:, :, :-1]
+        if elsewhere is not None:
+            before = before.masked_fill(~elsewhere, 0.0)
+        return before if begun is None else before + begun, around
+
+    return found
+
+
+def run(
+    step: Step, zero: torch.Tensor, initial: Optional, documents: Documents | None, sp: SequenceParallel | None,
+    anchor: Optional, call: str, want_final: bool = True,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """Outputs, and the final states [N, H, *state] or None.
+
+    Args:
+        zero: a state [B, H, *state].
+        initial: [N, H, *state], None for zeros.
+        documents: None for tokens that are not packed.
+        anchor: the one that `joined` gives beside the inputs of a call over ranks.
+        call: what ranks compare of the call.
+    """
+    ends, own = (sp is None or sp.is_last), initial if documents is None and (sp is None or sp.is_first) else None
+    entering, of_documents = zero if own is None else own, None if documents is None else initial
+    states = step.states(of_documents)
+    if sp is None or sp.world_size == 1:
+        before, around = states(entering)
+        return step.merge(before), _final(around, documents, ends) if want_final else None
+    from flexsp.scan.exchange import exchange, tie
+    from flexsp.scan.relay import Relay
+
+    assert anchor is not None
+    relay = None if step.affine else Relay(sp, anchor, call)
+    if relay is None:
+        arrived = exchange(states(entering)[1][:, :, -1], step.through(), sp, call, anchor)
+        entering = entering + arrived
+    else:
+        arrived = entering = relay.from_left(entering)
+    before, around = states(entering)
+    o, final = step.merge(before), _final(around, documents, ends) if want_final else None
+    if relay is not None:
+        return relay.to_right(o, final, around[:, :, -1], arrived)
+    for other in (arrived, of_documents):  # neither may reach this rank's tokens
+        if other is not None:
+            o, final = tie(o, other), None if final is None else tie(final, other)
+    return o, final
+
+
+def _final(around: torch.Tensor, documents: Documents | None, ends: bool) -> Optional:
+    if documents is None:  # no part of all states, which would stay
+        return around[:, :, -1].clone() if ends else None
+    table, n = documents
+    slot = torch.arange(1, table.shape[0] + 1, device=table.device)
+    ended = torch.where(table[:, 4] > 0, table[:, 2].to(torch.int64), n)
+    after = torch.zeros(n + 1, dtype=torch.int64, device=table.device).scatter(0, ended, slot)[:n]
+    found = around[0].index_select(1, after).transpose(0, 1)
+    return found.masked_fill((after == 0).view(-1, *[1] * (found.dim() - 1)), 0.0)

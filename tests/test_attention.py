@@ -18,7 +18,7 @@ from flexsp.nn import Attention, SequenceParallelLA
 from flexsp.nn.attention import blocks, local, scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, choose_backend
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
-from tests.attention_oracle import attention_token_loop
+from tests.attention_oracle import attention_at_once, attention_token_loop
 
 Inputs = dict[str, torch.Tensor]
 
@@ -70,26 +70,15 @@ def test_equals_the_token_loop(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
         same(lambda options=options, **x: scaled_dot_product_attention(**x, **options), x, options)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """With all scores at once, in float32 with operands of products rounded to a dtype: the low-precision reference."""
-    H = q.shape[2]
-    q, k, v = (x.float().repeat_interleave(H // x.shape[2], 2).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    weights = (q.shape[-1] ** -0.5 * torch.bmm(q, k.mT)).masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.bmm(weights, v).unflatten(0, (-1, H)).transpose(1, 2).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    T, window, bounds = 60, 20, torch.tensor([0, 7, 7, 41, 60])
-    x = {name: t.to(dtype).double() for name, t in random_inputs(1, T, (4, 2), (16, 24)).items()}
-    options = {"window": window, "cu_seqlens": bounds}
+    x = {name: t.to(dtype).double() for name, t in random_inputs(1, 60, (4, 2), (16, 24)).items()}
+    options = {"window": 20, "cu_seqlens": torch.tensor([0, 7, 7, 41, 60])}
     got = answers(lambda **x: scaled_dot_product_attention(**x, **options), x, dtype, DRAWS)
     assert all(t.dtype == dtype for t in got[0].values())
     want = answers(lambda **x: attention_token_loop(**x, **options), x, torch.float64, DRAWS)
-    at, document = torch.arange(T), torch.bucketize(torch.arange(T), bounds, right=True)
-    hidden = (at[:, None] < at) | (at[:, None] - at >= window) | (document[:, None] != document)
     with RoundedProducts(dtype):
-        low = answers(lambda **x: dense(**x, hidden=hidden, dtype=torch.float32), x, torch.float32, DRAWS)
+        low = answers(lambda **x: attention_at_once(**x, **options), x, torch.float32, DRAWS)
     check_functions(got, want, low)
 
 

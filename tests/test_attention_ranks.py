@@ -18,6 +18,7 @@ from flexsp.nn.attention.local import Sight
 from flexsp.nn.attention.over_ranks import choose_exchange, seen_keys
 from flexsp.testing import run_ranks
 from tests.attention_oracle import attention_token_loop
+from tests.guides import ROOT, run_script
 
 Case = dict[str, Any]
 HEADS = {  # (H, HK): heads that divide by the ranks and that do not, whole groups a rank, parts of groups, and neither
@@ -281,3 +282,11 @@ def test_a_hybrid_model(env: dict[str, str]) -> None:
     torch.testing.assert_close(got[0][1]["x"], whole.grad, rtol=1e-10, atol=1e-10)
     for name, p in model.named_parameters():
         torch.testing.assert_close(sum(grads[name] for _, grads in got), p.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_the_example() -> None:
+    alone, cut = (
+        run_script(ROOT / "examples" / "hybrid.py", ranks, "--layers", "4", "--length", "120", "--steps", "20")
+        for ranks in (1, 3)
+    )
+    assert alone == cut and len(alone) == 2 and float(alone[-1].split()[-1]) < 2.5

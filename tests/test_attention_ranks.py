@@ -15,7 +15,7 @@ from flexsp.exceptions import PeerMismatch
 from flexsp.nn import Attention, SequenceParallelLA, SimpleGLA
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight
-from flexsp.nn.attention.over_ranks import choose_exchange, seen_keys
+from flexsp.nn.attention.over_ranks import _repeats, choose_exchange, seen_keys
 from flexsp.testing import run_ranks
 from tests.attention_oracle import attention_token_loop
 from tests.guides import ROOT, run_script
@@ -235,6 +235,17 @@ def test_what_auto_exchanges() -> None:
     assert choose_exchange(6, None, [5, 5, 5, 5]) == choose_exchange(8, 5, [0, 20, 0, 0]) == "keys"
 
 
+def test_how_often_key_heads_travel() -> None:
+    """Whole groups on a rank once, parts of a group once for each rank, and once a query head where both cut."""
+    assert [_repeats(8, 8, 4), _repeats(8, 4, 2), _repeats(8, 2, 4), _repeats(4, 1, 4), _repeats(6, 2, 3)] == [
+        1,
+        1,
+        2,
+        4,
+        3,
+    ]
+
+
 class Block(nn.Module):
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -286,7 +297,7 @@ def test_a_hybrid_model(env: dict[str, str]) -> None:
 
 def test_the_example() -> None:
     alone, cut = (
-        run_script(ROOT / "examples" / "hybrid.py", ranks, "--layers", "4", "--length", "120", "--steps", "20")
-        for ranks in (1, 3)
+        run_script(ROOT / "examples" / "hybrid.py", ranks, "--layers", "4", "--length", "60", "--steps", "10")
+        for ranks in (1, 2)
     )
-    assert alone == cut and len(alone) == 2 and float(alone[-1].split()[-1]) < 2.5
+    assert alone == cut and len(alone) == 1 and float(alone[-1].split()[-1]) < 3.2

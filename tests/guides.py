@@ -20,10 +20,10 @@ def save_scripts(document: str, folder: Path) -> tuple[set[str], list[str]]:
     return set(scripts), [block for block in blocks if block not in scripts.values()]
 
 
-def run_script(path: Path, ranks: int, **environment: str) -> list[str]:
+def run_script(path: Path, ranks: int, *arguments: str, **environment: str) -> list[str]:
     """Lines that the first rank prints."""
     torchrun = f"-m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node {ranks}"
-    command = [sys.executable, *(torchrun.split() if ranks > 1 else []), str(path)]
+    command = [sys.executable, *(torchrun.split() if ranks > 1 else []), str(path), *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

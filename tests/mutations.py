@@ -557,5 +557,27 @@ _BETWEEN = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN]
+_ATTENTION = [
+    *_in(
+        "flexsp/nn/attention/over_ranks.py",
+        ("stop - length - sight.window + 1)", "stop - length - sight.window + 2)", "the first key of a window is not sent",
+         "tests/test_attention_ranks.py::test_keys_that_ranks_see"),
+        ("    if torch.is_grad_enabled():  #", "    if False:  #", "keys of other ranks are kept",
+         "tests/test_attention_ranks.py::test_memory_is_that_of_a_shard[keys]"),
+    ),
+    *_in(
+        "flexsp/nn/attention/local.py",
+        ("end = at + 1\n", "end = at + 2\n", "a token sees the next one",
+         "tests/test_attention.py::test_equals_the_token_loop[3]"),
+        ("(block + _BLOCK <= end[top, None])", "(block + _BLOCK <= end[bottom, None])", "blocks on the diagonal count as whole",
+         "tests/test_attention.py::test_blocks_of_the_mask[None-True]"),
+    ),
+    *_in(
+        "flexsp/nn/attention/function.py",
+        (", scale {scale:.6g}", "", "ranks do not compare scales",
+         "tests/test_attention_ranks.py::test_ranks_that_disagree[scale]"),
+    ),
+]
+
+MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -16,6 +16,7 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.nn import (
+    Attention,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaProduct,
@@ -28,6 +29,7 @@ from flexsp.nn import (
     SimpleGLA,
     unwrap,
 )
+from flexsp.nn.attention import scaled_dot_product_attention
 from tests.variants import load
 
 B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
@@ -62,6 +64,9 @@ OPTIONAL = {
     "activation": ["relu", True, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0]), numpy.array(["silu", "relu"])],
     "lengths": [[True], [torch.tensor(True)], torch.tensor([True]), [1.5], [-1], [], [1, 2], 8, ["8"], [None]],
     "paths": [3, None, True, 1.5, [3], [3, "a"], [["a"]], ["a"], "a", torch.tensor([1, 2]), [b""]],
+    "no size": [x for x in [*SIZE, 3] if x is not None], "limit": [x for x in SIZE if x is not None],
+    "base": [x for x in POSITIVE if x is not None], "zero": [*NUMBER, None, 0.1, 1],
+    "none": [*FLAG[:2], 0.0, torch.ones(2)],
     "module": [3, None, "a", nn.Linear, torch.ones(2)],
     "dtype": ["float32", torch.int64, 3, torch.complex64],
 }  # fmt: skip
@@ -98,7 +103,7 @@ GROUPED = {
     "expand_v": "share", "allow_neg_eigval": "flag", **CONVOLVED,
 }  # fmt: skip
 HEADS = {"hidden_size": D, "num_heads": 2, "head_dim": 4}
-CONV = ShortConvolution(D)
+CONV, ATTENTION = ShortConvolution(D), Attention(D, 2)
 ONE, X = torch.rand(3, D), torch.rand(B, T, D)
 
 # name: (callable, its good tensors, kinds of its other arguments, other good values)
@@ -155,6 +160,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {**qkv(), "g": -torch.rand(B, T, H), "prev_s": PACKED["initial_state"], "cu_seqlens": bounds()}, {"sp": "sp"},
         {},
     ),
+    "scaled_dot_product_attention": (
+        scaled_dot_product_attention, {**qkv(), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
+        {"scale": "number", "sp": "sp", "is_causal": "flag", "window": "limit", "backend": "choice",
+         "exchange": "choice", "dropout_p": "zero", "softcap": "none", "sinks": "none"}, {},
+    ),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),
@@ -163,6 +173,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "ShortConvolution.step": (CONV.step, {"x": ONE, "cache": CONV.init_cache(3)}, {}, {}),
     "SimpleGLA.step": (GLA_LAYER.step, {"x": ONE}, {}, {"cache": GLA_LAYER.init_cache(3)}),
     "Mamba2.step": (MAMBA2.step, {"x": ONE}, {}, {"cache": MAMBA2.init_cache(3)}),
+    "Attention": (ATTENTION, {"x": X, "cu_seqlens": bounds()}, {}, {}),
+    "Attention.step": (ATTENTION.step, {"x": ONE}, {}, {"cache": ATTENTION.init_cache(3)}),
+    "Attention.init_cache": (ATTENTION.init_cache, {}, {"batch": "size"}, {"batch": 1}),
+    "Attention()": (
+        Attention, {}, {"hidden_size": "size", "num_heads": "size", "num_kv_heads": "no size", "head_dim": "limit",
+        "head_v_dim": "limit", "window": "limit", "qk_norm": "flag", "qkv_bias": "flag", "rope_theta": "base",
+        "rope_dim": "no size", "norm_eps": "not negative"},
+        {"hidden_size": D, "num_heads": 2, "qk_norm": True},
+    ),
     "SimpleGLA.init_cache": (GLA_LAYER.init_cache, {}, {"batch": "size"}, {"batch": 1}),
     "Mamba2.init_cache": (MAMBA2.init_cache, {}, {"batch": "size"}, {"batch": 1}),
     "ShortConvolution.init_cache": (CONV.init_cache, {}, {"batch": "size", "dtype": "dtype"}, {"batch": 1}),

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 DOCUMENTS += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
-PUBLIC = ("flexsp", "flexsp.ops", "flexsp.nn", "flexsp.compiler", "flexsp.variants", "flexsp.grammar")
+PUBLIC = (
+    "flexsp", "flexsp.ops", "flexsp.nn", "flexsp.nn.attention", "flexsp.compiler", "flexsp.variants", "flexsp.grammar",
+)  # fmt: skip
 
 # Who may import whom. `exceptions` is below everything; bench, testing and the command are above everything.
 BELOW = {
@@ -265,6 +267,12 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert alone == cut and len(alone) == 3 and float(alone[-1].split()[-1]) < 1.0
     exact, found = (line for line in run_script(tmp_path / "check.py", 2) if "over 2 ranks" in line)
     assert exact.startswith("exact over 2 ranks") and found.startswith("not exact") and "(Difference)" in found
+
+
+def test_the_guide_to_hybrid_models_runs(tmp_path: Path) -> None:
+    _, blocks = save_scripts("hybrid-models.md", tmp_path)
+    assert len(blocks) == 2
+    run_python("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks))
 
 
 def test_the_guide_to_transports_runs(tmp_path: Path) -> None:

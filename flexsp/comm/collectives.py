@@ -1,4 +1,5 @@
-"""The few collectives outside the rank scan: gather with its exact adjoint, and a sum of counts."""
+"""The few collectives outside the rank scan: gather with its exact adjoint, rows exchanged between all ranks, and a sum
+of counts."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flexsp.comm.derivatives import first_only, untransformed
+from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
 from flexsp.comm.process_group import Call, begin_call, define_op, group_for, of_all_ranks, peer_errors
 from flexsp.comm.signature import Signature, facts_of
 
-__all__ = ["gather", "sum_over_ranks"]
+__all__ = ["exchange_rows", "gather", "sum_over_ranks"]
 
 _ALONE = "compute them on one rank, where nothing has to be gathered"
 
@@ -29,6 +30,25 @@ def gather(y: torch.Tensor, dim: int, sp: SequenceParallel) -> torch.Tensor:
     if not (y.is_floating_point() or y.is_complex()):
         return _gather(y, dim, lengths, get_sp(sp.id).order, sp.id)
     return _GatherFunction.apply(y, sp.anchor, dim, lengths, sp.id)
+
+
+@ranks_call
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, sp: SequenceParallel
+) -> torch.Tensor:
+    """Rows to every rank and from every rank (all-to-all), differentiable. Collective over ``sp``.
+
+    Args:
+        rows: [sum(sent), D], floating; those for the first rank come first.
+        sent: how many rows go to each rank, 0 and this rank's own included.
+        received: how many come from each rank.
+        call: what the rows are, a text that ranks compare before they send anything.
+
+    Returns:
+        [sum(received), D], in the order of ranks. In the backward pass gradients go back the same way.
+    """
+    untransformed("calls over ranks", ON_ONE_RANK)
+    return _RowsFunction.apply(rows, sp.anchor, list(sent), list(received), call, sp.id)
 
 
 def sum_over_ranks(x: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
@@ -87,6 +107,31 @@ def _run_adjoint(
     return call.end(received.sum(0).movedim(0, dim).contiguous())
 
 
+def _run_rows(
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    call: str,
+    backward: bool,
+    order: torch.Tensor,
+    sp_id: int,
+) -> torch.Tensor:
+    sp, rows = get_sp(sp_id), rows.contiguous()
+    width = f"rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
+    begun = begin_call(sp, Signature("exchange of rows", call=call, travels=width, backward=backward), rows)
+    begun.compare_on_device(rows.device)
+    arrived, row = rows.new_empty(sum(received), rows.shape[1]), rows.shape[1] * rows.element_size()
+    with peer_errors(sp, None, "all_to_all"):
+        dist.all_to_all_single(
+            _bytes(arrived),
+            _bytes(rows),
+            output_split_sizes=[n * row for n in received],
+            input_split_sizes=[n * row for n in sent],
+            group=group_for(sp, rows),
+        )
+    return begun.end(arrived)
+
+
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1).view(torch.uint8)
 
@@ -103,6 +148,18 @@ def _fake_adjoint(d: torch.Tensor, dim: int, lengths: Sequence[int], order: torc
     return d.new_empty(*d.shape[:dim], lengths[get_sp(sp_id).rank], *d.shape[dim + 1 :])
 
 
+def _fake_rows(
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    call: str,
+    backward: bool,
+    order: torch.Tensor,
+    sp_id: int,
+) -> torch.Tensor:
+    return rows.new_empty(sum(received), rows.shape[1])
+
+
 _sum = define_op("sum_over_ranks(Tensor x, Tensor(o!) order, int sp_id) -> Tensor", _run_sum, _fake_sum)
 _gather = define_op(
     "gather(Tensor y, int dim, SymInt[] lengths, Tensor(o!) order, int sp_id) -> Tensor", _run_gather, _fake_gather
@@ -112,6 +169,40 @@ _gather_adjoint = define_op(
     _run_adjoint,
     _fake_adjoint,
 )
+
+_rows = define_op(
+    "exchange_rows(Tensor rows, SymInt[] sent, SymInt[] received, str call, bool backward, Tensor(o!) order, "
+    "int sp_id) -> Tensor",
+    _run_rows,
+    _fake_rows,
+)
+
+
+class _RowsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        anchor: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        call: str,
+        sp_id: int,
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.call, ctx.sp_id = sent, received, call, sp_id
+        ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
+        arrived = _rows(rows, sent, received, call, False, get_sp(sp_id).order, sp_id)
+        ctx.number = get_sp(sp_id).number()
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, d_arrived: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first_only(ctx.call, ON_ONE_RANK)
+        (_,) = ctx.saved_tensors
+        sp = get_sp(ctx.sp_id)
+        with sp.answering(ctx.number):
+            d = _rows(d_arrived, ctx.received, ctx.sent, ctx.call, True, sp.order, ctx.sp_id)
+        return d, None, None, None, None, None
 
 
 class _GatherFunction(torch.autograd.Function):

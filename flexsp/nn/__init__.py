@@ -1,5 +1,6 @@
 """Layers built on `flexsp.ops`, and the wrapper that makes any such layer sequence parallel."""
 
+from flexsp.nn.attention import Attention, AttentionCache
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
@@ -8,6 +9,8 @@ from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = [
+    "Attention",
+    "AttentionCache",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaProduct",

@@ -25,8 +25,8 @@ from flexsp.nn.calls import Reader, mentions
 __all__ = ["Offence", "offences", "own_classes", "refusal"]
 
 _ATTENTION = (
-    "softmax attention reads every token of the sequence; use a layer built on flexsp.ops, or keep it outside the "
-    "wrapper, between sp.gather and sp.shard"
+    "softmax attention reads every token of the sequence; use flexsp.nn.Attention or "
+    "flexsp.nn.attention.scaled_dot_product_attention, or keep it outside the wrapper, between sp.gather and sp.shard"
 )
 _CONVOLUTION = "a convolution reads tokens of other ranks; use flexsp.nn.ShortConvolution"
 _STATISTICS = "its statistics are over this rank's tokens only; use nn.LayerNorm or nn.RMSNorm"
@@ -377,6 +377,8 @@ def _refused_call(called: Any, holder: str, what: str) -> str | None:
     if not isinstance(name, str) or not isinstance(origin, str):
         return None
     how = f"{what} calls"
+    if origin.startswith("flexsp."):
+        return None
     if isinstance(called, torch.jit.ScriptFunction):
         return f"{how} {name}, a scripted function, whose code cannot be seen; use the original one"
     if name in _REFUSED_CALLS:

@@ -1,0 +1,142 @@
+"""Attention of some queries to some keys on this device: which keys a query sees, and which kernel computes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.nn.attention.blocks import attend_in_blocks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["BACKENDS", "Sight", "attend", "choose_backend"]
+
+BACKENDS = ("auto", "sdpa", "flex", "blocks")
+_HALVES = (torch.float16, torch.bfloat16)
+_BLOCK = 128  # queries and keys of a block of flex_attention's mask
+_LEAST_HEAD, _LARGEST_HEAD = 16, 256  # of heads that the kernels of flex_attention and SDPA take
+
+
+class Sight(NamedTuple):
+    """Which keys the queries see.
+
+    Attributes:
+        is_causal: no key after the query.
+        window: the nearest ``window`` keys up to the query, and as many from the query on where not causal; None: all.
+        cu_seqlens: boundaries of documents in the whole sequence, or None.
+        total: tokens of the whole sequence.
+        start: place of the first query in the whole sequence.
+        first: place of the first key.
+    """
+
+    is_causal: bool
+    window: int | None
+    cu_seqlens: torch.Tensor | None
+    total: int
+    start: int = 0
+    first: int = 0
+
+    def ranges(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """int64 [2, queries]: the first key that each query sees, and the one after the last. Neither ever decreases,
+        since tokens of a document, before a token, and within a window are all stretches of the sequence."""
+        at = torch.arange(queries, device=device) + self.start
+        begin, end = torch.zeros_like(at), torch.full_like(at, self.total)
+        if self.cu_seqlens is not None:
+            bounds = self.cu_seqlens.to(torch.int64)
+            document = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.numel() - 2)
+            begin, end = bounds[document], bounds[document + 1]
+        if self.is_causal:
+            end = at + 1
+        if self.window is not None:
+            begin, end = begin.maximum(at - self.window + 1), end.minimum(at + self.window)
+        return (torch.stack([begin, end]) - self.first).clamp(0, keys)
+
+
+def choose_backend(q: torch.Tensor, v: torch.Tensor, sight: Sight, keys: int) -> str:
+    """What ``backend="auto"`` means, by device, dtype and sizes alone.
+
+    ``blocks`` on CPU, in float64, for heads that the kernels do not take, and where there is nothing to do. Else
+    ``sdpa``, in half precision, where queries see all keys or all before them and heads are of one size. Else ``flex``.
+    """
+    sizes = q.shape[-1], v.shape[-1]
+    fits = min(sizes) >= _LEAST_HEAD and max(sizes) <= _LARGEST_HEAD
+    if not q.is_cuda or q.dtype == torch.float64 or not fits or q.numel() == 0 or keys == 0:
+        return "blocks"
+    plain = q.dtype in _HALVES and sizes[0] == sizes[1]
+    return "sdpa" if plain and _is_plain(q.shape[1], keys, sight) else "flex"
+
+
+def _is_plain(queries: int, keys: int, sight: Sight) -> bool:
+    square = queries == keys or not sight.is_causal
+    return square and sight.window is None and sight.cu_seqlens is None
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, scale: float, backend: str) -> torch.Tensor:
+    """softmax(scale q k^T) v of q [B, TQ, H, K], k [B, TK, HK, K] and v [B, TK, HK, V], as [B, TQ, H, V]."""
+    if backend == "auto":
+        backend = choose_backend(q, v, sight, k.shape[1])
+    elif q.numel() == 0 or k.shape[1] == 0:
+        backend = "blocks"
+    if backend == "sdpa":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=sight.is_causal, scale=scale, enable_gqa=grouped)
+        return o.transpose(1, 2)
+    ranges = sight.ranges(q.shape[1], k.shape[1], q.device)
+    if backend == "flex":
+        return _flex(q, k, v, ranges, scale)
+    return attend_in_blocks(q, k, v, ranges, scale, sight.start - sight.first, sight.is_causal, sight.window)
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, scale: float) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = block_mask(ranges, k.shape[1])
+    run: Callable[..., Any] = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        run = _compiled_flex_attention()
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return run(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """Only a compiled flex_attention is one kernel; as it is, it holds all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def block_mask(ranges: torch.Tensor, keys: int) -> BlockMask:
+    """The mask of `Sight.ranges` for flex_attention, made block by block on the device, without waiting for it.
+
+    Queries of a block see some of the keys between the first one's first and the last one's last, and all see those
+    between the last one's first and the first one's last.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    queries, device = ranges.shape[1], ranges.device
+    begin, end = ranges.to(torch.int32)
+    top = torch.arange(0, queries, _BLOCK, device=device)
+    bottom = (top + _BLOCK - 1).clamp(max=queries - 1)
+    block = torch.arange(-(-keys // _BLOCK), device=device) * _BLOCK
+    touched = (block + _BLOCK > begin[top, None]) & (block < end[bottom, None])
+    whole = (block >= begin[bottom, None]) & (block + _BLOCK <= end[top, None])
+
+    def sees(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key >= begin[query]) & (key < end[query])
+
+    some, all_of = _listed(touched & ~whole), _listed(whole)
+    return BlockMask.from_kv_blocks(*some, *all_of, _BLOCK, sees, (queries, keys))
+
+
+def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys are chosen for each block of queries, and all blocks with these first; int32."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

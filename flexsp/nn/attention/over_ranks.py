@@ -1,0 +1,129 @@
+"""Two ways to exchange what attention over ranks needs, each one or two calls of `exchange_rows`.
+
+heads  every rank gets all tokens of some heads, and gives the outputs back: two exchanges of T/R tokens
+keys   every rank gets the keys and values that its queries see: one exchange
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexsp.comm.collectives import exchange_rows
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import SequenceParallel
+from flexsp.nn.attention.local import Sight, attend
+
+__all__ = ["EXCHANGES", "attend_over_ranks", "choose_exchange"]
+
+EXCHANGES = ("auto", "heads", "keys")
+
+
+def choose_exchange(heads: int, window: int | None, lengths: Sequence[int]) -> str:
+    """What ``exchange="auto"`` means, by what all ranks know.
+
+    ``keys`` where the heads cannot be dealt out evenly, or where the window is not longer than an average shard: then
+    few tokens travel. Else ``heads``, with the same work on every rank.
+    """
+    near = window is not None and window * len(lengths) <= sum(lengths)
+    return "keys" if heads % len(lengths) or near else "heads"
+
+
+def attend_over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, backend: str, exchange: str, call: str,
+    sp: SequenceParallel, lengths: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """`attend` of this rank's queries to the keys of all ranks. Collective over ``sp``.
+
+    Args:
+        sight: of the whole sequence, from its first token on.
+        call: what ranks compare before they exchange anything.
+        lengths: how many tokens each rank has.
+    """
+    _, q, k, v = joined(sp, q, k, v)
+    if exchange == "heads":
+        return _exchanging_heads(q, k, v, lambda q, k, v: attend(q, k, v, sight, scale, backend), call, sp, lengths)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _exchanging_keys(q, k, v, sight, scale, backend, call, sp, lengths)
+
+    if torch.is_grad_enabled():  # the keys of other ranks come again in the backward pass: none are kept
+        return checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    return run(q, k, v)
+
+
+# ------------------------------------------------------------------------------------------------------ heads
+
+
+def _repeats(heads: int, key_heads: int, ranks: int) -> int:
+    """How often each key head is sent, so that every rank gets as many and those that its query heads read: each once
+    where ranks have whole groups of query heads, once for each rank that has a part of a group, else for each query."""
+    mine, group = heads // ranks, heads // key_heads
+    if mine % group == 0:
+        return 1
+    return group // mine if group % mine == 0 else group
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """[B, T, HK, D] with each head so many times in a row."""
+    return x if times == 1 else x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
+
+
+def _exchanging_heads(
+    q: Tensor, k: Tensor, v: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor], call: str, sp: SequenceParallel,
+    lengths: Sequence[int],
+) -> Tensor:  # fmt: skip
+    (B, T, H, K), V, ranks = q.shape, v.shape[-1], len(lengths)
+    times = _repeats(H, k.shape[2], ranks)
+    k, v = _repeated(k, times), _repeated(v, times)
+    mine, few = H // ranks, k.shape[2] // ranks
+    rows = torch.cat([_dealt_out(x, ranks) for x in (q, k, v)], -1)
+    arrived = exchange_rows(rows.flatten(2).flatten(0, 1), [T] * ranks, lengths, f"queries, keys and values {call}", sp)
+    sizes = mine * K, few * K, few * V
+    whole = arrived.unflatten(1, (B, sum(sizes))).transpose(0, 1).split(sizes, -1)
+    o = run(*(x.unflatten(-1, (n, -1)) for x, n in zip(whole, (mine, few, few), strict=True)))
+    back = o.transpose(0, 1).reshape(sum(lengths), B * mine * V)
+    arrived = exchange_rows(back, lengths, [T] * ranks, f"outputs {call}", sp)
+    return arrived.view(ranks, T, B, mine, V).permute(2, 1, 0, 3, 4).reshape(B, T, H, V)
+
+
+def _dealt_out(x: Tensor, ranks: int) -> Tensor:
+    """[B, T, H, D] as [ranks, T, B, H / ranks * D]."""
+    B, T, H, D = x.shape
+    return x.reshape(B, T, ranks, H // ranks * D).permute(2, 1, 0, 3)
+
+
+# ------------------------------------------------------------------------------------------------------- keys
+
+
+def seen_keys(sight: Sight, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last + 1) of the keys that each rank's queries see; documents are not looked at."""
+    found = []
+    for length, stop in zip(lengths, accumulate(lengths), strict=True):
+        first, last = 0, stop if sight.is_causal else sight.total
+        if sight.window is not None:
+            first, last = max(0, stop - length - sight.window + 1), min(last, stop - 1 + sight.window)
+        found.append((first, last) if length else (0, 0))
+    return found
+
+
+def _exchanging_keys(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, backend: str, call: str, sp: SequenceParallel,
+    lengths: Sequence[int],
+) -> Tensor:  # fmt: skip
+    (B, T, HK, K), V, stops = k.shape, v.shape[-1], list(accumulate(lengths))
+    start, seen = stops[sp.rank] - T, seen_keys(sight, lengths)
+    first, last = seen[sp.rank]
+    cuts = [(max(a, start) - start, min(b, start + T) - start) for a, b in seen]
+    cuts = [(a, max(a, b)) for a, b in cuts]
+    received = [max(0, min(last, stop) - max(first, stop - n)) for n, stop in zip(lengths, stops, strict=True)]
+    rows = torch.cat([k.flatten(2), v.flatten(2)], -1).transpose(0, 1).reshape(T, B * HK * (K + V))
+    parts = torch.cat([rows[a:b] for a, b in cuts])
+    arrived = exchange_rows(parts, [b - a for a, b in cuts], received, f"keys and values {call}", sp)
+    keys, values = arrived.unflatten(1, (B, HK * (K + V))).transpose(0, 1).split([HK * K, HK * V], -1)
+    mine = sight._replace(start=start, first=first)
+    return attend(q, keys.unflatten(-1, (HK, K)), values.unflatten(-1, (HK, V)), mine, scale, backend)

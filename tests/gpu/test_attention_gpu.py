@@ -23,6 +23,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HEADS = [(4, 4, 64, 64), (6, 2, 128, 128), (8, 1, 192, 128), (4, 2, 40, 24)]  # H, HK, K, V
 Tensors = dict[str, torch.Tensor]
+IN_A_GRAPH = pytest.mark.xfail(
+    torch.__version__.startswith("2.11"), reason="its compiler (docs/hybrid-models.md)"
+)
 
 
 def inputs(heads: tuple[int, int, int, int], dtype: torch.dtype) -> Tensors:
@@ -69,7 +72,7 @@ def test_blocks(mask: str) -> None:
         torch.testing.assert_close(got[name].cpu(), want[name], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("mask", ["causal", "packed window"])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("packed window", marks=IN_A_GRAPH)])
 def test_compiled(mask: str) -> None:
     torch._dynamo.reset()
     x = inputs((4, 2, 64, 64), torch.bfloat16)

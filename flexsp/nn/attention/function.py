@@ -54,8 +54,8 @@ def scaled_dot_product_attention(
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, whose values can be checked without synchronising.
         backend: "blocks" is PyTorch, a block of queries at a time; "sdpa" is torch's function of this name, without
             documents and windows; "flex" is torch's ``flex_attention``, on CUDA. "auto" takes "blocks" on CPU, in
-            float64, and for heads of fewer than 16 or more than 256 channels. Else it takes "sdpa" in half precision
-            without documents and windows where K = V, and "flex" for everything else.
+            float64, and for heads of fewer than 16 or more than 256 channels (in float32 128). Else it takes "sdpa" in
+            half precision without documents and windows where K = V, and "flex" for everything else.
         exchange: what ranks exchange. "heads": each gets all tokens of H / R heads, which all have the same work, and
             gives the outputs back. R must divide H. A key head goes to each rank that has queries of it, so there may
             be fewer key heads than ranks. "keys": each gets the keys and values that its queries may see, those up to

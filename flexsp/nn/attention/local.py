@@ -20,6 +20,7 @@ BACKENDS = ("auto", "sdpa", "flex", "blocks")
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK = 128  # queries and keys of a block of flex_attention's mask
 _LEAST_HEAD, _LARGEST_HEAD = 16, 256  # of heads that the kernels of flex_attention and SDPA take
+_LARGEST_HEAD_OF_FP32 = 128  # there flex_attention's tiles of larger ones do not fit in shared memory
 
 
 class Sight(NamedTuple):
@@ -64,7 +65,8 @@ def choose_backend(q: torch.Tensor, v: torch.Tensor, sight: Sight, keys: int) ->
     ``sdpa``, in half precision, where queries see all keys or all before them and heads are of one size. Else ``flex``.
     """
     sizes = q.shape[-1], v.shape[-1]
-    fits = min(sizes) >= _LEAST_HEAD and max(sizes) <= _LARGEST_HEAD
+    largest = _LARGEST_HEAD if q.dtype in _HALVES else _LARGEST_HEAD_OF_FP32
+    fits = min(sizes) >= _LEAST_HEAD and max(sizes) <= largest
     if not q.is_cuda or q.dtype == torch.float64 or not fits or q.numel() == 0 or keys == 0:
         return "blocks"
     plain = q.dtype in _HALVES and sizes[0] == sizes[1]

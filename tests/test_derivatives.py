@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexsp
 from flexsp import SequenceParallel, nn, ops
+from flexsp.comm import collectives
 from flexsp.comm.derivatives import joined
 from flexsp.comm.halo import halo_exchange
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, graph
@@ -25,6 +26,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
 from flexsp.nn import conv
+from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.scan.exchange import tie
 from flexsp.testing import compare
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
@@ -127,6 +129,12 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.operators._Function in PyTorch": lambda sp: of_graph("saturating", None, torch.float64),
     "flexsp.comm.halo._HaloFunction": of_conv,
     "flexsp.comm.collectives._GatherFunction": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
+    "flexsp.comm.collectives._RowsFunction": lambda sp: (
+        lambda x: (collectives.exchange_rows(x * x, [2, 1], [2 - sp.rank] * 2, "rows", sp), [x])
+    )(leaf(3, 2)),
+    "flexsp.nn.attention.blocks._BlocksFunction": lambda sp: (
+        lambda x: (scaled_dot_product_attention(*x, sp=False), list(x))
+    )([leaf(1, 6, 2, 4) for _ in range(3)]),
     "flexsp.scan.exchange._ExchangeFunction": lambda sp: of_op(sp, torch.float64),
     "flexsp.scan.exchange._ExchangeFunction of matrices": lambda sp: of_variant("deltanet", sp, torch.float64),
     "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),

@@ -93,14 +93,15 @@ def differences(sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm:
     return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", quick(RULES, "gated", "gates of channels"))
 def test_as_repeated(name: str) -> None:
     seed = random.randrange(2**31)
     for dtype, norm, packed in ((BF16, False, True), (F32, True, False)):
         assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=ENV) == [[]]
 
 
-@pytest.mark.parametrize("name", quick(RULES, "gated"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
 def test_over_ranks(name: str) -> None:
     found = run_ranks(differences, 2, name, random.randrange(2**31), 90, BF16, False, True, env=ENV)
     assert found == [[], []]

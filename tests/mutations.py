@@ -570,7 +570,7 @@ _ATTENTION = [
         ("end = at + 1\n", "end = at + 2\n", "a token sees the next one",
          "tests/test_attention.py::test_equals_the_token_loop[3]"),
         ("(block + _BLOCK <= end[top, None])", "(block + _BLOCK <= end[bottom, None])", "blocks on the diagonal count as whole",
-         "tests/test_attention.py::test_blocks_of_the_mask[None-True]"),
+         "tests/test_attention.py::test_blocks_of_the_mask[None-True-False]"),
     ),
     *_in(
         "flexsp/nn/attention/function.py",

@@ -33,6 +33,8 @@ _KEYS = "tests/test_keys.py::test_against_float64"
 _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
 _CHECKS = "tests/test_kept_checks.py::"
 _GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
+_SHARED = "tests/test_grouped_heads.py::test_decoding_and_dispatch_modes"
+_GROUPS_OVER_RANKS = "tests/test_grouped_heads.py::test_over_ranks[gated]"
 _OPS = "tests/test_ops.py::test_against_the_token_loop"
 
 
@@ -47,6 +49,11 @@ KERNELS = [
         ("(tl.load(strength + at * C + i) * scale)[None, :]", "(tl.load(strength + at * C + i) * scale)[:, None]",
          "scores have the strength of queries", _DELTA_ALL),
         ("kc = (kc * power(total)[:, None]).to(DOT)", "kc = kc.to(DOT)", "W has no decay", _DELTA_GATED),
+    ),
+    *_in(
+        "flexsp/ops/_delta.py",
+        ("heads.HV // tokens[x].shape[2], False)", "1, False)", "decoding takes the keys of each head to be there", _SHARED),
+        ("repeats = 1 if _on_engine(heads, q) and", "repeats = 1 if False and", "keys are repeated before an engine", _GROUPS),
     ),
     *_in(
         "flexsp/kernels/delta/channels.py",
@@ -70,6 +77,10 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/walks.py",
+        ("h // GROUP * k_sh\n    slot = states", "h // GROUP * (GROUP == 1) * k_sh\n    slot = states", "segments sum up the first head's keys",
+         _GROUPS_OVER_RANKS),
+        ("h // GROUP * k_sh\n    do += b * do_sb + h * do_sh\n    slot", "h // GROUP * (GROUP == 1) * k_sh\n    do += b * do_sb + h * do_sh\n    slot",
+         "gradients of states come through the first head's keys", _GROUPS_OVER_RANKS),
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
         ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
@@ -90,7 +101,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/grads.py",
-        ("h // GROUP * q_sh", "0 * q_sh", "gradients are of the first head's queries", _GROUPS),
+        ("h // GROUP * q_sh", "h // GROUP * (GROUP == 1) * q_sh", "gradients are of the first head's queries", _GROUPS),
         ("tl.cumsum(sums, axis=0, reverse=True)", "tl.cumsum(sums, axis=0)", "dg sums the wrong way",
          _DELTA_GATED),
         ("tl.sum(tl.where(below, left[None, :], 0.0), axis=1) +", "tl.sum(left, axis=0) +",

@@ -122,13 +122,14 @@ def test_flex() -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 100, 140])
-def test_blocks_of_the_mask(window: int | None, is_causal: bool) -> None:
+def test_blocks_of_the_mask(window: int | None, is_causal: bool, packed: bool) -> None:
     """Every block that a query sees part of is listed, as whole exactly where all of its queries see all of it."""
     start, T, total = 70, 300, 520
     first, last = (0, start + T) if is_causal else (0, total)
-    bounds = torch.tensor([0, 100, 233, 233, total])
+    bounds = torch.tensor([0, 100, 233, 233, total]) if packed else None
     sight = Sight(is_causal, window, bounds, total, start, first)
     begin, end = ranges = sight.ranges(T, last, torch.device("cpu"))
     seen = (torch.arange(last) >= begin[:, None]) & (torch.arange(last) < end[:, None])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp import ops
 from flexsp.testing.ranks import run_ranks
@@ -22,7 +23,7 @@ RULES = {
     "gates of channels": (ops.chunk_kda, 1, (SIZES[1],)),
     "product": (functools.partial(ops.chunk_gated_delta_product, num_householder=2), 2, ()),
 }
-PACKED = (0, 0, 30, 30, 75, 90)
+PACKED = {90: (0, 0, 30, 30, 75, 90), 180: (0, 0, 30, 30, 175, 180)}  # documents, by the number of tokens
 
 
 def drawn(name: str, seed: int, T: int, dtype: torch.dtype, states: int) -> dict[str, torch.Tensor]:
@@ -36,7 +37,7 @@ def drawn(name: str, seed: int, T: int, dtype: torch.dtype, states: int) -> dict
     given = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
     given["beta"] = torch.rand(1, T * steps, 2 * group, generator=made)
     if gates is not None:
-        given["g"] = -torch.rand(1, T, 2 * group, *gates, generator=made)
+        given["g"] = -0.03 * torch.rand(1, T, 2 * group, *gates, generator=made)
     given = {key: x.to(F32 if key == "g" else dtype) for key, x in given.items()}
     return given | {"initial_state": torch.randn(states, 2 * group, K, V, generator=made)}
 
@@ -71,7 +72,7 @@ def differences(sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm:
     """What differs, in any bit, from a call with the queries and keys of each value head."""
     from flexsp.kernels import keys_in_pytorch as keys
 
-    group, bounds = SIZES[0], torch.tensor(PACKED) if packed else None
+    group, bounds = SIZES[0], torch.tensor(PACKED[T]) if packed else None
     given = drawn(name, seed, T, dtype, 1 if bounds is None else len(bounds) - 1)
     options: dict[str, Any] = {"cu_seqlens": bounds}
     if sp.world_size > 1:
@@ -100,8 +101,29 @@ def test_as_repeated(name: str) -> None:
         assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=ENV) == [[]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", quick(RULES, "gated"))
 def test_over_ranks(name: str) -> None:
-    found = run_ranks(differences, 2, name, random.randrange(2**31), 90, BF16, False, True, env=ENV)
+    """A document has several chunks on the last rank, from which gradients come to the first."""
+    found = run_ranks(differences, 2, name, random.randrange(2**31), 180, BF16, False, True, env=ENV)
     assert found == [[], []]
+
+
+def decoded(sp: Any, seed: int) -> list[bool]:
+    """Decoding, and a call that something watches, of queries and keys as they are and of those of each value head."""
+    group, given = SIZES[0], drawn("gated", seed, 20, F32, 1)
+    repeated = given | {x: given[x].repeat_interleave(group, 2) for x in ("q", "k")}
+    found = []
+    for op in (ops.recurrent_gated_delta_rule, ops.chunk_gated_delta_rule):
+        with Watched():
+            pairs = [op(**x, output_final_state=True) for x in (given, repeated)]
+        found += [torch.equal(a, b) for a, b in zip(*pairs, strict=True)]
+    return found
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_decoding_and_dispatch_modes() -> None:
+    assert run_ranks(decoded, 1, random.randrange(2**31), env=ENV) == [[True] * 4]

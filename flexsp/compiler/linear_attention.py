@@ -94,7 +94,7 @@ class LinearAttention:
     """
 
     rows = 1  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
-    groups: Mapping[str, int] = {}  # inputs whose every head serves so many, in calls that an engine runs
+    groups: Mapping[str, int] = {}  # inputs whose every head serves so many; only an engine runs such calls
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
@@ -332,7 +332,6 @@ class LinearAttention:
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
-        tokens |= {name: tokens[name].repeat_interleave(n, 2) for name, n in self.groups.items()}
         text, cu_seqlens = self.program.call_text(first.dtype, bounds is not None), None
         if bounds is not None:
             text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)

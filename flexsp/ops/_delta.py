@@ -191,7 +191,7 @@ def _program(name: str, H: int, K: int, V: int, scale: float, steps: int, group:
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     if steps > 1 or group > 1:
-        made.rows, made.groups = steps, {"q": group, "k": group}
+        made.rows, made.groups = steps, {} if group == 1 else {"q": group, "k": group}
         made.graph_name = graph.name_of(made)
     return made
 

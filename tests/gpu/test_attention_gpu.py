@@ -24,7 +24,7 @@ MASKS: dict[str, dict[str, Any]] = {
 HEADS = [(4, 4, 64, 64), (6, 2, 128, 128), (8, 1, 192, 128), (4, 2, 40, 24)]  # H, HK, K, V
 Tensors = dict[str, torch.Tensor]
 IN_A_GRAPH = pytest.mark.xfail(
-    torch.__version__.startswith("2.11"), reason="its compiler (docs/hybrid-models.md)"
+    torch.__version__.startswith("2.11"), strict=True, reason="its compiler (docs/hybrid-models.md)"
 )
 
 

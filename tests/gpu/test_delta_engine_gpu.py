@@ -119,11 +119,15 @@ def test_gates_that_differ_in_half_of_the_channels(folder: Path, seed: int) -> N
     check_variant("vector_gated_delta", 128, 128, BF16, folder, seed, B=1, T=384, H=2, lowering="auto", gates=gates)
 
 
-@pytest.mark.parametrize("power", [-20, 24])
-@pytest.mark.parametrize("kind", OF_CHANNELS)
+SUBNORMAL = pytest.mark.xfail(strict=True, reason="of dg: what decays below normal numbers before it meets its unit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "power"),
+    [pytest.param(x, n, marks=[SUBNORMAL] * (x == "at the edge" and n < 0)) for x in OF_CHANNELS for n in (-20, 24)],
+)
 def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
-    """Gradients are as many times smaller or larger as those of the outputs: decays hide none of them. Sums of gates'
-    gradients that cancel keep rounding of products that are too small for float32."""
+    """Gradients are as many times smaller or larger as those of the outputs, to the bit: decays hide none of them."""
     T, H, K, V = 384, 2, 64, 128
     made = torch.Generator("cuda").manual_seed(3)
     q, k, v, do = (torch.randn(1, T, H, n, device="cuda", generator=made).bfloat16() for n in (K, K, V, V))
@@ -135,8 +139,7 @@ def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
     large = torch.autograd.grad(o, inputs, do, retain_graph=True)
     other = torch.autograd.grad(o, inputs, do * 2.0**power)
     assert all(a.any() for a in large)
-    for a, b in zip(large, other, strict=True):
-        assert ((a * 2.0**power - b).abs() <= 2.0 ** (power - 24) * a.abs().max() * (a.dtype == torch.float32)).all()
+    assert all(torch.equal(a * 2.0**power, b) for a, b in zip(large, other, strict=True))
 
 
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:

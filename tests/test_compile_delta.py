@@ -29,6 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 20, 24": {"K": 20, "V": 24, "packed": True},
     "fp32 64": {"K": 64, "V": 64, "dtype": "float32"},
     "bf16 64": {"K": 64, "V": 64},
+    "bf16 128, three keys a token": {"K": 128, "V": 128, "steps": 3},
+    "bf16 128, two keys a token, packed": {"K": 128, "V": 128, "steps": 2, "packed": True},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
     "over ranks": {"ranks": True},
     "over ranks, no decay": {"name": "deltanet", "ranks": True},
@@ -56,7 +58,7 @@ MAY_SPILL = {
 
 def compile_config(
     name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False,
-    H: int = 32, gluon: bool = True, ranks: bool = False,
+    H: int = 32, gluon: bool = True, ranks: bool = False, steps: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import importlib
@@ -78,7 +80,8 @@ def compile_config(
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
     docs = 4 if packed else 0
-    looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768)
+    looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768 * steps)
+    looks |= {x: (kind, (32768, *shape[1:])) for x, (kind, shape) in looks.items() if x in ("q", "g")}
     given = {x: torch.empty(1, *shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
     for x in given.values():
         x.requires_grad_()
@@ -88,7 +91,8 @@ def compile_config(
     with record_launches() as launches:
         found = recipe_of(code, given, state, bounds, None)
         assert isinstance(found.call, DeltaCall)
-        o, final = operators.run(found, None, [*given.values()], state, bounds, (0, 32768, 32768))
+        shard = 0, 32768 * steps, 32768 * steps
+        o, final = operators.run(found, None, [*given.values()], state, bounds, shard)
         torch.autograd.backward([o, final], [torch.empty_like(o), state.detach()])
     return [_summary(found) for found in compile_launches(launches)]
 

@@ -46,9 +46,10 @@ def recipe_of(
         own = code.lowering.call(code, looks, initial is not None, docs, ends, sp)
         if own is not None:
             return Recipe(own, looks, sp, remake)
-    fewer = [name for name in tokens if looks.shapes[name][1] != looks.H]
-    if fewer:
-        raise NotEmittable(f"{fewer[0]}: expected {looks.H} heads, got {looks.shapes[fewer[0]][1]}")
+    for axis, size, what in ((0, looks.T, "rows"), (1, looks.H, "heads")):
+        fewer = [name for name in tokens if looks.shapes[name][axis] != size]
+        if fewer:
+            raise NotEmittable(f"{fewer[0]}: expected {size} {what}, got {looks.shapes[fewer[0]][axis]}")
     sizes = _sizes(code, looks, initial)
     chained = sp is not None and sp.world_size > 1
     if plan is None:

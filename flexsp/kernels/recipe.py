@@ -36,7 +36,8 @@ _C = TypeVar("_C", bound=Call)
 class Given:
     """What a call is given, as kernels see it.
 
-    Heads are those of the input that has most; others may have a part of them, where an engine takes such inputs.
+    Heads are those of the input that has most, and so are tokens; others may have a part of them, where an engine takes
+    such inputs. Outputs have the rows of the first input.
 
     Attributes:
         copied: inputs that kernels read from a contiguous copy.
@@ -55,7 +56,7 @@ class Given:
         self.device, self.dtype = lead.device, lead.dtype
         self.batched = lead.dim() > dims
         self.B = lead.shape[0] if self.batched else 1
-        self.T, self.H = lead.shape[self.batched], max([given[x].shape[self.batched + 1] for x in tokens])
+        self.T, self.H = (max([given[x].shape[self.batched + i] for x in tokens]) for i in (0, 1))
         self.lead = (*lead.shape[: 1 + self.batched], self.H)
         if self.B * self.H > MOST_HEADS:
             raise ValueError(f"inputs: expected B * H <= {MOST_HEADS} (a grid's second axis), got {self.B * self.H}")
@@ -69,15 +70,20 @@ class Given:
             return x.is_contiguous()
         return x.dim() == 2 + self.batched or x.stride(-1) == 1 or x.shape[-1] == 1
 
+    def every(self, name: str) -> int:
+        """How many tokens there are for each row of an input."""
+        rows = self.shapes[name][0]
+        return self.T // rows if rows else 1
+
     def require_vectors(self, *tokens: str) -> None:
         """Has kernels read contiguous copies of those inputs with a row a token that do not lie `in_vectors`."""
         for name in tokens:
             at = None if self.layout is None else self.layout[self.names.index(name)]
             aligned = at is None or at[1]
             if name not in self.copied and not (aligned and in_vectors(self.strides[name])):
-                heads, width = self.shapes[name][1:]
+                rows, heads, width = self.shapes[name]
                 self.copied.append(name)
-                self.strides[name] = (self.T * heads * width if self.B > 1 else 0, heads * width, width)
+                self.strides[name] = (rows * heads * width if self.B > 1 else 0, heads * width, width)
 
     def strides_of(self, x: torch.Tensor) -> Strides:
         """Of an input or of the outputs' gradient."""

@@ -186,12 +186,15 @@ def _on_engine(heads: Heads, q: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(name: str, H: int, K: int, V: int, scale: float, steps: int, group: int) -> LinearAttention:
+def _program(
+    name: str, H: int, K: int, V: int, scale: float, steps: int, group: int, every: int
+) -> LinearAttention:  # fmt: skip
     module = importlib.import_module(f"flexsp.variants.{name}")
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     if steps > 1 or group > 1:
         made.rows, made.groups = steps, {} if group == 1 else {"q": group, "k": group}
+        made.every = {} if every == 1 else {x: every for x in ("q", "g") if x in made.names}
         made.graph_name = graph.name_of(made)
     return made
 
@@ -222,30 +225,40 @@ def _final(state: Optional, call: Call) -> Optional:
 
 
 def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
-    """The program flexsp.variants.NAME of what `prepared` gives; of n steps a token q and g too have T n rows.
+    """The program flexsp.variants.NAME of what `prepared` gives.
 
     Args:
-        steps: n, tokens of these for one of `heads.T` and of ``cu_seqlens``.
+        steps: keys of a token; `heads.T` and ``cu_seqlens`` count tokens.
     """
     q = tokens["q"]
     group = check.resolve(call.sp, q)
-    one = q if steps == 1 else q[:, ::steps]
-    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, one, "q", group)
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
     N, initial = _state(heads, call, group, q)
     scale = check.check_scale(call.scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": _clamped(tokens["g"], q)}
+    apart = steps > 1 and not (_on_engine(heads, q) and not transformed())
+    if apart:
+        tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2])
+    key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2], 1 if apart else steps)
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
         o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, True)
     else:
         o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
-    return o, _final(final, call)
+    return o[:, steps - 1 :: steps] if apart else o, _final(final, call)
+
+
+def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
+    """Queries and gates with a row a key: a token's query is that of its last key, its gate that of its first."""
+    found = {"q": F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)}
+    if "g" in tokens:
+        found["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, steps - 1)).flatten(1, 2)
+    return found
 
 
 def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
@@ -73,13 +72,7 @@ def chunk_gated_delta_product(
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
     call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    tokens["q"] = F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
-    if g is None:
-        o, final = _delta.run("deltanet", heads, tokens, call, steps=n)
-    else:
-        tokens["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
-        o, final = _delta.run("gated_deltanet", heads, tokens, call, steps=n)
-    return o[:, n - 1 :: n], final
+    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, call, steps=n)
 
 
 def recurrent_gated_delta_product(

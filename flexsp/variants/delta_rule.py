@@ -46,6 +46,8 @@ class _DeltaRule(Lowering):
         alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
         if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
             return None
+        if given.every("q") > 1 and by_channel:
+            return None  # kernels for gates of channels have a token's key, query and gate in one row
         text = code.program.call_text(given.dtype, docs > 0)
         chained = sp is not None and sp.world_size > 1
         return call_of(

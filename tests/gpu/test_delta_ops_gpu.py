@@ -14,6 +14,7 @@ from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE
 from tests.gpu.judge import CUDA, assert_right
 from tests.gpu.test_matrix_gpu import DTYPES
+from tests.test_keys_of_tokens import drawn, unlike
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -42,6 +43,18 @@ def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, see
     dfinal = torch.randn(N, 2, 64, 48, generator=draw).bfloat16().double()
     op = call(case.op, output_final_state=True)
     assert_right(op, call(case.oracle), op, leaves, do, dfinal, dtype, seed)
+
+
+@pytest.mark.parametrize("T", [150, 20000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("n", "gated", "packed"), [(2, True, False), (3, True, True), (2, False, True), (3, False, False)]
+)
+def test_keys_of_tokens(n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int) -> None:
+    """Long heads are cut into segments. Rows of queries between zeros give the same bits."""
+    bounds = torch.tensor([0, 61, 61, 125, T], device=CUDA) if packed else None
+    given = drawn(seed, T, n, gated, dtype, 4 if packed else 1, 128, 64)
+    assert unlike({name: x.to(CUDA) for name, x in given.items()}, n, gated, bounds) == []
 
 
 def test_heads_that_no_kernels_run() -> None:

@@ -20,7 +20,7 @@ def call_of(
 ) -> DeltaCall:  # fmt: skip
     """The call of inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaCall`.
 
-    H is a multiple of the heads of q and k.
+    H is a multiple of the heads of q and k, and T of the rows of q and of gates a token.
 
     chained: over several ranks.
     """
@@ -29,7 +29,7 @@ def call_of(
     by_channel = gate is not None and len(given.shapes[gate]) == 3
     plan = plan_of(
         given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None and not by_channel, chained,
-        of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1],
+        of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.every("q"),
     )  # fmt: skip
     kind: type[DeltaCall] = ChannelCall if by_channel else DeltaCall
     if plan.tiles.copies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.tokens import load_tokens, of_gates, store_tokens
 from flexsp.kernels.delta.walks import load_gates
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, load_state, mm, power, store_rows
 from flexsp.runtime.launch import begin
@@ -15,9 +16,11 @@ def grads(
     q, k, do, strength, inverse, errors, derrors, gates, entering, leaving, dq, dk, dv, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K], a chunk and BK columns of K a program; dv [B, T, H, V] by those of the first columns.
+    """dk [B, T, H, K] and dq [B, T / STEPS, H, K], a chunk and BK columns of K a program; dv [B, T, H, V] by those of
+    the first columns.
 
     Of every chunk: errors N^T and their gradients, entering S^T and leaving dS^T are [B H, chunks, V, C or K]. What the
     columns of K add to the gradients of beta and of g goes into parts [2, tiles, B H, chunks, C].
@@ -33,7 +36,7 @@ def grads(
     bc, end = load_gates(gates, at, C, GATED)
     i = tl.arange(0, C)
     w = tl.load(strength + at * C + i)
-    of_outputs = do + b * do_sb + h * do_sh + start * do_st
+    of_outputs = do + b * do_sb + h * do_sh
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
     reads = tl.zeros([C, C], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
@@ -44,7 +47,7 @@ def grads(
         if tile == 0:
             store_rows(dv + ((b * T + start) * H + h) * V, y, H * V, length, v0, C, V, BV)
         y = y.to(DOT)
-        oc = load_rows(of_outputs, do_st, length, v0, C, V, BV)
+        oc = load_tokens(of_outputs, do_st, start, length, v0, C, V, BV, STEPS)
         N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
         S = load_state(entering + at * V * K, v0, k0, True, V, K, BV, BK).to(entering.dtype.element_ty)
         reads += mm(oc, N, DOT, PREC)
@@ -68,17 +71,17 @@ def grads(
         S = load_state(entering + at * V * K, v0, k0, True, V, K, BV, BK).to(entering.dtype.element_ty)
         if GATED:
             kept += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
-        oc = load_rows(of_outputs, do_st, length, v0, C, V, BV)
+        oc = load_tokens(of_outputs, do_st, start, length, v0, C, V, BV, STEPS)
         to_q += mm(oc, S, DOT, PREC)
     to_p = to_p * power(end - bc)[:, None]
     to_q = to_q * (power(bc) * scale)[:, None]
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, k0, C, K, BK)
-    qc = load_rows(q + b * q_sb + h // GROUP * q_sh + start * q_st, q_st, length, k0, C, K, BK)
+    qc = load_tokens(q + b * q_sb + h // GROUP * q_sh, q_st, start, length, k0, C, K, BK, STEPS)
     pc = (kc * w[:, None]).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in the sums below
     to_q += mm(reads, pc, DOT, PREC)
     sums = tl.sum(to_q * qc.to(tl.float32), axis=1)
     to_q += own[:, None] * pc.to(tl.float32)
-    store_rows(dq + ((b * T + start) * H + h) * K, to_q, H * K, length, k0, C, K, BK)
+    store_tokens(dq + (b * (T // STEPS) * H + h) * K, to_q, H * K, start, length, k0, C, K, BK, STEPS)
     to_k += mm(pairs, pc, DOT, PREC)
     sums += tl.sum(to_k * kc.to(tl.float32), axis=1)
     left = tl.sum(to_p * pc.to(tl.float32), axis=1)
@@ -99,9 +102,10 @@ def grads(
 def gathered(
     g, parts, dbeta, dg, table, g_sb, g_st, g_sh, T, H, n_chunks,
     TILES: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dbeta and dg [B, T, H] of a chunk and HEADS heads a program, from what `grads` left in parts."""
+    """dbeta [B, T, H] and dg [B, T / STEPS, H] of a chunk and HEADS heads a program, from what `grads` left in
+    parts."""
     begin(PDL)
     c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -119,5 +123,9 @@ def gathered(
             gate += tl.load(at + (TILES + tile) * heads * n_chunks * C, mask=inside, other=0.0)
     tl.store(dbeta + to, strength.to(dbeta.dtype.element_ty), mask=inside)
     if GATED:
-        given = tl.load(g + b * g_sb + (start + i) * g_st + h * g_sh, mask=inside, other=0.0).to(tl.float32)
+        token, there = of_gates(start, length, C, STEPS)
+        token = start // STEPS + token[:, None]
+        inside = there[:, None] & (h < H)
+        given = tl.load(g + b * g_sb + token * g_st + h * g_sh, mask=inside, other=0.0).to(tl.float32)
+        to = (b * (T // STEPS) + token) * H + h
         tl.store(dg + to, tl.where(given < GATE_MIN, 0.0, gate).to(dg.dtype.element_ty), mask=inside)

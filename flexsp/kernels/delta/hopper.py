@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 __all__ = [
     "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers",
-    "operand", "power", "shared", "store", "store_state", "store_turned", "tiles", "visible",
+    "copy_tokens", "of_gates", "operand", "power", "shared", "store", "store_state", "store_tokens",
+    "store_turned_tokens", "tiles", "visible",
 ]  # fmt: skip
 
 
@@ -106,6 +107,31 @@ def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride):
 
 
 @gluon.jit
+def _places(start, length, R: gl.constexpr, STEPS: gl.constexpr, AT: gl.constexpr, LAYOUT: gl.constexpr):
+    """As in `flexsp.kernels.delta.tokens`."""
+    i = gl.arange(0, R, LAYOUT)
+    key = (start % STEPS).to(gl.int32) + i
+    return key // STEPS, (key % STEPS == AT) & (i < length)
+
+
+@gluon.jit
+def of_gates(start, length, C: gl.constexpr, STEPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """As `flexsp.kernels.delta.tokens.of_gates`."""
+    return _places(start, length, C, STEPS, 0, LAYOUT)
+
+
+@gluon.jit
+def copy_tokens(to, base, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
+    """A tile [R, N] of tokens' rows on its way to shared memory, zero at other keys than the last of a token."""
+    if STEPS == 1:
+        copy(to, base + start * stride, length, R, N, stride)
+    else:
+        token, there = _places(start, length, R, STEPS, STEPS - 1, gl.SliceLayout(1, by_row(N)))
+        at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
+        async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, there[:, None])
+
+
+@gluon.jit
 def copy_numbers(to, base, N: gl.constexpr):
     """N numbers in float32 on their way to shared memory."""
     async_copy.async_copy_global_to_shared(to, base + gl.arange(0, N, _NUMBERS))
@@ -160,12 +186,20 @@ def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
 
 
 @gluon.jit
-def store_turned(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
-    """Columns 0..length-1 of x [R, N] as rows of bfloat16."""
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_column(R)))
-    columns = gl.arange(0, N, gl.SliceLayout(0, by_column(R)))
+def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
+    """Stores as bfloat16 the rows that `copy_tokens` would read."""
+    token, there = _places(start, length, R, STEPS, STEPS - 1, gl.SliceLayout(1, by_row(N)))
+    at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
+    gl.store(base + start // STEPS * stride + at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=there[:, None])
+
+
+@gluon.jit
+def store_turned_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
+    """Columns of x [R, N] as `store_tokens` stores rows."""
+    token, there = _places(start, length, N, STEPS, STEPS - 1, gl.SliceLayout(0, by_column(R)))
+    at = token[None, :] * stride + gl.arange(0, R, gl.SliceLayout(1, by_column(R)))[:, None]
     x = gl.convert_layout(x.to(gl.bfloat16), by_column(R))
-    gl.store(base + columns[None, :] * stride + rows[:, None], x, mask=(columns < length)[None, :])
+    gl.store(base + start // STEPS * stride + at, x, mask=there[None, :])
 
 
 @gluon.jit

@@ -15,8 +15,10 @@ from flexsp.kernels.delta.hopper import (
     by_sum,
     chunk_at,
     copy,
+    copy_tokens,
     shared,
     store,
+    store_tokens,
     tiles,
     visible,
 )
@@ -29,7 +31,7 @@ def grads(
     q, k, do, dv, strength, errors, gates, entering, leaving, dq, dk, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.grads.grads`, with dv as `hopper_walks.backward` left it."""
     begin(PDL)
@@ -45,13 +47,13 @@ def grads(
     of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
     S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
-    copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st)
+    copy_tokens(of_o, do + b * do_sb + h * do_sh, start, length, C, V, do_st, STEPS)
     copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
     copy(N, errors + at * V * C, V, V, C, C)
     async_copy.commit_group()
     copy(S, entering + at * V * K + k0, V, V, BK, K)
     copy(dS, leaving + at * V * K + k0, V, V, BK, K)
-    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, BK, q_st)
+    copy_tokens(qs, q + b * q_sb + h // GROUP * q_sh + k0, start, length, C, BK, q_st, STEPS)
     copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, BK, k_st)
     async_copy.commit_group()
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
@@ -103,7 +105,7 @@ def grads(
     sums = gl.sum(to_q * qc + to_k * kc - by_pairs * pc, axis=1)
     left = gl.sum(to_p * pc, axis=1)
     to_q += own[:, None] * pc
-    store(dq + ((b * T + start) * H + h) * K + k0, to_q, length, C, BK, H * K)
+    store_tokens(dq + (b * (T // STEPS) * H + h) * K + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc
     part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
     gl.store(part + r, gl.sum(to_p * kc, axis=1))

@@ -60,7 +60,7 @@ class HopperCall(DeltaCall):
         p, how = self.plan, Launch(0, 4, 1)
         pointers = ["q", "k", "@strength", self._gates, "@scores", "@table" if p.docs else None]
         constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "PACKED": p.docs > 0}
-        constants["GROUP"] = p.group
+        constants |= {"GROUP": p.group, "STEPS": p.steps}
         return LaunchSpec(
             "scores", how, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*pointers[:4]),
             ("@scores",), ("q", "k", p.T, p.H, self.scale), constants, how.options,
@@ -73,7 +73,7 @@ class HopperCall(DeltaCall):
         p = self.plan
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
         constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
-        constants["GROUP"] = p.group
+        constants |= {"GROUP": p.group, "STEPS": p.steps}
         reads = tuple(x for x in named(*pointers) if x not in writes)
         flags["DEEP"] = panels * p.B * p.H * p.n_seg <= p.programs
         return LaunchSpec(
@@ -139,7 +139,7 @@ class HopperCall(DeltaCall):
         writes = (*self._to_keys, "@parts")
         pointers += [*writes, "@table" if p.docs else None]
         constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
-        constants |= {"PACKED": p.docs > 0, "GROUP": p.group}
+        constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
         grads = LaunchSpec(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
             tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,

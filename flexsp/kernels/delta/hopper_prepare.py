@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flexsp.kernels.delta.hopper import begin, chunk_at, power
+from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "prepare"]
@@ -288,7 +288,7 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
 def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr,
-    DECAYS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    DECAYS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens."""
     begin(PDL)
@@ -303,7 +303,9 @@ def prepare(
     gl.store(strength + at * C + i, given)
     factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
     if GATED:
-        gate = gl.load(g + b * g_sb + h * g_sh + (start + i) * g_st, mask=i < length, other=0.0).to(gl.float32)
+        token, there = of_gates(start, length, C, STEPS, _TOKENS)
+        g += b * g_sb + h * g_sh + start // STEPS * g_st
+        gate = gl.load(g + token * g_st, mask=there, other=0.0).to(gl.float32)
         gate = gl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL) * LOG2E
         total = gl.associative_scan(gate, 0, _add)
         gl.store(gates + at * C + i, total)

@@ -28,12 +28,13 @@ from flexsp.kernels.delta.hopper import (
     chunk_at,
     copy,
     copy_numbers,
+    copy_tokens,
     load_state,
     numbers,
     operand,
     store,
     store_state,
-    store_turned,
+    store_turned_tokens,
     tiles,
 )
 
@@ -48,13 +49,16 @@ CHANNEL = gl.constexpr(2)
 def _fetch(
     c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
     stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, STEPS: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given."""
+    """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given.
+
+    STEPS, EVERY: keys for each row of queries and of `values`.
+    """
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * n_chunks + c
     zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
-    copy(rows.index(to), values + start * stride, length if given else 0, C, 64, stride + zero)
+    copy_tokens(rows.index(to), values, start, length if given else 0, C, 64, stride + zero, EVERY)
     copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
     if GATED == CHANNEL:
         copy(ks.index(to), k + at * C * K, C, C, K, K + zero)
@@ -63,7 +67,7 @@ def _fetch(
         copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
         _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C, GATED)
         if READS:
-            copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
+            copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
 
 
 @gluon.jit
@@ -79,7 +83,7 @@ def _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C: gl.constexpr, G
 @gluon.jit
 def _fetch_later(
     c, to, row, scores, pairs, q, qs, keys, ws, table, q_st, T, n_chunks, K: gl.constexpr, C: gl.constexpr,
-    READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
+    READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy what chunk c needs when its first product is done."""
     at = row * n_chunks + c
@@ -92,7 +96,7 @@ def _fetch_later(
         copy(qs.index(to), q + at * C * K, C, C, K, K + zero)
     elif QUERIES:
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        copy(qs.index(to), q + start * q_st, length, C, K, q_st + zero)
+        copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
 
 
 @gluon.jit
@@ -118,7 +122,7 @@ def forward(
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
     ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -172,21 +176,21 @@ def forward(
     if c0 < c1:
         _fetch(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
-            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
+            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED, STEPS, 1,
         )  # fmt: skip
     async_copy.commit_group()
     if LATER:
         if c0 < c1:
             _fetch_later(
                 c0, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES, GATED,
-                PACKED,
+                PACKED, STEPS,
             )  # fmt: skip
         async_copy.commit_group()
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
-                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED,
+                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, 1,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -208,13 +212,14 @@ def forward(
             if c + 1 < c1:
                 _fetch_later(
                     c + 1, 1 - then, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS,
-                    QUERIES, GATED, PACKED,
+                    QUERIES, GATED, PACKED, STEPS,
                 )  # fmt: skip
             async_copy.commit_group()
         if c + FIRST - 1 < c1:
             _fetch(
                 c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
                 strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
+                STEPS, 1,
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
@@ -246,11 +251,12 @@ def forward(
             if c + 1 < c1:
                 _fetch_later(
                     c + 1, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES,
-                    GATED, PACKED,
+                    GATED, PACKED, STEPS,
                 )  # fmt: skip
             async_copy.commit_group()
         if READS:
-            store_turned(o + ((b * T + start) * H + h) * V + v0, out, length, 64, C, H * V)
+            to_o = o + (b * (T // STEPS) * H + h) * V + v0
+            store_turned_tokens(to_o, out, start, length, 64, C, H * V, STEPS)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
@@ -276,7 +282,7 @@ def backward(
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
 
@@ -314,19 +320,20 @@ def backward(
     if c0 < c1:
         _fetch(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
-            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
+            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED, STEPS, STEPS,
         )  # fmt: skip
     async_copy.commit_group()
     if c0 < c1:
         _fetch_later(
-            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED, PACKED
+            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED, PACKED,
+            STEPS,
         )  # fmt: skip
     async_copy.commit_group()
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
-                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED,
+                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, STEPS,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -347,13 +354,14 @@ def backward(
             if c > c0:
                 _fetch_later(
                     c - 1, 1 - then, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES,
-                    GATED, PACKED,
+                    GATED, PACKED, STEPS,
                 )  # fmt: skip
             async_copy.commit_group()
         if c - FIRST + 1 >= c0:
             _fetch(
                 c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
                 inverses, strengths, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
+                STEPS, STEPS,
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
@@ -376,19 +384,19 @@ def backward(
             if c > c0:
                 _fetch_later(
                     c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
-                    PACKED,
+                    PACKED, STEPS,
                 )  # fmt: skip
             async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
         if not SUMS:
-            store_turned(dv + ((b * T + start) * H + h) * V + v0, y, length, 64, C, H * V)
+            store_turned_tokens(dv + (b * T * H + h) * V + v0, y, start, length, 64, C, H * V, 1)
         dS = warpgroup_mma_wait(0, [dS])
         if GATED == CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
                 _fetch_later(
                     c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
-                    PACKED,
+                    PACKED, STEPS,
                 )  # fmt: skip
             async_copy.commit_group()
         if PACKED:

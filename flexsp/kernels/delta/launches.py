@@ -107,15 +107,16 @@ class DeltaCall:
             "@scores": (half, (*chunks, C, C)),
             "@parts": (_F32, (1 if self.gate is None else 2, self._tiles_of_keys, *chunks, C)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
-            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H)),
+            f"d.{self.gate}": (self.types[1], (p.B, p.T // p.steps, p.H)),
         }
         if name in found:
             return Buffer(*found[name])
         if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
             return Buffer(_F32, (p.docs or p.B, p.H, p.K, p.V))
+        rows = p.T // p.steps if name in ("q", "d.q", "@dq", "@o", "@do") else p.T
         if name.removeprefix("d.") in ("q", "k"):
-            return Buffer(self.dtype, (p.B, p.T, p.H // p.group, p.K))
-        return Buffer(self.dtype, (p.B, p.T, p.H, p.K if name in ("@dq", "@dk") else p.V))
+            return Buffer(self.dtype, (p.B, rows, p.H // p.group, p.K))
+        return Buffer(self.dtype, (p.B, rows, p.H, p.K if name in ("@dq", "@dk") else p.V))
 
     def own(self, name: str) -> bool:
         return name in _OWN
@@ -219,7 +220,7 @@ class DeltaCall:
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
         sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
-        flags = {"GATED": self._gated, "PACKED": p.docs > 0, "GROUP": p.group}
+        flags = {"GATED": self._gated, "PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
         constants = sizes | flags | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"
         return LaunchSpec(
@@ -333,12 +334,13 @@ class DeltaCall:
         if p.group == 1:
             return []
         block = 1 << (p.K - 1).bit_length()
-        rows, lines = p.B * p.T * p.H // p.group, max(1, 2048 // block)
+        heads, lines = p.H // p.group, max(1, 2048 // block)
         constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": p.group, "NORM": False}
-        how = Launch(0, 4, 1)
+        how, tokens = Launch(0, 4, 1), p.T // p.steps
+        rows = p.B * p.T * heads
         return [LaunchSpec(
             "sum_of_groups", how, (-(-rows // lines), 2, 1), ("q", "k", *self._to_keys, *made), tuple(self._to_keys),
-            made, ("q", "k", rows, p.T, rows, p.T, p.H // p.group), constants, how.options,
+            made, ("q", "k", rows // p.steps, tokens, rows, p.T, heads), constants, how.options,
         )]  # fmt: skip
 
     def _gathered(self) -> LaunchSpec:
@@ -346,7 +348,7 @@ class DeltaCall:
         gate = None if self.gate is None else f"d.{self.gate}"
         pointers = [self.gate, "@parts", f"d.{self.beta}", gate]
         constants = {"TILES": self._tiles_of_keys, "HEADS": how.cols, "C": p.tiles.chunk}
-        constants |= {"GATED": gate is not None, "PACKED": p.docs > 0}
+        constants |= {"GATED": gate is not None, "PACKED": p.docs > 0, "STEPS": p.steps}
         return LaunchSpec(
             "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B),
             (*(x or "q" for x in pointers), "@table" if p.docs else "q"), named(self.gate, "@parts"),

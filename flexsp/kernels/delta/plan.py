@@ -46,7 +46,7 @@ class Tiles:
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several. `programs`: so many have a
-    multiprocessor each. `group`: heads that share a query and a key."""
+    multiprocessor each. `group`: heads that share a query and a key. `steps`: keys a token has; T counts keys."""
 
     B: int
     T: int
@@ -61,6 +61,7 @@ class Plan:
     ranks: bool
     programs: int
     group: int = 1
+    steps: int = 1
 
     @property
     def scanned(self) -> bool:
@@ -104,9 +105,9 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device,
-    gluon: bool = False, group: int = 1,
+    gluon: bool = False, group: int = 1, steps: int = 1,
 ) -> Plan:  # fmt: skip
-    """The plan of calls of B sequences of T tokens and H heads; `docs` packed documents, 0 if not packed.
+    """The plan of calls of B sequences of T keys and H heads; `docs` packed documents, 0 if not packed.
 
     gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix
     (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are
@@ -124,4 +125,4 @@ def plan_of(
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
     n_seg = max(1, -(-n_chunks // per_seg))
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, group)
+    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, group, steps)

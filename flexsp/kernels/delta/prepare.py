@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.tokens import load_tokens, of_gates
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power, store_rows
 from flexsp.runtime.launch import begin
 
@@ -107,7 +108,7 @@ def prepare(
     k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     BOUNDS: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 
@@ -132,7 +133,9 @@ def prepare(
     x = x * given[None, :]
     below = i[:, None] > i[None, :]
     if GATED:
-        gate = load_numbers(g + b * g_sb + h * g_sh + start * g_st, g_st, length, C).to(gates.dtype.element_ty)
+        token, there = of_gates(start, length, C, STEPS)
+        g += b * g_sb + h * g_sh + start // STEPS * g_st
+        gate = tl.load(g + token * g_st, mask=there, other=0.0).to(gates.dtype.element_ty)
         gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
         total = tl.cumsum(gate * LOG2E, axis=0)
         tl.store(gates + at * C + i, total)
@@ -158,7 +161,8 @@ def prepare(
 def values(
     q, k, v, inverse, strength, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`; and scores
     scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
@@ -171,7 +175,7 @@ def values(
     at = row * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
-    qc = load_rows(q + b * q_sb + h // GROUP * q_sh + start * q_st, q_st, length, 0, C, K, BK)
+    qc = load_tokens(q + b * q_sb + h // GROUP * q_sh, q_st, start, length, 0, C, K, BK, STEPS)
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     x = mm(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
     until = i[:, None] >= i[None, :]

@@ -12,16 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import (
-    chunk_info,
-    load_rows,
-    load_state,
-    mm,
-    power,
-    store_columns,
-    store_rows,
-    store_state,
-)
+from flexsp.kernels.delta.tokens import load_tokens, store_tokens, store_turned_tokens
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_state
 from flexsp.runtime.launch import begin
 
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
@@ -30,8 +22,8 @@ _TURNED = tl.constexpr(64)
 NONE = tl.constexpr(0)
 SCALAR = tl.constexpr(1)
 CHANNEL = tl.constexpr(2)
-"""What decays a state, GATED below: nothing, a gate a token, a gate a token and key channel. GROUP, in all kernels of
-the engine: so many heads in a row have the same queries and keys."""
+"""What decays a state, GATED below: nothing, a gate a token, a gate a token and key channel. In all kernels of the
+engine GROUP: so many heads in a row have the same queries and keys; STEPS: a token has so many keys (`tokens`)."""
 
 
 @triton.jit
@@ -122,11 +114,13 @@ def _keep(base, x, v0, V: tl.constexpr, BV: tl.constexpr, N: tl.constexpr, BN: t
 
 
 @triton.jit
-def _put_rows(base, x, stride, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def _put_tokens(
+    base, x, stride, start, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
     if BV >= _TURNED:
-        store_columns(base, x, stride, length, v0, C, V, BV)
+        store_turned_tokens(base, x, stride, start, length, v0, C, V, BV, STEPS)
     else:
-        store_rows(base, x, stride, length, v0, C, V, BV)
+        store_tokens(base, x, stride, start, length, v0, C, V, BV, STEPS)
 
 
 @triton.jit
@@ -149,13 +143,14 @@ def _square(base, C: tl.constexpr):
 
 @triton.jit
 def _keys(
-    base, start, stride_t, length, chunk, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr
+    base, start, stride_t, length, chunk, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+    STEPS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Keys or queries [C, K] of a chunk."""
+    """Keys [C, K] of a chunk, or queries of STEPS keys each."""
     if GATED == CHANNEL:
         rows = load_rows(base + chunk * C * K, K, C, 0, C, K, BK)
     else:
-        rows = load_rows(base + start * stride_t, stride_t, length, 0, C, K, BK)
+        rows = load_tokens(base, stride_t, start, length, 0, C, K, BK, STEPS)
     return rows
 
 
@@ -215,7 +210,7 @@ def summarize(
     k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment leaves of a state of zeros, into the slot behind it, and its matrix A [B, n_seg, H, K, K].
 
@@ -272,7 +267,7 @@ def output(
     n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """o = scores N + scale e^b q S."""
     begin(PDL)
@@ -299,7 +294,7 @@ def output(
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED, STEPS)
         oc = _read(S, qc, BV, DOT, PREC)
         if GATED != CHANNEL:
             oc = oc * _by_token(power(bc) * scale, BV)
@@ -307,7 +302,7 @@ def output(
         pc = _square(scores + at * C * C, C)
         oc += _written(errors, tl.trans(pc), BV, DOT, PREC)
         S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
-        _put_rows(o + ((b * T + start) * H + h) * V, oc, H * V, length, v0, C, V, BV)
+        _put_tokens(o + (b * (T // STEPS) * H + h) * V, oc, H * V, start, length, v0, C, V, BV, STEPS)
         if PACKED and LEAVES:
             _put_state(final + (doc * H + h) * K * V, S, v0, last, K, V, BK, BV)
     if LEAVES and not PACKED:
@@ -319,7 +314,7 @@ def states(
     k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and its errors N^T [.., V, C]."""
     begin(PDL)
@@ -379,7 +374,7 @@ def collect(
     do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment adds to the gradient of the state that enters it, into its slot of dstates."""
     begin(PDL)
@@ -407,9 +402,9 @@ def collect(
                     dS = _state(boundary + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = _gates(gates, at, C, K, BK, GATED)
         strength = _strength(strengths, at, C, GATED)
-        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED, STEPS)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
-        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _square(scores + at * C * C, C)
         dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
@@ -429,7 +424,7 @@ def back(
     k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the errors, [B H, chunks, V, C], and of the state that leaves each chunk, transposed: [.., V, K]."""
     begin(PDL)
@@ -457,9 +452,9 @@ def back(
         _keep(leaving + at * V * K, dS, v0, V, BV, K, BK)
         bc, end = _gates(gates, at, C, K, BK, GATED)
         strength = _strength(strengths, at, C, GATED)
-        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED)
+        qc = _keys(q, start, q_st, length, at, C, K, BK, GATED, STEPS)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
-        oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
+        oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _square(scores + at * C * C, C)
         dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)

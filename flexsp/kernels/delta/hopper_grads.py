@@ -75,35 +75,41 @@ def grads(
         kept = gl.exp2(end)
 
     arrived(1)
-    reads, pairs = warpgroup_mma_wait(0, [begun(of_o, N, C), begun(of_y, N, C)])
+    reads, pairs = begun(of_o, N, C), begun(of_y, N, C)
+    arrived(0)
+    to_p, to_k, to_q = begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)
+    reads, pairs = warpgroup_mma_wait(3, [reads, pairs])
     own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
     own = gl.convert_layout(own, gl.SliceLayout(1, CK))
     reads_s = shared(reads * decay * scale)
     pairs_s = shared(pairs * -decay)
-    arrived(0)
-    to_p, to_k, to_q = warpgroup_mma_wait(
-        0, [begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)]
-    )
     if GATED:
         whole: gl.constexpr = by_row(BK)
         both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
         kept = gl.sum(gl.sum(both, axis=1), axis=0) * kept
-    to_p = to_p * to_end[:, None]
-    to_k = to_k * -from_start[:, None]
-    to_q = to_q * (from_start * scale)[:, None]
+    to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
+    gl.thread_barrier()  # all warps have waited for products that read what is written over below
+    of_o._keep_alive()
+    of_y._keep_alive()
+    N._keep_alive()
+    S._keep_alive()
+    dS._keep_alive()
     kc = ks.load(CK).to(gl.float32)
     pc = (kc * w[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
     ps = shared(pc)
     pc = pc.to(gl.float32)
+    to_p = to_p * to_end[:, None]
+    to_k = to_k * -from_start[:, None]
+    to_q = to_q * (from_start * scale)[:, None]
     visible()
     to_q = warpgroup_mma(reads_s, ps, to_q, is_async=True)
     to_k = warpgroup_mma(pairs_s, ps, to_k, is_async=True)
     by_pairs = begun(reads_s.permute((1, 0)), qs, BK)
     by_pairs = warpgroup_mma(pairs_s.permute((1, 0)), ks, by_pairs, is_async=True)
+    left = gl.sum(to_p * pc, axis=1)
     to_q, to_k, by_pairs = warpgroup_mma_wait(0, [to_q, to_k, by_pairs])
     qc = qs.load(CK).to(gl.float32)
     sums = gl.sum(to_q * qc + to_k * kc - by_pairs * pc, axis=1)
-    left = gl.sum(to_p * pc, axis=1)
     to_q += own[:, None] * pc
     store_tokens(dq + (b * (T // STEPS) * H + h) * K + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc

@@ -84,6 +84,10 @@ def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
         "growth": torch.where(t % 2 == 0, 0.05, -0.06) + 0.0 * k,
         "early in chunks": torch.where(t % 64 == 1, -50.0, slow),
         "late in chunks": torch.where(t % 64 == 62, -50.0, slow),
+        "fast": torch.full_like(slow, -0.6),
+        "fast but for a channel": torch.where(k == 37, 0.1, 60.0) * slow.clamp(min=-0.01),
+        "fast where segments end": torch.where(t % 320 >= 192, -0.9, slow),
+        "fast where segments begin": torch.where(t % 320 < 128, -0.9, slow),
     }[kind].float()
 
 
@@ -101,6 +105,24 @@ def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[
     check_variant(
         "vector_gated_delta", 64, 128, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
         gates=of_channels(kind, T, 64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fast", "fast but for a channel", "fast where segments end", "fast where segments begin", "little", "closed",
+        "growth", "strong in some chunks",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.usefixtures("poisoned", "segments")
+def test_segments_of_channels(folder: Path, seed: int, K: int, kind: str, documents: tuple[int, ...] | None) -> None:
+    T = 1280 if documents is None else sum(documents)
+    check_variant(
+        "vector_gated_delta", K, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
+        gates=of_channels(kind, T, K),
     )  # fmt: skip
 
 

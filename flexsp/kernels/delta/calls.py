@@ -28,7 +28,7 @@ def call_of(
     K, V = given.shapes["q"][-1], given.shapes["v"][-1]
     by_channel = gate is not None and len(given.shapes[gate]) == 3
     plan = plan_of(
-        given.dtype, given.B, given.T, given.H, K, V, docs, gate is not None and not by_channel, chained,
+        given.dtype, given.B, given.T, given.H, K, V, docs, 0 if gate is None else K if by_channel else 1, chained,
         of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.every("q"),
     )  # fmt: skip
     kind: type[DeltaCall] = ChannelCall if by_channel else DeltaCall

@@ -79,6 +79,10 @@ class ChannelCall(DeltaCall):
         """Which chunks these kernels leave to others."""
         return None
 
+    @property
+    def _growth(self) -> str | None:
+        return None
+
     def _chunkwise(
         self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str],
         numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
@@ -97,8 +101,9 @@ class ChannelCall(DeltaCall):
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
         scores = self._chunkwise(
-            "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild], made,
-            [*names, p.T, p.H, self.scale], STRONG=self._mild is not None, GROUP=p.group,
+            "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild, self._growth],
+            [*made, *named(self._growth)], [*names, p.T, p.H, self.scale], STRONG=self._mild is not None,
+            GROWTH=self._growth is not None, GROUP=p.group,
         )  # fmt: skip
         inverse = LaunchSpec(
             "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),

@@ -149,16 +149,18 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, growth, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, STRONG: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
     [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
 
-    STRONG, here and below: chunks that are `mild` are left to `hopper_channels`.
+    GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
+    than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, here and below: chunks that are
+    `mild` are left to `hopper_channels`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -177,8 +179,11 @@ def channel_scores(
     strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
     of_queries = tl.zeros([C, C], tl.float32)
+    positive = 0
     for k0 in range(0, K, COLS):
         gate = _load_gates(g, g_st, length, k0, C, K, COLS)
+        if GROWTH:
+            positive += tl.sum(tl.sum((gate > 0.0).to(tl.int32), axis=1), axis=0)
         first, second = _split(gate, DOT)
         qc = load_rows(q, q_st, length, k0, C, K, COLS).to(tl.float32)
         kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
@@ -200,6 +205,10 @@ def channel_scores(
             of_keys += tl.where(met, mm((kc * e).to(DOT), written, DOT, PREC), 0.0)
             of_queries += tl.where(met, mm((qc * e).to(DOT), written, DOT, PREC), 0.0)
     square = at * C * C + i[:, None] * C + i[None, :]
+    if GROWTH:
+        own = tl.sum(tl.where(i[:, None] == i[None, :], of_keys, 0.0), axis=1)
+        own = tl.maximum(tl.abs(1.0 - strength * own), 1.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(growth + at, tl.where(positive > 0, float("inf"), tl.sum(tl.log2(own), axis=0)))
     of_keys = tl.where(i[:, None] > i[None, :], of_keys * strength[None, :], 0.0)
     tl.store(pairs + square, of_keys.to(pairs.dtype.element_ty))
     tl.store(scores + square, (of_queries * (strength * scale)[None, :]).to(scores.dtype.element_ty))

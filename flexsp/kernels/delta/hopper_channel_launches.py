@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import hopper_channels, hopper_prepare
+from flexsp.kernels.delta import hopper_channels, hopper_prepare, hopper_reach
 from flexsp.kernels.delta.channel_launches import ChannelCall
 from flexsp.kernels.delta.hopper_launches import WARP, HopperCall
-from flexsp.kernels.launches import Buffer, Launch, LaunchSpec
+from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelCall"]
 
 _KERNELS = {
     "little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads,
-    "inverse": hopper_prepare.inverse,
+    "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
 }  # fmt: skip
-_SCORES, _GRADS = Launch(64, 4, 1, 168), Launch(64, 4, 1)
+_SCORES, _GRADS, _REACH = Launch(64, 4, 1, 168), Launch(64, 4, 1), Launch(64, 4, 1)
 
 
 class HopperChannelCall(HopperCall, ChannelCall):
@@ -31,16 +31,30 @@ class HopperChannelCall(HopperCall, ChannelCall):
         return _KERNELS.get(spec.kind) or super().kernel(spec)
 
     def buffer(self, name: str) -> Buffer:
-        if name == "@mild":
-            return Buffer(torch.int32, (self.plan.B * self.plan.H, self.plan.n_chunks))
-        return super().buffer(name)
+        p = self.plan
+        heads = p.B * p.H
+        found = {
+            "@mild": Buffer(torch.int32, (heads, p.n_chunks)),
+            "@growth": Buffer(torch.float32, (heads, p.n_chunks)),
+            "@from_end": Buffer(torch.int32, (p.K // 64, heads, p.n_seg)),
+            "@from_start": Buffer(torch.int32, (p.K // 64, heads, p.n_seg)),
+        }
+        return found.get(name) or super().buffer(name)
 
     @property
     def _mild(self) -> str | None:
         return "@mild"
 
     @property
-    def _walked(self) -> str | None:
+    def _growth(self) -> str | None:
+        return "@growth" if self.plan.scanned else None
+
+    @property
+    def _alive(self) -> str | None:
+        return "@alive" if self.plan.scanned else None
+
+    @property
+    def _bounds(self) -> str | None:
         return None
 
     @property
@@ -54,14 +68,36 @@ class HopperChannelCall(HopperCall, ChannelCall):
     def _prepared(self) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]
         made = ("@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild")
-        constants = {"K": p.K, "C": p.tiles.chunk, "PACKED": p.docs > 0, "GROUP": p.group}
+        constants = {"K": p.K, "C": p.tiles.chunk, "GROWTH": self._growth is not None, "PACKED": p.docs > 0}
         little = LaunchSpec(
-            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), (*names, *made, "@table" if p.docs else "q"),
-            tuple(names), made, (*names, p.T, p.H, self.scale), constants, _SCORES.options,
+            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1),
+            (*names, *made, self._growth or "q", "@table" if p.docs else "q"), tuple(names),
+            (*made, *named(self._growth)), (*names, p.T, p.H, self.scale), constants | {"GROUP": p.group},
+            _SCORES.options,
         )  # fmt: skip
         blocks, scores, inverse, values = ChannelCall._prepared(self)
         inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
         return [little, blocks, scores, inverse]
+
+    def _reach(self, found: str, reverse: bool) -> LaunchSpec:
+        p, reads = self.plan, ("@w", "@writes", "@inverse", "@decay", "@growth")
+        constants = {"K": p.K, "C": p.tiles.chunk, "REVERSE": reverse, "PACKED": p.docs > 0}
+        return LaunchSpec(
+            "reach", _REACH, (p.K // 64, p.B * p.H, p.n_seg), (*reads, found, "@table" if p.docs else "@w"), reads,
+            (found,), (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, _REACH.options,
+        )  # fmt: skip
+
+    def _summarize(self, given: str | None) -> list[LaunchSpec]:
+        writes = "@states", "@A", "@alive"
+        return [
+            self._reach("@from_end", True), self._forward("summarize", writes, "@states", given, None, "@from_end")
+        ]  # fmt: skip
+
+    def _collect(self, after: str | None) -> list[LaunchSpec]:
+        return [
+            self._reach("@from_start", False),
+            self._backward("collect", ("@dstates",), "@dstates", after, None, "@from_start"),
+        ]
 
     def _grads(self) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]

@@ -6,6 +6,7 @@ columns of tokens, so that gates are summed in registers.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -32,6 +33,7 @@ __all__ = ["channel_grads", "channel_scores"]
 
 _LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
+_POSITIVE = gl.constexpr(1 << 16)  # more than the gates of a chunk
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(4)  # of the tokens, one a warp
 
@@ -118,12 +120,13 @@ def _size(x, y):
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `channels.channel_scores`. mild [B H, chunks]: whether the chunk's gates add up to little, so that what is
-    written stands."""
+    written stands.
+    """
     begin(PDL)
     c, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
     b = row // H
@@ -146,11 +149,15 @@ def channel_scores(
     L: gl.constexpr = by_channel(C)
     strong = 0
     for n in range(K // N):
-        total, middle, end = _sums(_load(g + n * N, length, g_st, C, N), C, N)
+        gate = _load(g + n * N, length, g_st, C, N)
+        total, middle, end = _sums(gate, C, N)
         x = total - middle[None, :]
         grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
         little = (gl.abs(x) <= _LITTLE) & grown & (total <= _GROWTH) & (middle >= -_LITTLE)[None, :]
-        strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
+        counted = (~little).to(gl.int32)
+        if GROWTH:
+            counted += gl.where(gate > 0.0, _POSITIVE, 0)
+        strong += gl.sum(gl.sum(counted, axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
         found = ks.index(n).load(L).to(gl.float32) * power(-x)
@@ -175,11 +182,16 @@ def channel_scores(
     of_keys, of_queries = warpgroup_mma_wait(0, [of_keys, of_queries])
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
+    if GROWTH:
+        own = gl.sum(gl.where(i[:, None] == j[None, :], of_keys, 0.0), axis=1)
+        own = gl.abs(1.0 - own * gl.convert_layout(strength, gl.SliceLayout(1, CC)))
+        grown = gl.sum(gl.log2(gl.maximum(own, 1.0, propagate_nan=tl.PropagateNan.ALL)), axis=0)
+        gl.store(growth + at, gl.where(strong >= _POSITIVE, float("inf"), grown))
     factor = gl.convert_layout(strength, gl.SliceLayout(0, CC))[None, :]
     store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(mild + at, gl.where(strong == 0, 1, 0))
+    gl.store(mild + at, gl.where(strong % _POSITIVE == 0, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])

@@ -29,6 +29,7 @@ class HopperCall(DeltaCall):
 
     @property
     def _walked(self) -> str | None:
+        """How many chunks of a segment count, at its end and at its start."""
         return "@walked" if self.gate is not None and self.plan.scanned else None
 
     @property
@@ -82,8 +83,9 @@ class HopperCall(DeltaCall):
         )  # fmt: skip
 
     def _forward(
-        self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None
-    ) -> LaunchSpec:
+        self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None,
+        walked: str | None = None,
+    ) -> LaunchSpec:  # fmt: skip
         """`writes`: of o, errors and states of chunks, or of segments."""
         p, reads, sums = self.plan, kind == "output", kind == "summarize"
 
@@ -93,15 +95,15 @@ class HopperCall(DeltaCall):
         queries, keys, written = self._keys_of_walks
         pointers = [queries if reads else None, keys, written, "v", self._decays or "@strength", "@inverse"]
         pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
-        pointers += [*([self._alive, self._walked] if sums else [None, None]), given, final]
+        pointers += [*([self._alive, walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
             KEEPS=kind == "states", SUMS=sums, ENTERS=p.scanned and not sums, BOUNDARY=given is not None,
             LEAVES=final is not None,
         )  # fmt: skip
 
-    def _summarize(self, given: str | None) -> LaunchSpec:
-        return self._forward("summarize", ("@states", "@A"), "@states", given, None)
+    def _summarize(self, given: str | None) -> list[LaunchSpec]:
+        return [self._forward("summarize", ("@states", "@A"), "@states", given, None, self._walked)]
 
     def _output(self, given: str | None) -> LaunchSpec:
         final = "@final" if self.ends else None
@@ -115,19 +117,20 @@ class HopperCall(DeltaCall):
         return "@states" if self.plan.scanned else None
 
     def _backward(
-        self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None
-    ) -> LaunchSpec:
+        self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None,
+        walked: str | None = None,
+    ) -> LaunchSpec:  # fmt: skip
         p, sums = self.plan, kind == "collect"
         pointers = [*self._keys_of_walks, "@do", self._decays or "@strength", "@inverse", "@scores"]
         pointers += [None, None] if sums else ["d.v", "@leaving"]
-        pointers += [dstates, self._walked if sums else None, after, to]
+        pointers += [dstates, walked, after, to]
         return self._walk(
             kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,
             BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
-    def _collect(self, after: str | None) -> LaunchSpec:
-        return self._backward("collect", ("@dstates",), "@dstates", after, None)
+    def _collect(self, after: str | None) -> list[LaunchSpec]:
+        return [self._backward("collect", ("@dstates",), "@dstates", after, None, self._walked)]
 
     def _back(self, after: str | None, to: str | None) -> LaunchSpec:
         dstates = "@dstates" if self.plan.scanned else None

@@ -116,6 +116,15 @@ def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GAT
     return from_start, to_end, decay
 
 
+@gluon.jit
+def _reached(walked, row, seg, n_seg, K: gl.constexpr):
+    """The most that `reach` found for all channels."""
+    found = gl.load(walked + row * n_seg + seg)
+    for panel in gl.static_range(1, K // 64):
+        found = gl.maximum(found, gl.load(walked + (panel * gl.num_programs(1) + row) * n_seg + seg))
+    return found
+
+
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def forward(
     q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
@@ -128,8 +137,9 @@ def forward(
 
     READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, chunks, V, K] and its N^T
     [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it; where states decay, of
-    its last `walked` chunks alone. Programs beyond the columns of V walk the unit matrix, with values of zeros; what it
-    becomes is the segment's matrix A [B, n_seg, H, K, K].
+    its last `walked` chunks alone; with a gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H]
+    is written: whether A is anything. Programs beyond the columns of V walk the unit matrix, with values of zeros; what
+    it becomes is the segment's matrix A [B, n_seg, H, K, K].
 
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
@@ -161,6 +171,12 @@ def forward(
             lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
             nearest = c1 - gl.load(walked + row * n_seg + seg)
             c0 = nearest if of_state else (c0 if lives else c1)
+        elif GATED == CHANNEL:
+            near = _reached(walked, row, seg, n_seg, K)
+            lives = near > c1 - c0
+            if panel == 0:
+                gl.store(alive + (b * n_seg + seg) * H + h, lives.to(gl.int32))
+            c0 = gl.maximum(c0, c1 - near) if of_state else (c0 if lives else c1)
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
@@ -308,6 +324,8 @@ def backward(
         dS = load_state(dfinal + row * K * V + v0, 64, K, V)
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
+    elif SUMS and GATED == CHANNEL:
+        c1 = gl.minimum(c1, c0 + _reached(walked, row, seg, n_seg, K))
     first_keys = written if GATED == CHANNEL else k
     FIRST: gl.constexpr = 3 if DEEP else 2
     THEN: gl.constexpr = 2 if DEEP else 1

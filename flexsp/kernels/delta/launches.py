@@ -20,11 +20,11 @@ __all__ = ["DeltaCall"]
 _F32 = torch.float32
 _SAVED = (
     "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w",
-    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild",
+    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth",
 )  # fmt: skip
 _OWN = (
-    *_SAVED, "@edges", "@dedges", "@dstates", "@entering", "@leaving", "@errors", "@derrors", "@parts", "@kept",
-    "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
+    *_SAVED, "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
+    "@derrors", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
@@ -131,7 +131,7 @@ class DeltaCall:
         given = "@initial" if self.initial else None
         launches = self._prepared()
         if p.scanned:
-            launches += [self._summarize(given), *self._scan("@states", reverse=False)]
+            launches += [*self._summarize(given), *self._scan("@states", reverse=False)]
         launches.append(self._output(given if in_walk else None))
         return launches if p.n_chunks else self._of_no_tokens(launches)
 
@@ -151,7 +151,7 @@ class DeltaCall:
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         launches = [self._states("@initial" if self.initial and in_walk else None)]
         if p.scanned:
-            launches += [self._collect(after), *self._scan("@dstates", reverse=True)]
+            launches += [*self._collect(after), *self._scan("@dstates", reverse=True)]
         launches += [self._back(after if in_walk else None, to), *self._grads()]
         if p.n_chunks:
             return launches
@@ -263,13 +263,13 @@ class DeltaCall:
         grid = panels, p.B * p.H, p.n_seg
         return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
 
-    def _summarize(self, given: str | None) -> LaunchSpec:
-        return self._launch(
+    def _summarize(self, given: str | None) -> list[LaunchSpec]:
+        return [self._launch(
             "summarize", self.plan.tiles.states,
             [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
             ["k"], BOUNDARY=given is not None,
-        )  # fmt: skip
+        )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
         states, final = "@states" if self.plan.scanned else None, "@final" if self.ends else None
@@ -288,12 +288,12 @@ class DeltaCall:
             ("@errors", "@entering"), ["k"], ENTERS=self.plan.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
-    def _collect(self, after: str | None) -> LaunchSpec:
-        return self._launch(
+    def _collect(self, after: str | None) -> list[LaunchSpec]:
+        return [self._launch(
             "collect", self.plan.tiles.back,
             [*self._keys, "@do", self._strength, "@w", "@scores", self._gates, self._bounds, "@dstates", after],
             ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
-        )  # fmt: skip
+        )]  # fmt: skip
 
     def _back(self, after: str | None, to: str | None) -> LaunchSpec:
         dstates = "@dstates" if self.plan.scanned else None

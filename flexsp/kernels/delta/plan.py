@@ -78,6 +78,11 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
+def _copies(dtype: torch.dtype, K: int, V: int, gluon: bool) -> bool:
+    """Whether kernels in Gluon run such calls."""
+    return gluon and dtype == torch.bfloat16 and {K, V} <= {64, 128}
+
+
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
@@ -93,7 +98,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
         few_keys = min(keys, 32)
         return Tiles(
             _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(keys, 4, 1), block,
-            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, gluon and {K, V} <= {64, 128},
+            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, _copies(dtype, K, V, gluon),
         )  # fmt: skip
     walk = Launch(narrow, 4, 1)
     return Tiles(
@@ -104,21 +109,21 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gated: bool, ranks: bool, device: Device,
+    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gates: int, ranks: bool, device: Device,
     gluon: bool = False, group: int = 1, steps: int = 1,
 ) -> Plan:  # fmt: skip
     """The plan of calls of B sequences of T keys and H heads; `docs` packed documents, 0 if not packed.
 
-    gated: by a gate a token. Long heads whose states decay so are cut into segments: most of these need no matrix
-    (`walks.within_horizon`). Of others, columns of the state are spread over more programs instead, where heads are
-    few.
+    gates: that a token has, 0 if states do not decay. Long heads whose states decay are cut into segments: most of
+    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_reach`, in Gluon alone). Of others,
+    columns of the state are spread over more programs instead, where heads are few.
 
     gluon: whether kernels in Gluon may be launched.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
     n_chunks = -(-T // _chunk(dtype)) + docs
-    cut = gated and n_chunks >= LONG
+    cut = n_chunks >= LONG and gates > 0 and (gates == 1 or _copies(dtype, K, V, gluon))
     tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
     cols, room = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))

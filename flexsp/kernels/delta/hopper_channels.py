@@ -33,7 +33,6 @@ __all__ = ["channel_grads", "channel_scores"]
 
 _LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
-_POSITIVE = gl.constexpr(1 << 16)  # more than the gates of a chunk
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(4)  # of the tokens, one a warp
 
@@ -109,6 +108,13 @@ def _sums(gate, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def _largest(gate, C: gl.constexpr, N: gl.constexpr):
+    """The largest gate of each channel in each part of the tokens, [4, N]."""
+    parts = gl.reshape(gate.to(gl.float32), [_PARTS, C // _PARTS, N])
+    return gl.max(gl.convert_layout(parts, _in_parts(C), assert_trivial=True), axis=1)
+
+
+@gluon.jit
 def _size(x, y):
     """The power of two that the largest number of x and y has at least, and one over it; 1 where there is none."""
     x = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
@@ -148,16 +154,16 @@ def channel_scores(
     async_copy.commit_group()
     L: gl.constexpr = by_channel(C)
     strong = 0
+    most = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, _in_parts(C)))
     for n in range(K // N):
         gate = _load(g + n * N, length, g_st, C, N)
+        if GROWTH:
+            most = gl.maximum(most, _largest(gate, C, N))
         total, middle, end = _sums(gate, C, N)
         x = total - middle[None, :]
         grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
         little = (gl.abs(x) <= _LITTLE) & grown & (total <= _GROWTH) & (middle >= -_LITTLE)[None, :]
-        counted = (~little).to(gl.int32)
-        if GROWTH:
-            counted += gl.where(gate > 0.0, _POSITIVE, 0)
-        strong += gl.sum(gl.sum(counted, axis=1), axis=0)
+        strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
         found = ks.index(n).load(L).to(gl.float32) * power(-x)
@@ -186,12 +192,13 @@ def channel_scores(
         own = gl.sum(gl.where(i[:, None] == j[None, :], of_keys, 0.0), axis=1)
         own = gl.abs(1.0 - own * gl.convert_layout(strength, gl.SliceLayout(1, CC)))
         grown = gl.sum(gl.log2(gl.maximum(own, 1.0, propagate_nan=tl.PropagateNan.ALL)), axis=0)
-        gl.store(growth + at, gl.where(strong >= _POSITIVE, float("inf"), grown))
+        positive = gl.max(gl.max(most, axis=1), axis=0) > 0.0
+        gl.store(growth + at, gl.where(positive, float("inf"), grown))
     factor = gl.convert_layout(strength, gl.SliceLayout(0, CC))[None, :]
     store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(mild + at, gl.where(strong % _POSITIVE == 0, 1, 0))
+    gl.store(mild + at, gl.where(strong == 0, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])

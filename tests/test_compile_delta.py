@@ -50,7 +50,7 @@ GROUPS = ([*QUICK, *OVER_RANKS], IN_TRITON, SHARED)  # one child each; ranks hav
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
 WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
-IN_GLUON = {"forward", "backward", "scores", "grads", "channel_scores", "channel_grads"}
+IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
 MAY_SPILL = {
     (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 48, "channel_inverse": 128, "channel_grads": 104}
 }
@@ -126,8 +126,10 @@ def test_kernels(name: str) -> None:
     segments, ranks = of == "gated_deltanet", CONFIGS[name].get("ranks", False)
     if in_gluon(name) and of == "vector_gated_delta":
         want = {"channel_blocks", "channel_scores", "inverse", "forward", "backward", "channel_parts", "channel_grads"}
+        heads = CONFIGS[name].get("H", 32)
+        want |= ({"join", "reach"} if heads < 128 else set()) | ({"reach"} if ranks else set())
     elif in_gluon(name):
-        want = {"prepare", "scores", "forward", "backward", "grads", "gathered"}
+        want = {"prepare", "forward", "backward", "grads", "gathered"}
         want |= {"horizons", "join"} if segments else set()
     else:
         want = {"output", "states", "back"} | ({"summarize", "collect"} if segments or ranks else set())

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 __all__ = [
     "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers",
-    "copy_tokens", "of_gates", "operand", "power", "shared", "store", "store_state", "store_tokens",
+    "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state", "store_tokens",
     "store_turned_tokens", "tiles", "visible",
 ]  # fmt: skip
 
@@ -121,12 +121,18 @@ def of_gates(start, length, C: gl.constexpr, STEPS: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
+def of_outputs(start, length, C: gl.constexpr, STEPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """For each key the token whose query and output belong to it, counted from that of the first; and if it has any."""
+    return _places(start, length, C, STEPS, STEPS - 1, LAYOUT)
+
+
+@gluon.jit
 def copy_tokens(to, base, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
     """A tile [R, N] of tokens' rows on its way to shared memory, zero at other keys than the last of a token."""
     if STEPS == 1:
         copy(to, base + start * stride, length, R, N, stride)
     else:
-        token, there = _places(start, length, R, STEPS, STEPS - 1, gl.SliceLayout(1, by_row(N)))
+        token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
         at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
         async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, there[:, None])
 
@@ -188,7 +194,7 @@ def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
 @gluon.jit
 def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
     """Stores as bfloat16 the rows that `copy_tokens` would read."""
-    token, there = _places(start, length, R, STEPS, STEPS - 1, gl.SliceLayout(1, by_row(N)))
+    token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
     at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
     gl.store(base + start // STEPS * stride + at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=there[:, None])
 
@@ -196,7 +202,7 @@ def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, strid
 @gluon.jit
 def store_turned_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
     """Columns of x [R, N] as `store_tokens` stores rows."""
-    token, there = _places(start, length, N, STEPS, STEPS - 1, gl.SliceLayout(0, by_column(R)))
+    token, there = of_outputs(start, length, N, STEPS, gl.SliceLayout(0, by_column(R)))
     at = token[None, :] * stride + gl.arange(0, R, gl.SliceLayout(1, by_column(R)))[:, None]
     x = gl.convert_layout(x.to(gl.bfloat16), by_column(R))
     gl.store(base + start // STEPS * stride + at, x, mask=there[None, :])

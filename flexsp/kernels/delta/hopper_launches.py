@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_scores, hopper_walks
+from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_walks
 from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
@@ -15,9 +14,9 @@ __all__ = ["WARP", "HopperCall"]
 _KERNELS = {
     "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
     "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-    "prepare": hopper_prepare.prepare, "scores": hopper_scores.scores, "horizons": horizons,
+    "prepare": hopper_prepare.prepare, "horizons": horizons,
 }  # fmt: skip
-_WARPS = Launch(64, 4, 1)
+_WARPS, _PREPARE = Launch(64, 4, 1), Launch(0, 1, 1)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -42,7 +41,7 @@ class HopperCall(DeltaCall):
         return ["q", "k", None]
 
     def _prepared(self) -> list[LaunchSpec]:
-        p, launches = self.plan, [self._prepare(self._decays), self._scores()]
+        p, launches = self.plan, [self._prepare()]
         if self._walked is None:
             return launches
         pointers = ("@bounds", "@alive", "@walked")
@@ -52,19 +51,15 @@ class HopperCall(DeltaCall):
         )  # fmt: skip
         return [*launches, spec]
 
-    def _prepare(self, decays: str | None = None) -> LaunchSpec:
-        spec = super()._prepare(decays)
-        constants = {name: x for name, x in spec.constants.items() if name not in ("BK", "DOT", "PREC")}
-        return replace(spec, how=WARP, constants=constants, options=WARP.options)
-
-    def _scores(self) -> LaunchSpec:
-        p, how = self.plan, Launch(0, 4, 1)
-        pointers = ["q", "k", "@strength", self._gates, "@scores", "@table" if p.docs else None]
-        constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "PACKED": p.docs > 0}
-        constants |= {"GROUP": p.group, "STEPS": p.steps}
+    def _prepare(self) -> LaunchSpec:
+        p, names = self.plan, ["q", "k", self.beta, self.gate]
+        made = ["@inverse", "@strength", self._gates, self._bounds, self._decays, "@scores"]
+        constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "BOUNDS": self._bounds is not None}
+        constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
+        pointers = [*names, *made, "@table" if p.docs else None]
         return LaunchSpec(
-            "scores", how, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*pointers[:4]),
-            ("@scores",), ("q", "k", p.T, p.H, self.scale), constants, how.options,
+            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*names),
+            named(*made), (*self._strides(names), p.T, p.H, self.scale), constants, _PREPARE.options,
         )  # fmt: skip
 
     def _walk(

@@ -1,4 +1,4 @@
-"""What is made of a chunk before any state is known, on Hopper GPUs: gates, and the inverse of I + G.
+"""What is made of a chunk before any state is known, on Hopper GPUs: gates, the inverse of I + G, scores of queries.
 
 A warp has a chunk, in blocks of 16 tokens: ten of them lie on and below the diagonal. Those on the diagonal are
 inverted by substitution, a thread having two columns of one; those below are products of inverses and of N = -G, which
@@ -13,13 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, power
+from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, of_outputs, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "prepare"]
 
 _TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0]))
 _MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _SUMS.value))
@@ -200,40 +199,35 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _strip(base, stride, first: gl.constexpr, length):
-    """Rows first.. of keys, zero from `length` on, in 32 channels: two tiles [16, 16] that have every other 4 of them.
-
-    A thread reads 16 bytes of a row. The order in which products take channels does not matter.
-    """
-    rows = first + gl.arange(0, 16, gl.SliceLayout(1, _KEYS))
-    columns = gl.arange(0, 32, gl.SliceLayout(0, _KEYS))
-    x = gl.load(base + rows[:, None] * stride + columns[None, :], mask=(rows < length)[:, None], other=0.0)
-    x, y = gl.split(gl.permute(gl.reshape(x, [16, 4, 2, 2, 2]), (0, 3, 1, 4, 2)))
-    return gl.reshape(x, [16, 16]), gl.reshape(y, [16, 16])
-
-
-@gluon.jit
-def _pairs(base, stride, length, K: gl.constexpr):
-    """-k_i . k_j, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on."""
+def _pairs(x, k, K: gl.constexpr, OF_KEYS: gl.constexpr):
+    """x_i . k_j of tiles [C, K] in shared memory, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on. OF_KEYS: of
+    -k_i."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
     sums = _no_tiles()
     for _ in gl.static_range(10):
         sums = sums + (zeros,)
-    for k0 in gl.static_range(0, K, 32):
-        strips = _no_tiles()
+    for k0 in gl.static_range(0, K, 16):
+        rights = _no_tiles()
+        for j in gl.static_range(4):
+            right = k.slice(16 * j, 16, dim=0).slice(k0, 16, dim=1).permute((1, 0))
+            rights = rights + (right.load(gl.DotOperandLayout(1, _SUMS, 2)),)
+        new = _no_tiles()
         for i in gl.static_range(4):
-            strips = strips + (_strip(base + k0, stride, 16 * i, length),)
-        for half in gl.static_range(2):
-            new = _no_tiles()
-            for i in gl.static_range(4):
-                left = _negative(strips[i][half])  # not read again: registers are in order for all of its products
-                left = gl.convert_layout(left, gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
-                for j in gl.static_range(i + 1):
-                    right = gl.permute(strips[j][half], (1, 0))
-                    right = gl.convert_layout(right, gl.DotOperandLayout(1, _SUMS, 2), assert_trivial=True)
-                    new = new + (mma_v2(left, right, sums[i * (i + 1) // 2 + j]),)
-            sums = new
+            left = x.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
+            if OF_KEYS:
+                left = _negative(left)
+            for j in gl.static_range(i + 1):
+                new = new + (mma_v2(left, rights[j], sums[i * (i + 1) // 2 + j]),)
+        sums = new
     return sums
+
+
+@gluon.jit
+def _copy_rows(to, base, stride, start, length, K: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr):
+    """Begins to copy a chunk's rows of tokens of STEPS keys, zero at other keys than the last of a token."""
+    row, there = of_outputs(start, length, C, STEPS, gl.SliceLayout(1, _MATRIX))
+    at = row[:, None] * stride + gl.arange(0, K, gl.SliceLayout(0, _MATRIX))[None, :]
+    async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, there[:, None])
 
 
 @gluon.jit
@@ -257,6 +251,18 @@ def _bounds(to, half, x, strength, gate, own):
 
 
 @gluon.jit
+def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, totals, here, GATED: gl.constexpr):
+    """Block (m, n) of pairs x, with the factors of its columns and decayed; on the diagonal only `here`, else zero."""
+    found = x[m * (m + 1) // 2 + n] * _part(factors, n, _COLUMNS)[None, :]
+    if GATED:
+        gap = _part(totals, m, _ROWS)[:, None] - _part(totals, n, _COLUMNS)[None, :]
+        found *= power(gap)
+    if m == n:
+        found = gl.where(here, found, 0.0)
+    return found
+
+
+@gluon.jit
 def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
     """N of pairs x, with numbers of tokens in shared memory: strengths and cumulative gates.
 
@@ -266,16 +272,8 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     made = _no_tiles()
     for n in gl.static_range(4):
-        factor = _part(factors, n, _COLUMNS)[None, :]
-        if GATED:
-            base = _part(totals, n, _COLUMNS)[None, :]
         for m in gl.static_range(n, 4):
-            pairs = x[m * (m + 1) // 2 + n] * factor
-            if GATED:
-                gap = _part(totals, m, _ROWS)[:, None] - base
-                pairs *= power(gap if m > n else gl.where(below, gap, float("-inf")))
-            elif m == n:
-                pairs = gl.where(below, pairs, 0.0)
+            pairs = _weighted(x, m, n, factors, totals, below, GATED)
             if m == n:
                 blocks.slice(16 * m, 16, dim=1).store(pairs)
             else:
@@ -284,24 +282,45 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
     return made
 
 
+@gluon.jit
+def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
+    """Puts the scores of products x into the tile."""
+    until = gl.arange(0, 16, _ROWS)[:, None] >= gl.arange(0, 16, _COLUMNS)[None, :]
+    for n in gl.static_range(4):
+        for m in gl.static_range(n, 4):
+            _put(tile, _weighted(x, m, n, factors, totals, until, GATED) * scale, m, n)
+            if m > n:
+                _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
+
+
 @gluon.jit(do_not_specialize=["T", "H"])
 def prepare(
-    k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
-    g_sb, g_st, g_sh, T, H, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr,
-    DECAYS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    q, k, beta, g, inverse, strength, gates, bounds, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
+    BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens."""
+    """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens; with
+    gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}.
+
+    And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
+    """
     begin(PDL)
     row = gl.program_id(1).to(gl.int64)
     b, h = row // H, row % H
     chunks = gl.num_programs(0)
     start, length, doc, first, last = chunk_at(table, gl.program_id(0), T, C, PACKED)
     at = row * chunks + gl.program_id(0)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
+    _copy_rows(qs, q + b * q_sb + h // GROUP * q_sh, q_st, start, length, K, C, STEPS)
+    _copy_rows(ks, k + b * k_sb + h // GROUP * k_sh, k_st, start, length, K, C, 1)
+    async_copy.commit_group()
     i = gl.arange(0, C, _TOKENS)
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
     gl.store(strength + at * C + i, given)
     factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
+    totals = factors
     if GATED:
         token, there = of_gates(start, length, C, STEPS, _TOKENS)
         g += b * g_sb + h * g_sh + start // STEPS * g_st
@@ -310,19 +329,22 @@ def prepare(
         total = gl.associative_scan(gate, 0, _add)
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
-    else:
-        totals = factors
-    x = _pairs(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, K)
-    gl.thread_barrier()
-    if GATED and DECAYS:
+        gl.thread_barrier()
         gl.store(decays + at * C + i, power(total))
         end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
         half = (chunks * C).to(gl.int64) * gl.num_programs(1)
         gl.store(decays + half + at * C + i, given * power(end - total))
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    of_queries = _pairs(qs, ks, K, False)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    _scored(of_queries, factors, totals, scale, tile, GATED)
+    _store(scores + at * C * C, tile, C)
+    x = _pairs(ks, ks, K, True)
     if GATED and BOUNDS:
         own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
         _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    gl.thread_barrier()  # the tile was read
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     made = _decayed(x, factors, totals, blocks, tile, GATED)
     gl.thread_barrier()

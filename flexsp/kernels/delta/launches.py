@@ -232,12 +232,12 @@ class DeltaCall:
         """Those of a token's numbers are 0 where there is no such input."""
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
-    def _prepare(self, decays: str | None = None) -> LaunchSpec:
+    def _prepare(self) -> LaunchSpec:
         p, names = self.plan, ["k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self._gates, self._bounds, decays]
+        made = ["@inverse", "@strength", self._gates, self._bounds]
         return self._spec(
             "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None, "DECAYS": decays is not None},
+            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None},
         )  # fmt: skip
 
     def _prepared(self) -> list[LaunchSpec]:

@@ -105,16 +105,15 @@ def unit_inverse(x, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def prepare(
-    k, beta, g, inverse, strength, gates, bounds, decays, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
+    k, beta, g, inverse, strength, gates, bounds, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    BOUNDS: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
 
     BOUNDS: also bounds [B H, 2, chunks], log2 of how the chunk changes a state at most, and of how it makes one grow
-    at most; a token changes it by no more than e^g max(1, |1 - beta |k|^2|). DECAYS: also decays [2, B H, chunks, C],
-    e^b and beta e^{b_C - b}.
+    at most; a token changes it by no more than e^g max(1, |1 - beta |k|^2|).
 
     Rows past a chunk's length repeat its last gate.
     """
@@ -139,11 +138,6 @@ def prepare(
         gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
         total = tl.cumsum(gate * LOG2E, axis=0)
         tl.store(gates + at * C + i, total)
-        if DECAYS:
-            end = tl.sum(tl.where(i == C - 1, total, 0.0), axis=0)
-            tl.store(decays + at * C + i, power(total))
-            half = (tl.num_programs(0) * C).to(tl.int64) * tl.num_programs(1)
-            tl.store(decays + half + at * C + i, given * power(end - total))
         if BOUNDS:
             growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0, propagate_nan=tl.PropagateNan.ALL)
             most = (gate * LOG2E).to(tl.float32) + tl.log2(growth)

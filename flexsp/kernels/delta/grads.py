@@ -23,7 +23,8 @@ def grads(
     the first columns.
 
     Of every chunk: errors N^T and their gradients, entering S^T and leaving dS^T are [B H, chunks, V, C or K]. What the
-    columns of K add to the gradients of beta and of g goes into parts [2, tiles, B H, chunks, C].
+    columns of K add goes into parts [3, tiles, B H, chunks, C]: to the gradient of beta; to that of the gate of a token
+    and all before it; and to that of the gates of all after it.
     """
     begin(PDL)
     TILES: tl.constexpr = (K + BK - 1) // BK
@@ -93,9 +94,9 @@ def grads(
     tl.store(part, tl.sum(to_p * kc.to(tl.float32), axis=1))
     store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, k0, C, K, BK)
     if GATED:
-        through = tl.sum(tl.where(below, left[None, :], 0.0), axis=1) + kept * power(end)
         of_gates = (TILES * n_chunks * C).to(tl.int64) * tl.num_programs(1)
-        tl.store(part + of_gates, tl.cumsum(sums, axis=0, reverse=True) + through)
+        tl.store(part + of_gates, sums + tl.where(i == length - 1, kept * power(end), 0.0))
+        tl.store(part + 2 * of_gates, left)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
@@ -116,13 +117,17 @@ def gathered(
     at = parts + ((b * H + h) * n_chunks + c) * C + i
     to = (b * T + start + i) * H + h
     strength = tl.zeros([C, HEADS], tl.float32)
-    gate = tl.zeros([C, HEADS], tl.float32)
+    until = tl.zeros([C, HEADS], tl.float32)
+    after = tl.zeros([C, HEADS], tl.float32)
     for tile in tl.static_range(TILES):
         strength += tl.load(at + tile * heads * n_chunks * C, mask=inside, other=0.0)
         if GATED:
-            gate += tl.load(at + (TILES + tile) * heads * n_chunks * C, mask=inside, other=0.0)
+            until += tl.load(at + (TILES + tile) * heads * n_chunks * C, mask=inside, other=0.0)
+            before = at - 1 + (2 * TILES + tile) * heads * n_chunks * C
+            after += tl.load(before, mask=inside & (i > 0), other=0.0)
     tl.store(dbeta + to, strength.to(dbeta.dtype.element_ty), mask=inside)
     if GATED:
+        gate = tl.cumsum(until, axis=0, reverse=True) + tl.cumsum(after, axis=0)
         token, there = of_gates(start, length, C, STEPS)
         token = start // STEPS + token[:, None]
         inside = there[:, None] & (h < H)

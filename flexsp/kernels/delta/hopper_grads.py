@@ -118,8 +118,6 @@ def grads(
     to_k += to_p * w[:, None]
     store(dk + ((b * T + start) * H + h) * K + k0, to_k, length, C, BK, H * K)
     if GATED:
-        sums = gl.convert_layout(sums, gl.SliceLayout(0, CC))
-        left = gl.convert_layout(left, gl.SliceLayout(0, CC))
-        passed = gl.sum(gl.where(below, left[None, :], sums[None, :]), axis=1) + kept
         of_gates = (TILES * n_chunks * C).to(gl.int64) * gl.num_programs(1)
-        gl.store(part + of_gates + i, passed)
+        gl.store(part + of_gates + r, sums + gl.where(r == length - 1, kept, 0.0))
+        gl.store(part + 2 * of_gates + r, left)

@@ -231,9 +231,12 @@ def _copy_rows(to, base, stride, start, length, K: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def _part(numbers, i: gl.constexpr, layout: gl.constexpr):
-    """Of the tokens of block i."""
-    return numbers.slice(16 * i, 16, dim=0).load(layout)
+def _parts(numbers, layout: gl.constexpr):
+    """Numbers of tokens in shared memory, block by block."""
+    found = _no_tiles()
+    for i in gl.static_range(4):
+        found = found + (numbers.slice(16 * i, 16, dim=0).load(layout),)
+    return found
 
 
 @gluon.jit
@@ -251,12 +254,14 @@ def _bounds(to, half, x, strength, gate, own):
 
 
 @gluon.jit
-def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, totals, here, GATED: gl.constexpr):
-    """Block (m, n) of pairs x, with the factors of its columns and decayed; on the diagonal only `here`, else zero."""
-    found = x[m * (m + 1) // 2 + n] * _part(factors, n, _COLUMNS)[None, :]
+def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here, GATED: gl.constexpr):
+    """Block (m, n) of pairs x, with the factors of its columns and decayed; on the diagonal only `here`, else zero.
+
+    factors: of columns; rows, columns: cumulative gates; all block by block.
+    """
+    found = x[m * (m + 1) // 2 + n] * factors[n][None, :]
     if GATED:
-        gap = _part(totals, m, _ROWS)[:, None] - _part(totals, n, _COLUMNS)[None, :]
-        found *= power(gap)
+        found *= power(rows[m][:, None] - columns[n][None, :])
     if m == n:
         found = gl.where(here, found, 0.0)
     return found
@@ -270,10 +275,11 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
     inverse is given its zeros.
     """
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
+    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     made = _no_tiles()
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            pairs = _weighted(x, m, n, factors, totals, below, GATED)
+            pairs = _weighted(x, m, n, factors, rows, columns, below, GATED)
             if m == n:
                 blocks.slice(16 * m, 16, dim=1).store(pairs)
             else:
@@ -286,9 +292,10 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
 def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
     """Puts the scores of products x into the tile."""
     until = gl.arange(0, 16, _ROWS)[:, None] >= gl.arange(0, 16, _COLUMNS)[None, :]
+    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            _put(tile, _weighted(x, m, n, factors, totals, until, GATED) * scale, m, n)
+            _put(tile, _weighted(x, m, n, factors, rows, columns, until, GATED) * scale, m, n)
             if m > n:
                 _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
 

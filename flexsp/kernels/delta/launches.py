@@ -105,7 +105,7 @@ class DeltaCall:
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
-            "@parts": (_F32, (1 if self.gate is None else 2, self._tiles_of_keys, *chunks, C)),
+            "@parts": (_F32, (1 if self.gate is None else 3, self._tiles_of_keys, *chunks, C)),
             f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
             f"d.{self.gate}": (self.types[1], (p.B, p.T // p.steps, p.H)),
         }

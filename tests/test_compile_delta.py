@@ -52,7 +52,7 @@ WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
 MAY_SPILL = {
-    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 48, "channel_inverse": 128, "channel_grads": 104}
+    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 80, "channel_inverse": 128, "channel_grads": 104}
 }
 
 

@@ -55,6 +55,11 @@ def _add(x, y):
 
 
 @gluon.jit
+def _larger(x, y):
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
 def _places(stride, C: gl.constexpr, N: gl.constexpr):
     """Offsets of a tile [C, N] whose rows are `stride` apart."""
     rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
@@ -111,7 +116,7 @@ def _sums(gate, C: gl.constexpr, N: gl.constexpr):
 def _largest(gate, C: gl.constexpr, N: gl.constexpr):
     """The largest gate of each channel in each part of the tokens, [4, N]."""
     parts = gl.reshape(gate.to(gl.float32), [_PARTS, C // _PARTS, N])
-    return gl.max(gl.convert_layout(parts, _in_parts(C), assert_trivial=True), axis=1)
+    return gl.reduce(gl.convert_layout(parts, _in_parts(C), assert_trivial=True), 1, _larger)
 
 
 @gluon.jit
@@ -158,7 +163,7 @@ def channel_scores(
     for n in range(K // N):
         gate = _load(g + n * N, length, g_st, C, N)
         if GROWTH:
-            most = gl.maximum(most, _largest(gate, C, N))
+            most = _larger(most, _largest(gate, C, N))
         total, middle, end = _sums(gate, C, N)
         x = total - middle[None, :]
         grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
@@ -192,7 +197,7 @@ def channel_scores(
         own = gl.sum(gl.where(i[:, None] == j[None, :], of_keys, 0.0), axis=1)
         own = gl.abs(1.0 - own * gl.convert_layout(strength, gl.SliceLayout(1, CC)))
         grown = gl.sum(gl.log2(gl.maximum(own, 1.0, propagate_nan=tl.PropagateNan.ALL)), axis=0)
-        positive = gl.max(gl.max(most, axis=1), axis=0) > 0.0
+        positive = gl.reduce(gl.reduce(most, 1, _larger), 0, _larger) > 0.0
         gl.store(growth + at, gl.where(positive, float("inf"), grown))
     factor = gl.convert_layout(strength, gl.SliceLayout(0, CC))[None, :]
     store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)

@@ -16,7 +16,7 @@ _KERNELS = {
     "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
     "prepare": hopper_prepare.prepare, "horizons": horizons,
 }  # fmt: skip
-_WARPS, _PREPARE = Launch(64, 4, 1), Launch(0, 1, 1)
+_WARPS, _PREPARE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
 WARP = Launch(0, 1, 1, registers=168)
 
 

@@ -173,7 +173,7 @@ def test_parts_too_large() -> None:
     assert told("normalised", 128, 128, True) is None and told("momentum", 128, 128, False) is None
     assert told("momentum", 64, 64, True) is None
     assert "matrix of 129 x 257; kernels scan up to 256 x 256" in str(told("normalised", 128, 256, False))
-    reason = "dense transition of 256 rows over ranks; kernels exchange up to 128"
+    reason = "dense transition of 256 rows over ranks; kernels are generated for up to 128"
     assert reason in str(told("momentum", 128, 128, True))
 
 

@@ -31,11 +31,11 @@ from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradient
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.compiler.planning.launches import Plan
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named
-from flexsp.compiler.planning.plan import CHUNKS, choose_plan
+from flexsp.compiler.planning.plan import CHUNKS, LARGEST, choose_plan
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
 from flexsp.runtime.launch import only_old_assemblers
-from flexsp.scan.dense import DENSE_ROWS, MOST
+from flexsp.scan.dense import MOST
 
 __all__ = ["Generated", "generated", "write_code"]
 
@@ -230,8 +230,8 @@ class Generated:
             rows, cols = self.layout.numbers(sizes)
             if max(rows, cols) > MOST:
                 return f"state and extra state make a matrix of {rows} x {cols}; kernels scan up to {MOST} x {MOST}"
-            if ranks and self.dense and rows > DENSE_ROWS:
-                return f"a dense transition of {rows} rows over ranks; kernels exchange up to {DENSE_ROWS}"
+            if ranks and self.dense and rows > LARGEST:
+                return f"a dense transition of {rows} rows over ranks; kernels are generated for up to {LARGEST}"
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         dtype = inputs[next(iter(self.program.meta.tokens))][0]

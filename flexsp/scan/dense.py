@@ -6,20 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DENSE_ROWS", "MOST", "check_dense", "load_dense", "through"]
+__all__ = ["MOST", "check_dense", "load_dense", "through"]
 
 MOST = 256  # rows or columns of a state
-DENSE_ROWS = 128  # of one with a dense transition
 
 _BLOCK = tl.constexpr(32)
+_UNROLLED = tl.constexpr(128)
 
 
 def check_dense(A: torch.Tensor, shape: tuple[int, ...]) -> None:
     """ValueError unless A is what `propagate` takes; `shape` is [B, NSEG, H, K, K]."""
     if A.shape != shape or A.dtype != torch.float32 or not A.is_contiguous():
         raise ValueError(f"A: expected a contiguous float32 tensor {shape}, got {A.dtype} {tuple(A.shape)}")
-    if shape[1] > 1 or shape[-1] > DENSE_ROWS:
-        raise ValueError(f"A: expected at most one segment and K <= {DENSE_ROWS}, got {shape[1]} and K={shape[-1]}")
+    if shape[1] > 1:
+        raise ValueError(f"A: expected at most one segment, got {shape[1]}")
 
 
 @triton.jit
@@ -29,6 +29,23 @@ def load_dense(
     """(F, its address, address of A) of the only segment; F is zero where there is none."""
     at = states + ((b.to(tl.int64) * (nseg + 1) + (0 if REVERSE else 1)) * H + h) * (K * V) + offsets
     return tl.load(at, mask=mask & (nseg > 0), other=0.0), at, A + (b.to(tl.int64) * H + h) * (K * K)
+
+
+@triton.jit
+def _add_product(
+    new, A, from_, stride, rows, cols, i, live, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """new + what rows i.. of S add to A S, to A^T S if REVERSE."""
+    inner = i + tl.arange(0, BLOCK)
+    if REVERSE:
+        place = inner[None, :] * K + rows[:, None]
+    else:
+        place = rows[:, None] * K + inner[None, :]
+    a = tl.load(A + place, mask=(rows < K)[:, None] & (inner < K)[None, :] & live, other=0.0)
+    inside = (inner < K)[:, None] & (cols < V)[None, :]
+    s = tl.load(from_ + inner[:, None] * stride, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.dot(a, s, new, input_precision="tf32x3")
 
 
 @triton.jit
@@ -43,14 +60,10 @@ def through(
     """
     BLOCK: tl.constexpr = min(BK, _BLOCK)
     new = F
-    for i in tl.static_range(0, BK, BLOCK):
-        inner = i + tl.arange(0, BLOCK)
-        if REVERSE:
-            place = inner[None, :] * K + rows[:, None]
-        else:
-            place = rows[:, None] * K + inner[None, :]
-        a = tl.load(A + place, mask=(rows < K)[:, None] & (inner < K)[None, :] & live, other=0.0)
-        inside = (inner < K)[:, None] & (cols < V)[None, :]
-        s = tl.load(from_ + inner[:, None] * stride, mask=inside, other=0.0, cache_modifier=".cg")
-        new = tl.dot(a, s, new, input_precision="tf32x3")
+    if BK > _UNROLLED:  # the blocks of all rounds would not fit either
+        for i in range(0, BK, BLOCK):
+            new = _add_product(new, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
+    else:
+        for i in tl.static_range(0, BK, BLOCK):
+            new = _add_product(new, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
     return tl.where(live, new, S)

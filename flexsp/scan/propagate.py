@@ -438,8 +438,8 @@ def propagate(
         log_a: natural log of the decay, fp32: None, [B, NSEG, H] or [B, NSEG, H, K].
         cut: None or int32 [B, NSEG], nonzero where what came before a segment must not reach its end.
         sp: the ranks; None is one rank.
-        A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1, K <= 128; zero
-            where a document starts in the segment.
+        A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1; zero where a
+            document starts in the segment.
         passes: False keeps the scan on this rank although ``sp`` is given.
         call: the op that needs it, the same text on every rank.
 

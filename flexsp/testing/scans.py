@@ -62,7 +62,7 @@ def random_calls(
     for i in range(count):
         kind = "dense" if i % 4 == 3 else KINDS[pick(0, 2)]
         most = 1 if kind == "dense" else segments
-        K = pick(1, min(size, 128) if kind == "dense" else size)
+        K = pick(1, size)
         nsegs = tuple(pick(0, most) for _ in range(world))
         calls.append(
             ScanCall(pick(1, 2), pick(1, heads), K, pick(1, size), nsegs, kind, bool(pick(0, 1)), bool(pick(0, 1)))

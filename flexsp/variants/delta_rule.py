@@ -9,9 +9,12 @@ import torch
 from flexsp.compiler import Lowering
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.engine import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.compiler.planning.lowering import Looks
     from flexsp.kernels.launches import Call
     from flexsp.kernels.recipe import Given
 
@@ -24,7 +27,7 @@ class _DeltaRule(Lowering):
     """Of inputs q, k, v, a number beta a token and, where the state decays, g, for each token or each of its key
     channels; "scale" is a number.
 
-    Only on Hopper. Not of a given chunk size, heads of more than 128, and q, k and v of different dtypes.
+    Only on Hopper. Not of a given chunk size, heads of more than 256, and q, k and v of different dtypes.
     """
 
     name = "delta_rule"
@@ -33,29 +36,44 @@ class _DeltaRule(Lowering):
         self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         from flexsp.kernels.delta.calls import call_of
-        from flexsp.kernels.delta.plan import engine_runs
 
-        dtypes, numbers = dict(zip(given.names, given.dtypes, strict=True)), code.program.meta.numbers
-        arguments = code.program.chunk.arguments
-        beta, gate = "beta" if "beta" in arguments else "b", "g" if "g" in arguments else None
-        by_channel = gate is not None and len(given.shapes[gate]) == 3
-        dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2 + by_channel})
-        if {name: len(shape) for name, shape in given.shapes.items()} != dims:
-            return None  # inputs of other kinds than those of the shipped variants
-        K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        alike = dtypes["q"] == dtypes["k"] == dtypes["v"] and {*dtypes.values()} <= {given.dtype, _F32}
-        if code.chunk is not None or not alike or not engine_runs(K, V, given.device):
+        looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
+        if not _runs(code, looks, given.device):
             return None
-        if given.every("q") > 1 and by_channel:
+        beta, gate = _names(code)
+        if given.every("q") > 1 and gate is not None and len(given.shapes[gate]) == 3:
             return None  # kernels for gates of channels have a token's key, query and gate in one row
-        text = code.program.call_text(given.dtype, docs > 0)
+        text, scale = code.program.call_text(given.dtype, docs > 0), code.program.meta.numbers["scale"]
         chained = sp is not None and sp.world_size > 1
-        return call_of(
-            given, beta, gate, numbers["scale"], initial, docs, ends, chained, text, code.program.merge.name
-        )
+        return call_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
+
+    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+        return _runs(code, inputs, None)
 
     def refuses(self, call: GeneratedCall) -> str | None:
         return "it runs whole calls only"
+
+
+def _names(code: Generated) -> tuple[str, str | None]:
+    """Of the inputs that are beta and the gates."""
+    arguments = code.program.chunk.arguments
+    return "beta" if "beta" in arguments else "b", "g" if "g" in arguments else None
+
+
+def _runs(code: Generated, inputs: Mapping[str, Looks], device: torch.device | None) -> bool:
+    """Whether calls with such inputs are run; not those of other kinds than the shipped variants have."""
+    from flexsp.kernels.delta.plan import engine_runs
+
+    beta, gate = _names(code)
+    dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2})
+    shapes = {name: shape for name, (_, shape) in inputs.items()}
+    if gate is not None and len(shapes.get(gate, ())) == 3:
+        dims[gate] = 3
+    if code.chunk is not None or {name: len(shape) for name, shape in shapes.items()} != dims:
+        return False
+    dtype = inputs["q"][0]
+    alike = dtype == inputs["k"][0] == inputs["v"][0] and {x for x, _ in inputs.values()} <= {dtype, _F32}
+    return alike and engine_runs(shapes["q"][-1], shapes["v"][-1], device)
 
 
 DELTA_RULE = _DeltaRule()

@@ -27,12 +27,13 @@ from flexsp.scan.dense import MOST
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
 
-__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan"]
+__all__ = ["CHUNKS", "LARGEST", "Launch", "Plan", "candidates", "choose_plan"]
 
 CHUNKS = (16, 32, 64, 128, 256)
 """Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
 _LONGEST = 128
-_LARGEST = 128
+LARGEST = 128
+"""Of sizes and of the rows of dense transitions; of a state's rows or columns, but not of both."""
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
 _NARROWEST = 32
 _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
@@ -194,14 +195,14 @@ def _best(
 def _refuse_large(cut: _Cut) -> None:
     sizes = {name: padded(n) for name, n in cut.sizes}
     state = [sizes.pop(name) for name in (cut.rows, cut.cols) if name in sizes]
-    if cut.dense and state[0] > _LARGEST:
+    if cut.dense and state[0] > LARGEST:
         sizes[cut.rows] = state[0]
     name, block = max(sizes.items(), key=lambda x: x[1], default=("", 0))
-    if block > _LARGEST:
-        raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {_LARGEST}")
-    if max(state, default=0) > MOST or math.prod(state) > _LARGEST * MOST:
+    if block > LARGEST:
+        raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {LARGEST}")
+    if max(state, default=0) > MOST or math.prod(state) > LARGEST * MOST:
         found = " and ".join(f"{name} = {n}" for name, n in cut.sizes if name in (cut.rows, cut.cols))
-        most = f"{_LARGEST} x {MOST} or {MOST} x {_LARGEST}"
+        most = f"{LARGEST} x {MOST} or {MOST} x {LARGEST}"
         raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
 
 

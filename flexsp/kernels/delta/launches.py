@@ -201,12 +201,12 @@ class DeltaCall:
     def _join(
         self, states: str, edges: str, slots: int, total: str | None, reverse: bool, WHOLE: bool = False
     ) -> LaunchSpec:
-        p, how = self.plan, Launch(min(32, self.plan.tiles.output.cols), 4, 1)
+        p, how = self.plan, Launch(min(32, self.plan.tiles.output.cols), 4 if self.plan.K <= 128 else 8, 1)
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if WHOLE and not reverse else 0)
         pointers = [states, "@A", self._alive, edges, total if not reverse else None]
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
         reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
-        constants = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "V": p.V, "BV": how.cols}
+        constants = {"K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols}
         constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self._alive is not None}
         return LaunchSpec(
             "join", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
@@ -219,7 +219,7 @@ class DeltaCall:
     ) -> LaunchSpec:  # fmt: skip
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
-        sizes = {"K": p.K, "BK": 64 if p.K <= 64 else 128, "C": p.tiles.chunk}
+        sizes = {"K": p.K, "BK": p.key_block, "C": p.tiles.chunk}
         flags = {"GATED": self._gated, "PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
         constants = sizes | flags | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"

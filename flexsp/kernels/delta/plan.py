@@ -12,7 +12,7 @@ from flexsp.kernels.launches import Launch
 
 __all__ = ["LONG", "MOST", "Plan", "Tiles", "engine_runs", "plan_of"]
 
-MOST = 128
+MOST = 256
 """Of K and V."""
 LONG = 256
 """Chunks from which on heads are cut."""
@@ -64,13 +64,21 @@ class Plan:
     steps: int = 1
 
     @property
+    def key_block(self) -> int:
+        """Rows of a state in registers."""
+        return max(64, 1 << (self.K - 1).bit_length())
+
+    @property
     def scanned(self) -> bool:
         """States enter segments from elsewhere."""
         return self.ranks or self.n_seg > 1
 
 
-def engine_runs(K: int, V: int, device: torch.device) -> bool:
-    """Whether the engine runs calls of kernels with heads of these sizes; it clamps gates as it reads them."""
+def engine_runs(K: int, V: int, device: torch.device | None) -> bool:
+    """Whether the engine runs calls of kernels with heads of these sizes; it clamps gates as it reads them.
+
+    device: None for the current one.
+    """
     return max(K, V) <= MOST and of_device(device).capability[0] == 9
 
 
@@ -92,17 +100,22 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
     block = max(16, 1 << (V - 1).bit_length())
     part, narrow = min(block, 64), min(block, 32)
     keys = min(64, max(16, 1 << (K - 1).bit_length()))
+    large = max(K, V) > 128
     if dtype == torch.bfloat16:
-        wide = part if packed else block
+        wide = part if packed or large else block
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
-        few_keys = min(keys, 32)
+        states, few_keys = walk, min(keys, 32)
+        if K > 128:  # wider ones have no room for the rows of chunks that are copied ahead
+            walk, states = Launch(16, 8, 2), Launch(narrow, 8, 2)
         return Tiles(
-            _chunk(dtype), Launch(0, 1, 1), Launch(part, 4, 1), walk, walk, walk, Launch(keys, 4, 1), block,
-            Launch(few_keys, 4, 1), Launch(keys, 4, 1), Launch(few_keys, 4, 1), block, _copies(dtype, K, V, gluon),
+            _chunk(dtype), Launch(0, 2 if large else 1, 1), Launch(part, 4, 1), walk, states, walk,
+            Launch(keys, 8 if large else 4, 1), part if large else block, Launch(few_keys, 4, 1),
+            Launch(few_keys if large else keys, 4, 1), Launch(few_keys, 8 if large else 4, 1),
+            part if large else block, _copies(dtype, K, V, gluon),
         )  # fmt: skip
-    walk = Launch(narrow, 4, 1)
+    walk, warps = (Launch(narrow, 4, 1), 4) if K <= 128 else (Launch(16, 8, 1), 8)
     return Tiles(
-        _chunk(dtype), Launch(0, 4, 1), Launch(narrow, 4, 1), walk, walk, walk, Launch(keys, 8, 1), narrow,
+        _chunk(dtype), Launch(0, warps, 1), Launch(narrow, warps, 1), walk, walk, walk, Launch(keys, 8, 1), narrow,
         Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 4, 1), narrow,
     )  # fmt: skip
 

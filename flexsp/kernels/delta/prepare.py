@@ -13,6 +13,8 @@ from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm
 from flexsp.runtime.launch import begin
 
 _BLOCK = tl.constexpr(4)
+_MANY = tl.constexpr(128)
+_PART = tl.constexpr(32)
 
 
 @triton.jit
@@ -20,6 +22,20 @@ def sum_over(x, axis: tl.constexpr):
     """The sum of products x, which must not be fused with the first addition between lanes: each lane would round the
     other's product and not its own, and all must hold the same sum. `+ 0.0` is fused instead."""
     return tl.sum(x + 0.0, axis=axis)
+
+
+@triton.jit
+def mm_of_keys(a, b, DOT: tl.constexpr, PREC: tl.constexpr):
+    """a b, summed over keys: fp32 of many has too many operands in registers, so parts of them are side by side."""
+    M: tl.constexpr = a.shape[0]
+    K: tl.constexpr = a.shape[1]
+    N: tl.constexpr = b.shape[1]
+    if tl.float32 == DOT and K > _MANY:
+        x = tl.permute(tl.reshape(a.to(DOT), [M, K // _PART, _PART]), (1, 0, 2))
+        y = tl.reshape(b.to(DOT), [K // _PART, _PART, N])
+        return tl.sum(tl.dot(x, y, input_precision=PREC), axis=0)
+    else:
+        return mm(a, b, DOT, PREC)
 
 
 @triton.jit
@@ -127,7 +143,7 @@ def prepare(
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     given = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     tl.store(strength + at * C + i, given)
-    x = mm(kc, tl.trans(kc), DOT, PREC)
+    x = mm_of_keys(kc, tl.trans(kc), DOT, PREC)
     squares = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     x = x * given[None, :]
     below = i[:, None] > i[None, :]
@@ -171,7 +187,7 @@ def values(
     found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
     qc = load_tokens(q + b * q_sb + h // GROUP * q_sh, q_st, start, length, 0, C, K, BK, STEPS)
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
-    x = mm(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
+    x = mm_of_keys(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
     until = i[:, None] >= i[None, :]
     if GATED:
         total = tl.load(gates + at * C + i)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.prepare import mm_of_keys
 from flexsp.kernels.delta.tokens import load_tokens, store_tokens, store_turned_tokens
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_state
 from flexsp.runtime.launch import begin
@@ -126,7 +127,7 @@ def _put_tokens(
 @triton.jit
 def _read(S, rows, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """rows [C, K] of the state."""
-    return mm(S, tl.trans(rows), DOT, PREC) if BV >= _TURNED else mm(rows, S, DOT, PREC)
+    return mm(S, tl.trans(rows), DOT, PREC) if BV >= _TURNED else mm_of_keys(rows, S, DOT, PREC)
 
 
 @triton.jit

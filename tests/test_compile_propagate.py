@@ -27,6 +27,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fold": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "fold": True},
     "middle dense": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": False, "rank": 1},
     "middle dense back": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": True, "rank": 1},
+    "middle large": {"shape": (1, 2, 8, 256, 256), "kind": "dense", "cut": False, "reverse": False, "rank": 1},
+    "middle large back": {"shape": (1, 2, 8, 192, 256), "kind": "dense", "cut": False, "reverse": True, "rank": 1},
+    "local large": {"shape": (1, 2, 8, 200, 37), "kind": "dense", "cut": False, "reverse": False},
     "last dense": {"shape": (1, 2, 3, 100, 37), "kind": "dense", "cut": False, "reverse": False, "rank": 2},
     "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
 }
@@ -164,7 +167,10 @@ def first_reached(code: list[str], follow: list[list[int]], start: int, pattern:
 
 @pytest.mark.parametrize(
     "name",
-    ["first", "middle", "middle vector", "middle wide", "middle odd", "middle dense", "middle dense back", "last"],
+    [
+        "first", "middle", "middle vector", "middle wide", "middle odd", "middle dense", "middle dense back",
+        "middle large", "middle large back", "last",
+    ],
 )
 def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
     code, follow = instructions(compiled[name]["ptx"])

@@ -46,6 +46,7 @@ def test_one_rank_matches_float64(kind: str, seed: int) -> None:
 
 def test_one_rank_with_a_dense_transition(seed: int) -> None:
     shapes = [(1, 2, 32, 24, 1), (2, 1, 5, 7, 1), (1, 1, 1, 1, 1), (1, 1, 100, 60, 1), (1, 1, 3, 4, 0)]
+    shapes += [(1, 1, 256, 20, 1), (2, 1, 130, 256, 1), (1, 1, 200, 3, 0)]
     calls = [
         ScanCall(*shape[:4], (shape[4],), "dense", reverse=reverse) for shape in shapes for reverse in (False, True)
     ]
@@ -58,6 +59,14 @@ def test_ranks_over_shared_memory_match_float64(world: int, seed: int) -> None:
     """Shapes, directions and decays interleaved; tiles with a small index see more epochs than the others."""
     calls = random_calls(seed, world, 10, heads=1)
     errors = run_ranks(chain_errors, world, calls, seed, transport="posix", heap_mib=4, env=ENV)
+    assert max(map(max, errors)) < 1e-5, errors
+
+
+def test_ranks_with_large_dense_transitions(seed: int) -> None:
+    """A hop reads the rows of a state in several rounds."""
+    calls = [ScanCall(1, 1, 256, 20, (1, 1, 0), "dense", reverse=reverse) for reverse in (False, True)]
+    calls += [ScanCall(1, 1, 140, 35, (1, 0, 1), "dense", reverse=reverse) for reverse in (False, True)]
+    errors = run_ranks(chain_errors, 3, calls, seed, transport="posix", heap_mib=4, env=ENV)
     assert max(map(max, errors)) < 1e-5, errors
 
 

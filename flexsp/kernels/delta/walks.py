@@ -20,6 +20,7 @@ from flexsp.runtime.launch import begin
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
 _MANY = tl.constexpr(128)
 _TURNED = tl.constexpr(64)
+_LONG = tl.constexpr(128)
 NONE = tl.constexpr(0)
 SCALAR = tl.constexpr(1)
 CHANNEL = tl.constexpr(2)
@@ -137,9 +138,18 @@ def _written(x, rows, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _square(base, C: tl.constexpr):
+def _scores(base, length, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr):
+    """Scores [C, C] of a chunk. Beside long rows and decays of channels there is no room to copy them ahead, which a
+    branch prevents."""
     i = tl.arange(0, C)
-    return tl.load(base + i[:, None] * C + i[None, :])
+    place = base + i[:, None] * C + i[None, :]
+    if BK > _LONG and GATED == CHANNEL:
+        found = tl.zeros([C, C], base.dtype.element_ty)
+        if length >= 0:  # always
+            found = tl.load(place)
+    else:
+        found = tl.load(place)
+    return found
 
 
 @triton.jit
@@ -300,7 +310,7 @@ def output(
         if GATED != CHANNEL:
             oc = oc * _by_token(power(bc) * scale, BV)
         errors = _errors(S, uc, wc, BV, DOT, PREC)
-        pc = _square(scores + at * C * C, C)
+        pc = _scores(scores + at * C * C, length, C, BK, GATED)
         oc += _written(errors, tl.trans(pc), BV, DOT, PREC)
         S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
         _put_tokens(o + (b * (T // STEPS) * H + h) * V, oc, H * V, start, length, v0, C, V, BV, STEPS)
@@ -407,7 +417,7 @@ def collect(
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        pc = _square(scores + at * C * C, C)
+        pc = _scores(scores + at * C * C, length, C, BK, GATED)
         dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
@@ -457,7 +467,7 @@ def back(
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        pc = _square(scores + at * C * C, C)
+        pc = _scores(scores + at * C * C, length, C, BK, GATED)
         dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
         _keep(derrors + at * V * C, dN, v0, V, BV, C, C)
         if PACKED:

@@ -40,6 +40,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "in Triton, no decay": {"name": "deltanet", "gluon": False},
     "in Triton, packed": {"packed": True, "gluon": False},
     "in Triton, gates of channels": {"name": "vector_gated_delta", "gluon": False},
+    "bf16 256": {"K": 256, "V": 256, "ranks": True, "H": 4},
+    "bf16 256, packed": {"K": 256, "V": 256, "packed": True, "ranks": True, "H": 4},
+    "bf16 256, 128": {"name": "deltanet", "K": 256, "V": 128, "packed": True, "ranks": True},
+    "bf16 128, 256": {"K": 128, "V": 256, "ranks": True, "H": 4},
+    "bf16 192": {"K": 192, "V": 192, "ranks": True, "H": 4},
+    "bf16 256, of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "ranks": True},
+    "bf16 256, of channels, packed": {"name": "vector_gated_delta", "K": 256, "V": 256, "packed": True, "ranks": True},
+    "bf16 128, 256, of channels": {"name": "vector_gated_delta", "K": 128, "V": 256, "packed": True},
+    "bf16 255, packed": {"K": 255, "V": 255, "packed": True, "ranks": True, "H": 4},
+    "fp32 256": {"K": 256, "V": 256, "dtype": "float32", "packed": True, "ranks": True, "H": 4},
+    "fp32 256, of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "dtype": "float32", "ranks": True},
     "many heads, gates of channels": {"name": "vector_gated_delta", "H": 128},
 }
 QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates of channels"]
@@ -48,6 +59,7 @@ IN_TRITON = ["in Triton"]
 OVER_RANKS = ["over ranks"]
 GROUPS = ([*QUICK, *OVER_RANKS], IN_TRITON, SHARED)  # one child each; ranks have most kernels in common with the first
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
+LARGE = [name for name in CONFIGS if "bf16" in name and ("256" in name or "192" in name)]
 WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
@@ -114,8 +126,8 @@ def compiled(name: str) -> list[dict[str, Any]]:
 
 
 def in_gluon(name: str) -> bool:
-    how = {"K": 128, "dtype": "bfloat16", "gluon": True} | CONFIGS[name]
-    return how["gluon"] and how["dtype"] == "bfloat16" and how["K"] in (64, 128)
+    how = {"K": 128, "V": 128, "dtype": "bfloat16", "gluon": True} | CONFIGS[name]
+    return how["gluon"] and how["dtype"] == "bfloat16" and {how["K"], how["V"]} <= {64, 128}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *OVER_RANKS, *slow(*SLOW)])
@@ -153,6 +165,15 @@ def test_products_of_training_shapes(name: str) -> None:
     if in_gluon(name) and CONFIGS[name].get("name") != "vector_gated_delta" and "no decay" not in name:
         large = [x["name"] for x in found if x["name"] in IN_GLUON and 2 * (x["shared"] + 1024) > 228 * 1024]
         assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
+
+
+@pytest.mark.parametrize("name", slow(*LARGE))
+def test_large_heads_do_not_spill(name: str) -> None:
+    found = compiled(name)
+    products = WALKS | {"values", "grads", "channel_parts", "channel_grads"}
+    assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
+    if RELEASE in MAY_SPILL:
+        assert not [x["name"] for x in found if x["stack"]], described(found)
 
 
 @pytest.mark.parametrize("name", slow(*SHARED))

@@ -46,34 +46,37 @@ def test_over_ranks(name: str, folder: str) -> None:
     )  # fmt: skip
 
 
-_SLOWLY = {"T": 70, "H": 1, "gates": (-0.002, 0.0)}
+_SLOWLY = {"T": 330, "H": 1, "gates": (-0.002, 0.0)}
 LARGE = {
-    "K": [
-        runs("gated_deltanet", T=70, K=130, V=130, H=1, dtype=BF16, bounds=(0, 3, 3, 70)),
-        runs("vector_gated_delta", T=33, K=160, V=16, H=1),
+    "deltanet": [
+        runs("deltanet", T=67, K=256, V=256, H=1, dtype=BF16),
+        runs("deltanet", T=35, K=192, V=256, H=1, bounds=(0, 0, 33, 35)),
     ],
-    "V": [runs("gated_deltanet", T=67, K=16, V=256, H=1, dtype=BF16)],
-    "without decay": [
-        runs("deltanet", T=70, K=256, V=64, H=1, dtype=BF16),
-        runs("deltanet", T=65, K=192, V=256, H=1, bounds=(0, 0, 33, 65)),
+    "gated_deltanet": [
+        runs("gated_deltanet", T=67, K=256, V=192, H=1, dtype=BF16, bounds=(0, 3, 3, 67)),
+        runs("gated_deltanet", T=35, K=256, V=256, H=1),
     ],
-    "both": [
-        runs("gated_deltanet", T=45, K=256, V=256, H=1),
-        runs("gated_deltanet", T=131, K=256, V=256, B=2, dtype=half(), strided=True),
-    ],
-    "gates of channels": [
+    "vector_gated_delta": [
         runs("vector_gated_delta", T=67, K=256, V=256, H=1, dtype=BF16, bounds=(0, 64, 64, 67)),
-        runs("vector_gated_delta", T=65, K=192, V=256, H=1, dtype=half()),
+        runs("vector_gated_delta", T=35, K=256, V=192, H=1),
+    ],
+    "half precisions": [
+        runs("gated_deltanet", T=131, K=256, V=256, B=2, dtype=torch.float16, strided=True),
+        runs("vector_gated_delta", T=65, K=192, V=256, H=1, dtype=torch.float16),
+        runs("deltanet", T=70, K=256, V=64, H=1, dtype=torch.float16),
+    ],
+    "K alone or V alone": [
         runs("vector_gated_delta", T=35, K=16, V=256, H=1), runs("vector_gated_delta", T=35, K=256, V=40, H=1),
+        runs("gated_deltanet", T=67, K=16, V=256, H=1, dtype=BF16), runs("gated_deltanet", T=40, K=130, V=16, H=1),
     ],
     "segments": [
-        runs("gated_deltanet", K=192, V=130, segments=MANY_SEGMENTS, **(_SLOWLY | {"T": 330})),
+        runs("gated_deltanet", K=192, V=130, segments=MANY_SEGMENTS, **_SLOWLY),
         runs("gated_deltanet", K=256, V=64, segments=MANY_SEGMENTS, bounds=(0, 100, 270), dtype=BF16, H=1, T=270),
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", quick(LARGE, "K", "V"))
+@pytest.mark.parametrize("what", quick(LARGE, *NAMES))
 def test_large_heads(what: str, folder: str) -> None:
     check_runs(folder, *LARGE[what])
 
@@ -81,9 +84,8 @@ def test_large_heads(what: str, folder: str) -> None:
 LARGE_OVER_RANKS = {
     "K": [runs("deltanet", T=37, K=140, V=16, H=1, lengths=(20, 0, 17))],
     "both": [runs(name, T=90, K=256, V=192, H=1, lengths=(33, 0, 57), bounds=(0, 60, 60, 90)) for name in NAMES],
-    "segments": [runs("gated_deltanet", K=256, V=130, lengths=(200, 130), segments=MANY_SEGMENTS,
-                      **(_SLOWLY | {"T": 330}))],
-}  # fmt: skip
+    "segments": [runs("gated_deltanet", K=256, V=130, lengths=(200, 130), segments=MANY_SEGMENTS, **_SLOWLY)],
+}
 
 
 @pytest.mark.parametrize("what", quick(LARGE_OVER_RANKS, "K"))

@@ -12,32 +12,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp import ops
 from flexsp.testing.ranks import run_ranks
-from tests.marks import quick
+from tests.marks import quick, slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES = 3, 24, 40  # value heads a key head, K, V
+LARGE = 2, 256, 192
 RULES = {
-    "gated": (ops.chunk_gated_delta_rule, 1, ()),
-    "no gate": (ops.chunk_delta_rule, 1, None),
-    "gates of channels": (ops.chunk_kda, 1, (SIZES[1],)),
-    "product": (functools.partial(ops.chunk_gated_delta_product, num_householder=2), 2, ()),
+    "gated": (ops.chunk_gated_delta_rule, 1, True),
+    "no gate": (ops.chunk_delta_rule, 1, False),
+    "gates of channels": (ops.chunk_kda, 1, True),
+    "product": (functools.partial(ops.chunk_gated_delta_product, num_householder=2), 2, True),
 }
-PACKED = {90: (0, 0, 30, 30, 75, 90), 180: (0, 0, 30, 30, 175, 180)}  # documents, by the number of tokens
+PACKED = {20: (0, 3, 3, 20), 90: (0, 0, 30, 30, 75, 90), 180: (0, 0, 30, 30, 175, 180)}  # documents, by tokens
 
 
-def drawn(name: str, seed: int, T: int, dtype: torch.dtype, states: int) -> dict[str, torch.Tensor]:
+def drawn(
+    name: str, seed: int, T: int, dtype: torch.dtype, states: int, sizes: tuple[int, int, int] = SIZES
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """One sequence of two key heads."""
-    _, steps, gates = RULES[name]
-    group, K, V = SIZES
+    _, steps, gated = RULES[name]
+    group, K, V = sizes
     made = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, n, h, d, generator=made) for n, h, d in ((T, 2, K), (T * steps, 2, K), (T * steps, 2 * group, V))
     )
     given = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
     given["beta"] = torch.rand(1, T * steps, 2 * group, generator=made)
-    if gates is not None:
-        given["g"] = -0.03 * torch.rand(1, T, 2 * group, *gates, generator=made)
+    if gated:
+        channels = (K,) if name == "gates of channels" else ()
+        given["g"] = -0.03 * torch.rand(1, T, 2 * group, *channels, generator=made)
     given = {key: x.to(F32 if key == "g" else dtype) for key, x in given.items()}
     return given | {"initial_state": torch.randn(states, 2 * group, K, V, generator=made)}
 
@@ -68,12 +72,15 @@ def shard(sp: Any, given: dict[str, torch.Tensor], T: int, steps: int) -> dict[s
     return {x: given[x][:, first * n : end * n] for x, n in rows.items()}
 
 
-def differences(sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm: bool, packed: bool) -> list[str]:
+def differences(
+    sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm: bool, packed: bool,
+    sizes: tuple[int, int, int] = SIZES,
+) -> list[str]:  # fmt: skip
     """What differs, in any bit, from a call with the queries and keys of each value head."""
     from flexsp.kernels import keys_in_pytorch as keys
 
-    group, bounds = SIZES[0], torch.tensor(PACKED[T]) if packed else None
-    given = drawn(name, seed, T, dtype, 1 if bounds is None else len(bounds) - 1)
+    group, bounds = sizes[0], torch.tensor(PACKED[T]) if packed else None
+    given = drawn(name, seed, T, dtype, 1 if bounds is None else len(bounds) - 1, sizes)
     options: dict[str, Any] = {"cu_seqlens": bounds}
     if sp.world_size > 1:
         given, options["sp"] = shard(sp, given, T, RULES[name][1]), sp
@@ -99,6 +106,12 @@ def test_as_repeated(name: str) -> None:
     seed = random.randrange(2**31)
     for dtype, norm, packed in ((BF16, False, True), (F32, True, False)):
         assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=ENV) == [[]]
+
+
+@pytest.mark.parametrize("name", slow(*RULES))
+def test_large_heads(name: str) -> None:
+    found = run_ranks(differences, 1, name, random.randrange(2**31), 20, BF16, False, True, LARGE, env=ENV)
+    assert found == [[]]
 
 
 @pytest.mark.parametrize("name", quick(RULES, "gated"))

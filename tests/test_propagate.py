@@ -236,7 +236,7 @@ def bad_inputs(sp: Any) -> None:
         (one, None, A.mT, "A: expected a contiguous float32"),
         (one, None, torch.zeros(2, 1, 3, 6, 6), r"A: .*\(2, 1, 3, 5, 5\)"),
         (good, None, torch.zeros(2, 3, 3, 5, 5), "at most one segment"),
-        (torch.zeros(1, 2, 1, 129, 4), None, torch.zeros(1, 1, 1, 129, 129), "K <= 128"),
+        (torch.zeros(1, 2, 1, 257, 4), None, torch.zeros(1, 1, 1, 257, 257), "K and V in 1..256, got K=257"),
     ]:
         with pytest.raises(ValueError, match=words):
             propagate(states, log_a, None, A=dense)

@@ -1,7 +1,7 @@
 """Generated kernels of every variant over ranks, against one rank and float64. Run by torchrun, not by pytest:
 
     PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/gpu/ranks_generated.py [--transport auto] [--only A,B]
-        [--dtypes bfloat16]
+        [--dtypes bfloat16] [--size 128,128]
 
 Every rank draws the same problem and solves its shard; the shards together may be twice as far from the functions in
 float64 as one rank is, plus a rounding. Prints one line a check on rank 0; exit status 1 if one failed.
@@ -22,21 +22,24 @@ from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.testing.compare import relative_error
 from tests import variants
 
-H, K, V = 4, 128, 128
+H = 4
 WIDE = ("g", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
 Tensors = dict[str, torch.Tensor]
 
 
-def draw(sp: SequenceParallel, name: str, T: int, bounds: list[int] | None, dtype: torch.dtype, seed: int) -> Tensors:
+def draw(
+    sp: SequenceParallel, name: str, T: int, bounds: list[int] | None, dtype: torch.dtype, size: tuple[int, int],
+    seed: int,
+) -> Tensors:  # fmt: skip
     """The whole problem in float64, with values that `dtype` has: the inputs, and cotangents "o" and "final"."""
-    variants.H, variants.K, variants.V = H, K, V
+    variants.H, variants.K, variants.V = H, *size
     tokens, params = variants.draw(name, 1, T, seed)
     made = torch.Generator().manual_seed(seed)
     state = (1 if bounds is None else len(bounds) - 1, H, *variants.state_sizes(name))
     values = {**tokens, **params, "prev_s": torch.randn(state, generator=made)}
-    values |= {"o": torch.randn(1, T, H, V, generator=made), "final": torch.randn(state, generator=made)}
+    values |= {"o": torch.randn(1, T, H, size[1], generator=made), "final": torch.randn(state, generator=made)}
     wide = (*WIDE, "final")
     kept = {key: x.to(torch.float32 if key in wide else dtype) for key, x in values.items()}
     return {key: x.double().to(sp.device) for key, x in kept.items()}
@@ -70,10 +73,13 @@ def joined(sp: SequenceParallel, mine: Tensors, like: Tensors, tokens: set[str],
     return found
 
 
-def check(sp: SequenceParallel, name: str, dtype: torch.dtype, lengths: list[int], bounds: list[int] | None) -> str:
+def check(
+    sp: SequenceParallel, name: str, dtype: torch.dtype, lengths: list[int], bounds: list[int] | None,
+    size: tuple[int, int],
+) -> str:  # fmt: skip
     seed = sum(map(ord, name)) + sum(lengths)
-    given = draw(sp, name, sum(lengths), bounds, dtype, seed)
-    model = variants.load(name).make(H, K, V, dtype)
+    given = draw(sp, name, sum(lengths), bounds, dtype, size, seed)
+    model = variants.load(name).make(H, *size, dtype)
     cu = None if bounds is None else torch.tensor(bounds, device=sp.device)
     want, alone = (solve(model, given, cu, kind, False) for kind in (torch.float64, dtype))
     start, stop = sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1])
@@ -97,7 +103,9 @@ def main() -> int:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--only", default=",".join(variants.VARIANTS), help="variants, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--size", default="128,128", help="K and V; delta rules take up to 256,256")
     options = parser.parse_args()
+    K, V = map(int, options.size.split(","))
     sp = init_sequence_parallel(transport=options.transport, timeout_s=30.0)
     ok = True
     world = sp.world_size
@@ -108,7 +116,7 @@ def main() -> int:
         for dtype in (getattr(torch, x) for x in options.dtypes.split(",")):
             for lengths, bounds in ((uneven, None), (empty, None), (empty, [0, 5, 5, T // 2, T // 2 + 70, T])):
                 try:
-                    answer = (True, check(sp, name, dtype, lengths, bounds))
+                    answer = (True, check(sp, name, dtype, lengths, bounds, (K, V)))
                 except Exception:
                     answer = (False, traceback.format_exc(limit=2))
                 answers: list[tuple[bool, str]] = [answer] * world

@@ -88,11 +88,12 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for op in ("linear_attn", "simple_gla"):
             for K, V in itertools.product((64, 128, 256), (16, 64, 128, 256)):
                 yield f"{op} {K}x{V} {how}", lambda a=(op, dtype, K, V, packed): of_engine(*a)  # type: ignore[misc]
-        for size in (16, 64, 128):
+        for size in (16, 64, 128, 256):
             name = f"gated_deltanet of segments {size} {how}"
             yield name, lambda a=(dtype, size, size, packed): of_segments(*a)  # type: ignore[misc]
         for name in variants.VARIANTS:
-            for size in (16, 64, 128):
+            large = (256,) if variants.VARIANTS[name].transition == "dense" else ()  # an engine runs these
+            for size in (16, 64, 128, *large):
                 yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]
     for dtype, K, norm in itertools.product(dtypes, (20, 128, 256), (True, False)):
         yield f"unit keys {K} {norm} {str(dtype)[6:]}", lambda a=(dtype, K, norm): of_keys(*a)  # type: ignore[misc]

@@ -44,6 +44,17 @@ def test_sizes(folder: Path, seed: int, name: str, size: tuple[int, int], docume
     check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
 
 
+@pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)  # there are no others
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("poisoned")
+def test_large_heads(
+    folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
+
+
 def pattern(kind: str, T: int) -> torch.Tensor:
     """Log gates [T]; segments have 320 tokens."""
     t, slow = torch.arange(T), torch.full((T,), -0.01)
@@ -69,6 +80,20 @@ def test_segments(folder: Path, seed: int, kind: str, documents: tuple[int, ...]
     check_variant(
         "gated_deltanet", 64, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto", gates=pattern(kind, T)
     )
+
+
+@pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)
+@pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(256, 256), (192, 128)], ids=str)
+@pytest.mark.usefixtures("poisoned", "segments")
+def test_segments_of_large_heads(
+    folder: Path, seed: int, size: tuple[int, int], documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    T = 1280 if documents is None else sum(documents)
+    gates = pattern("slow", T) / 10  # a segment's matrix counts
+    check_variant(
+        "gated_deltanet", *size, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto", gates=gates
+    )  # fmt: skip
 
 
 def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
@@ -200,7 +225,7 @@ def test_tensors_that_lie_anyhow(folder: Path, seed: int, name: str, lie: object
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
-@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("K", [64, 128, 256])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("poisoned")
 def test_heads_that_share_queries_and_keys(seed: int, name: str, K: int, documents: tuple[int, ...] | None) -> None:

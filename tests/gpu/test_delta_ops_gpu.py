@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from flexsp.devices import H200
 from flexsp.exceptions import NotAvailable
+from flexsp.kernels.delta import plan
 from flexsp.ops import chunk_gated_delta_rule
 from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE
@@ -24,9 +27,20 @@ LENGTHS = (61, 0, 64, 1, 77, 0)
 @pytest.mark.parametrize("name", DELTA_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, seed: int) -> None:
+    against_the_token_loop(name, dtype, packed, 64, 48, seed)
+
+
+@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.usefixtures("poisoned")
+def test_large_heads(name: str, size: tuple[int, int], seed: int) -> None:
+    against_the_token_loop(name, torch.bfloat16, True, *size, seed)
+
+
+def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, V: int, seed: int) -> None:
     case, bounds = DELTA_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
     T, N = (int(bounds[-1]), len(LENGTHS)) if packed else (150, 2)
-    made = case.inputs(Shape(B=1 if packed else 2, T=T, H=2, K=64, V=48, states=N), seed)
+    made = case.inputs(Shape(B=1 if packed else 2, T=T, H=2, K=K, V=V, states=N), seed)
     constants = {key: made.pop(key) for key in case.constants}
     leaves = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in made.items()}
 
@@ -39,8 +53,8 @@ def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, see
         return run
 
     draw = torch.Generator().manual_seed(seed)
-    do = torch.randn(*leaves["q"].shape[:2], 2, 48, generator=draw).bfloat16().double()
-    dfinal = torch.randn(N, 2, 64, 48, generator=draw).bfloat16().double()
+    do = torch.randn(*leaves["q"].shape[:2], 2, V, generator=draw).bfloat16().double()
+    dfinal = torch.randn(N, 2, K, V, generator=draw).bfloat16().double()
     op = call(case.op, output_final_state=True)
     assert_right(op, call(case.oracle), op, leaves, do, dfinal, dtype, seed)
 
@@ -57,7 +71,9 @@ def test_keys_of_tokens(n: int, gated: bool, packed: bool, dtype: torch.dtype, T
     assert unlike({name: x.to(CUDA) for name, x in given.items()}, n, gated, bounds) == []
 
 
-def test_heads_that_no_kernels_run() -> None:
+def test_heads_that_no_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on Hopper."""
+    monkeypatch.setattr(plan, "of_device", lambda device: replace(H200, capability=(8, 0)))
     q, k, v = torch.randn(3, 1, 8, 2, 256, device=CUDA).unbind(0)
     g, beta = -torch.rand(1, 8, 2, device=CUDA), torch.rand(1, 8, 2, device=CUDA)
     with pytest.raises(NotAvailable, match="K = 256: .* Tensors in float64, or on CPU, run in PyTorch"):

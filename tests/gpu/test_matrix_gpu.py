@@ -74,7 +74,7 @@ def test_variants_that_an_engine_runs(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=_name)
-@pytest.mark.parametrize("size", [(16, 16), (64, 64), (128, 128), (40, 128), (128, 40)], ids=str)
+@pytest.mark.parametrize("size", [(16, 16), (64, 64), (128, 128), (40, 128), (128, 40), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "vector_gated_delta"])
 @pytest.mark.usefixtures("poisoned")
 def test_variants_that_the_delta_engine_runs(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from flexsp.devices import H200, planned_for
+from flexsp.exceptions import NotAvailable
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gated_deltanet
@@ -91,6 +94,25 @@ LARGE_OVER_RANKS = {
 @pytest.mark.parametrize("what", quick(LARGE_OVER_RANKS, "K"))
 def test_large_heads_over_ranks(what: str, folder: str) -> None:
     check_runs(folder, *LARGE_OVER_RANKS[what])
+
+
+def told_on_other_gpus(sp: Any) -> list[str]:
+    """What calls with 129 keys say for a GPU before Hopper."""
+    from flexsp import ops
+
+    found, (q, k, v) = [], torch.randn(3, 1, 3, 1, 129).unbind()
+    with planned_for(replace(H200, capability=(8, 0))):
+        for op, g in ((ops.chunk_gated_delta_rule, -torch.rand(1, 3, 1)), (ops.chunk_kda, -torch.rand(1, 3, 1, 129))):
+            with pytest.raises(NotAvailable) as told:
+                op(q, k, v, g, beta=torch.rand(1, 3, 1))
+            found.append(str(told.value))
+    return found
+
+
+def test_large_heads_on_other_gpus() -> None:
+    (told,) = run_ranks(told_on_other_gpus, 1, env=ENV)
+    want = "K = 129: kernels are generated for sizes up to 128. Tensors in float64, or on CPU, run in PyTorch"
+    assert all(want in x for x in told), told
 
 
 GATES = {"as models have them": None, "strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2, 0.0),

@@ -79,20 +79,26 @@ def unlike(
     return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
 
 
-def differences(sp: Any, seed: int, n: int, gated: bool, dtype: torch.dtype, packed: bool) -> list[str]:
-    given = drawn(seed, 60, n, gated, dtype, len(DOCUMENTS) - 1 if packed else 1)
+def differences(
+    sp: Any, seed: int, n: int, gated: bool, dtype: torch.dtype, packed: bool, K: int = 24, V: int = 40
+) -> list[str]:  # fmt: skip
+    given = drawn(seed, 60, n, gated, dtype, len(DOCUMENTS) - 1 if packed else 1, K, V)
     options: dict[str, Any] = {}
     if sp.world_size > 1:
         first = sum(SHARDS[: sp.rank])
         rows = {name: n if name in ("k", "v", "beta") else 1 for name in given if name != "initial_state"}
         given |= {name: given[name][:, first * r : (first + SHARDS[sp.rank]) * r] for name, r in rows.items()}
         options["sp"] = sp
+        if not packed and not sp.is_first:
+            del given["initial_state"]
     return unlike(given, n, gated, torch.tensor(DOCUMENTS) if packed else None, **options)
 
 
 CASES = {
     "two keys": (2, True, BF16, False), "three keys, packed": (3, True, BF16, True),
     "two keys, no gate, packed": (2, False, F32, True), "three keys, fp16": (3, True, F16, False),
+    "two keys, large heads, packed": (2, True, BF16, True, 256, 192),
+    "two keys, large heads": (2, True, F32, False, 192, 256),
 }  # fmt: skip
 
 

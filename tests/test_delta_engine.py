@@ -159,6 +159,40 @@ def test_gates_of_channels(gates: str, folder: str) -> None:
     )  # fmt: skip
 
 
+def leaked(sp: Any) -> list[str]:
+    """What of one document changes with NaN in the values, or in the outputs' gradient, of the other. One of three
+    segments has the end of the first and the start of the second, and slow gates."""
+    torch.manual_seed(0)
+    first, T = 150, 380
+    x = {name: torch.randn(1, T, 1, 16) for name in "qkv"} | {"beta": torch.rand(1, T, 1)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    x["g"], do, bounds = -0.01 * torch.rand(1, T, 1), torch.randn(1, T, 1, 16), torch.tensor([0, first, T])
+    model, found = gated_deltanet.make(1, 16, 16), []
+
+    def passes(v: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaves = {name: y.clone().requires_grad_() for name, y in (x | {"v": v}).items()}
+        with poisoned(MANY_SEGMENTS, 1):
+            o, final = model(**leaves, cu_seqlens=bounds)
+            grads = torch.autograd.grad(o, [*leaves.values()], do)
+        return {"o": o, "final": final} | {f"d{name}": dx for name, dx in zip(leaves, grads, strict=True)}
+
+    want, wrong_v, wrong_do = passes(x["v"], do), x["v"].clone(), do.clone()
+    wrong_v[0, 3, 0, 0] = wrong_do[0, -2, 0, 0] = torch.nan
+    for part, state, got in (
+        (slice(first, T), 1, passes(wrong_v, do)), (slice(first), 0, passes(x["v"], wrong_do)),
+    ):  # fmt: skip
+        for name, y in got.items():
+            of = state if name == "final" else (0, part)
+            found += [] if torch.equal(y[of], want[name][of]) else [f"{name} of document {state}"]
+        assert any(y.isnan().any() for y in got.values())
+    return found
+
+
+def test_nan_stays_in_its_document_where_segments_have_two() -> None:
+    (wrong,) = run_ranks(leaked, 1, env=ENV)
+    assert not wrong, wrong
+
+
 def large_keys(sp: Any) -> str:
     """Gates that close by far, and one key again and again, so large that the state grows by more along it."""
     torch.manual_seed(0)

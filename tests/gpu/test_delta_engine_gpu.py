@@ -110,7 +110,7 @@ def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
         "early in chunks": torch.where(t % 64 == 1, -50.0, slow),
         "late in chunks": torch.where(t % 64 == 62, -50.0, slow),
         "fast": torch.full_like(slow, -0.6),
-        "fast but for a channel": torch.where(k == 37, 0.1, 60.0) * slow.clamp(min=-0.01),
+        "fast but for a channel": torch.where(k == K - 27, 0.1, 60.0) * slow.clamp(min=-0.01),
         "fast where segments end": torch.where(t % 320 >= 192, -0.9, slow),
         "fast where segments begin": torch.where(t % 320 < 128, -0.9, slow),
     }[kind].float()
@@ -149,6 +149,66 @@ def test_segments_of_channels(folder: Path, seed: int, K: int, kind: str, docume
         "vector_gated_delta", K, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
         gates=of_channels(kind, T, K),
     )  # fmt: skip
+
+
+def seen_beyond(change: str, packed: bool) -> tuple[bool, bool]:
+    """Of four segments whether NaN in the values at the second one's start is seen after it, and NaN in the gradient of
+    the outputs at its end before it."""
+    made = torch.Generator().manual_seed(0)
+    x = {name: torch.randn(1, 1280, 1, 128, generator=made) for name in "qkv"}
+    x |= {"beta": torch.ones(1, 1280, 1), "g": torch.full((1, 1280, 1, 128), -0.6)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1) * (3.0 if change == "large keys" else 1.0)
+    do = torch.randn(1, 1280, 1, 128, generator=made)
+    if change == "a positive gate":
+        x["g"][:, 450, :, 100] = 0.05
+    elif change == "a slow channel":
+        x["g"][..., 100] = -0.05
+    bounds = None if not packed else torch.tensor([0, 400, 1280] if change == "a document begins" else [0, 1280])
+    found = []
+    for wrong, at, seen in (("v", 320, slice(640, 1280)), ("do", 639, slice(0, 320))):
+        given = {name: y.clone() for name, y in (x | {"do": do}).items()}
+        given[wrong][0, at, 0, 0] = torch.nan
+        given = {name: y.to("cuda", torch.float32 if name == "g" else BF16) for name, y in given.items()}
+        to = given.pop("do")
+        leaves = {name: y.requires_grad_() for name, y in given.items()}
+        o, _ = chunk_kda(**leaves, cu_seqlens=None if bounds is None else bounds.cuda())
+        shown = o if wrong == "v" else torch.autograd.grad(o, leaves["v"], to)[0]
+        found.append(bool(shown[:, seen].isnan().any()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("change", ["none", "large keys", "a positive gate", "a slow channel", "a document begins"])
+@pytest.mark.usefixtures("segments")
+def test_nan_behind_the_horizon_of_channels(change: str, request: pytest.FixtureRequest) -> None:
+    """It is not seen where nothing of a segment is left, or a document begins in it; else it is, in kernels in Gluon:
+    what decays is never taken for nothing where keys or gates could make it grow again."""
+    if "in Triton" in request.node.name:
+        pytest.skip("there are no segments")
+    seen = change in ("large keys", "a positive gate", "a slow channel")
+    for packed in (False, True):
+        if change != "a document begins" or packed:
+            assert seen_beyond(change, packed) == (seen, seen)
+
+
+@pytest.mark.usefixtures("segments")
+@pytest.mark.parametrize("op", [chunk_gated_delta_rule, chunk_kda], ids=["gated", "kda"])
+def test_nan_stays_in_its_document(op: object) -> None:
+    """A document begins in the second of four segments; gates are slow, and one is positive."""
+    made, bounds = torch.Generator().manual_seed(0), torch.tensor([0, 400, 1280], device="cuda")
+    x = {name: torch.randn(1, 1280, 1, 64, generator=made) for name in "qkv"} | {"beta": torch.ones(1, 1280, 1)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    x["g"] = torch.full((1, 1280, 1) if op is chunk_gated_delta_rule else (1, 1280, 1, 64), -0.001)
+    x["g"][:, 450] = 0.001
+    given = {name: y.to("cuda", torch.float32 if name == "g" else BF16) for name, y in x.items()}
+    do = torch.randn(1, 1280, 1, 64, generator=made).to("cuda", BF16)
+    given["v"][0, 3, 0, 0] = torch.nan
+    leaves = {name: y.requires_grad_() for name, y in given.items()}
+    o, _ = op(**leaves, cu_seqlens=bounds)  # type: ignore[operator]
+    assert o[:, 3:400].isnan().any() and not o[:, 400:].isnan().any()
+    do[0, 1279, 0, 0], given["v"].detach()[0, 3, 0, 0] = torch.nan, 0.0
+    o, _ = op(**leaves, cu_seqlens=bounds)  # type: ignore[operator]
+    (dv,) = torch.autograd.grad(o, leaves["v"], do)
+    assert dv[:, 400:].isnan().any() and not dv[:, :400].isnan().any()
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])

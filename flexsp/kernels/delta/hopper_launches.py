@@ -44,10 +44,10 @@ class HopperCall(DeltaCall):
         p, launches = self.plan, [self._prepare()]
         if self._walked is None:
             return launches
-        pointers = ("@bounds", "@alive", "@walked")
+        pointers = ("@bounds", "@alive", "@walked", "@table" if p.docs else "@bounds")
         spec = LaunchSpec(
-            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, pointers[:1], pointers[1:],
-            (p.H, p.n_seg, p.n_chunks, p.per_seg), {}, Launch(0, 1, 1).options,
+            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, pointers[:1], pointers[1:3],
+            (p.H, p.n_seg, p.n_chunks, p.per_seg), {"PACKED": p.docs > 0}, Launch(0, 1, 1).options,
         )  # fmt: skip
         return [*launches, spec]
 

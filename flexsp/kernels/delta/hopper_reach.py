@@ -6,6 +6,7 @@ of it are walked from the segment's end, or its start, until nothing is left of 
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,7 +27,9 @@ from flexsp.kernels.delta.hopper import (
 
 __all__ = ["reach"]
 
-_NOTHING = gl.constexpr(-126.0)  # log2 of the least normal number of float32
+_NOTHING = gl.constexpr(-140.0)  # log2 of what is left
+_LEAST = gl.constexpr(2.0**-149)  # of float32
+_FEW = gl.constexpr(32)
 _MANY = gl.constexpr(128)
 _CHUNKS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -41,6 +44,16 @@ def _growth(growth, c0, c1):
     return total
 
 
+@gluon.jit
+def _begins(table, c0, c1):
+    """As `flexsp.kernels.delta.walks.begins`."""
+    found = 0
+    for block in range(c0, c1, _MANY):
+        c = block + gl.arange(0, _MANY, _CHUNKS)
+        found += gl.sum(gl.load(table + c * 5 + 3, mask=c < c1, other=0), axis=0)
+    return found != 0
+
+
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def reach(
     reads, writes, inverse, decay, growth, found, table, T, H, n_seg, n_chunks, per_seg,
@@ -50,7 +63,8 @@ def reach(
     is nothing, and one more than it has where that of all is something: found [K / 64, B H, n_seg].
 
     growth [B H, chunks]: log2 of how much a chunk makes a state grow at most; what is left is nothing if the whole
-    segment could not make it grow to anything.
+    segment could not make it grow to anything. A quarter of the chunks is tried, or 32: where that many are something,
+    all count. Nothing passes a chunk in which a document begins.
     """
     begin(PDL)
     panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
@@ -67,17 +81,19 @@ def reach(
     async_copy.commit_group()
     n = 0
     reached = count + 1
-    while (n < count) & (reached > count):
+    if PACKED:
+        reached = gl.where(_begins(table, c0, c0 + count), count, reached)
+    tried = gl.minimum(count, gl.maximum(count // 4, _FEW))
+    gone = ~(most <= 149.0 + _NOTHING)  # no product is so small that it is nothing
+    while (n < tried) & ~gone:
         arrived(0)
         c = c0 + count - 1 - n if REVERSE else c0 + n
         s = n % 2
-        if n + 1 < count:
+        if n + 1 < tried:
             _fetch(c - 1 if REVERSE else c + 1, 1 - s, row, reads, writes, inverse, decay, rs, ws, inverses, decays,
                    n_chunks, K, C)  # fmt: skip
         async_copy.commit_group()
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        if PACKED and not REVERSE:
-            X = gl.where(first, 0.0, X)
         kr, kw = rs.index(s), ws.index(s)
         before, after = kr, kw
         chunk = inverses.index(s).permute((1, 0))
@@ -88,11 +104,12 @@ def reach(
         y = warpgroup_mma_wait(0, [begun(operand(-y, C), chunk, C)])
         X = X * decays.index(s).load(gl.SliceLayout(0, SK))[None, :]
         X = warpgroup_mma_wait(0, [warpgroup_mma(operand(y, K), after, X, is_async=True)])
-        if PACKED and REVERSE:
-            X = gl.where(first, 0.0, X)
         n += 1
-        left = gl.log2(gl.sum(gl.sum(gl.abs(X), axis=1), axis=0)) + most
-        reached = gl.where(left <= _NOTHING, n, reached)
+        left = gl.sum(gl.sum(gl.abs(X), axis=1), axis=0)
+        gone = gl.log2(gl.maximum(left, _LEAST, propagate_nan=tl.PropagateNan.ALL)) + most <= _NOTHING
+        if PACKED:
+            gone = gone | first
+        reached = gl.where(gone, n, reached)
     arrived(0)
     gl.store(found + (panel * gl.num_programs(1) + row) * n_seg + seg, reached)
 

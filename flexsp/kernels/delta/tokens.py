@@ -1,4 +1,4 @@
-"""Rows of tokens beside the keys of a chunk, where a token has STEPS keys (docs/math.md, section 7).
+"""Rows of tokens beside the keys of a chunk, where a token has STEPS keys (docs/math.md, section 7, "Several keys").
 
 Chunks count keys. A query, an output and its gradient belong to the last key of a token, its gate to the first. With
 one key a token these are rows like those of keys.

@@ -64,8 +64,18 @@ def within_horizon(bounds, n_chunks, c0, c1, REVERSE: tl.constexpr):
     return walked, ~(total <= HORIZON)
 
 
+@triton.jit
+def begins(table, c0, c1):
+    """Whether a document begins in one of the chunks c0 to c1: what was before does not pass them, be it NaN."""
+    found = 0
+    for block in range(c0, c1, _MANY):
+        c = block + tl.arange(0, _MANY)
+        found += tl.sum(tl.load(table + c * 5 + 3, mask=c < c1, other=0), axis=0)
+    return found != 0
+
+
 @triton.jit(do_not_specialize=["H", "n_seg", "n_chunks", "per_seg"])
-def horizons(bounds, alive, walked, H, n_seg, n_chunks, per_seg, PDL: tl.constexpr):
+def horizons(bounds, alive, walked, table, H, n_seg, n_chunks, per_seg, PACKED: tl.constexpr, PDL: tl.constexpr):
     """`within_horizon` of every segment: alive [B, n_seg, H], and walked [2, B H, n_seg] forward and backward."""
     begin(PDL)
     row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -74,6 +84,8 @@ def horizons(bounds, alive, walked, H, n_seg, n_chunks, per_seg, PDL: tl.constex
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     near, lives = within_horizon(bounds, n_chunks, c0, c1, False)
     far, same = within_horizon(bounds, n_chunks, c0, c1, True)
+    if PACKED:
+        lives = lives & ~begins(table, c0, c1)
     tl.store(alive + (row // H * n_seg + seg) * H + row % H, lives.to(tl.int32))
     tl.store(walked + row * n_seg + seg, near)
     tl.store(walked + (tl.num_programs(0) + row) * n_seg + seg, far)
@@ -243,6 +255,8 @@ def summarize(
     n0 = c0
     if GATED == SCALAR:
         walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, False)
+        if PACKED:
+            lives = lives & ~begins(table, c0, c1)
         tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
         n0 = c1 - walked if of_state else c0 if lives else c1
         S = tl.where(lives, S, 0.0)

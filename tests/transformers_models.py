@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 VOCABULARY = 37
 _SIZES: dict[str, Any] = {
@@ -74,15 +76,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, **changes: Any) -> Any:
-    """The model in float32, with the same random parameters everywhere; none of them is 0 or 1 by the thousand."""
+def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
+    """The model in float32 and in training mode, with the same random parameters everywhere; none of them is 0 or 1 by the thousand."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(5)
         config = AutoConfig.for_model(name, **{**copy.deepcopy(MODELS[name]), **changes})
         config._experts_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "mamba2" else attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -105,8 +107,104 @@ def wide() -> Iterator[None]:
             setattr(torch, name, dtype)
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of every parameter; zeros where there is none."""
+@contextlib.contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    with wide() if dtype == torch.float64 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def chunks(model: Any, size: int) -> Iterator[None]:
+    """The unmodified model, with other chunks: what it computes differs by its own rounding only."""
+    module = sys.modules[type(model).__module__]
+    names = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+    def with_size(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **{**kwargs, "chunk_size": size})
+
+    try:
+        for name, function in before.items():
+            setattr(module, name, with_size(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+Found = dict[str, torch.Tensor]
+
+
+def gradients(model: Any) -> Found:
+    """Of every parameter; zeros where there is none. They are taken away."""
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     return found
+
+
+def run_whole(model: Any, batch: dict[str, Any], chunk_size: int = 16) -> Found:
+    """Loss and gradients of the unmodified model."""
+    dtype = next(model.parameters()).dtype
+    with chunks(model, chunk_size), precision(dtype):
+        loss = model(**batch).loss
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def run_documents(model: Any, batch: dict[str, Any]) -> Found:
+    """The same of packed documents: one call of the unmodified model each, and the losses put together from its logits
+    and the places of experts."""
+    bounds, losses, squares, routers = batch["cu_seq_lens_q"].tolist(), [], [], []
+    config, module = model.config, sys.modules[type(model).__module__]
+    with chunks(model, 16), precision(next(model.parameters()).dtype):
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            tokens, labels = batch["input_ids"][:, start:stop], batch["labels"][0, start + 1 : stop]
+            out = model(input_ids=tokens)
+            logits = out.logits[0].float()
+            losses.append(F.cross_entropy(logits[:-1], labels, reduction="none", ignore_index=-100))
+            squares.append(logits.logsumexp(-1).square())
+            routers.append(out.get("router_logits"))
+        counted = (batch["labels"][0] != -100).sum()
+        loss = torch.cat(losses).sum() / counted
+        loss = loss + getattr(config, "z_loss_coefficient", 0.0) * torch.cat(squares).mean()
+        if hasattr(module, "load_balancing_loss_func"):
+            layers = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+            balance = module.load_balancing_loss_func(layers, model.num_experts, model.num_experts_per_tok)
+            loss = loss + config.router_aux_loss_coef * balance
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def run_shard(model: Any, sp: Any, batch: dict[str, Any]) -> Found:
+    """Loss and gradients of a parallelized model on this rank."""
+    from flexsp.integrations.transformers import shard
+
+    with precision(next(model.parameters()).dtype):
+        loss = model(**shard(batch, sp)).loss
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def mean(per_rank: list[Found]) -> Found:
+    return {name: sum(found[name] for found in per_rank) / len(per_rank) for name in per_rank[0]}
+
+
+def rows(B: int, T: int) -> dict[str, Any]:
+    """Random tokens, of whose labels a third does not count."""
+    ids = torch.randint(VOCABULARY, (B, T))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(B, T) < 0.3, -100)}
+
+
+def packed(lengths: list[int]) -> dict[str, Any]:
+    """Random documents as transformers' own collator packs them."""
+    from transformers import DataCollatorWithFlattening
+
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return dict(collate([{"input_ids": torch.randint(VOCABULARY, (n,)).tolist()} for n in lengths]))
+
+
+def assert_exact(got: Found, want: Found, what: str = "", bound: float = 1e-10) -> None:
+    for name, x in want.items():
+        scale = max(1.0, float(x.abs().max()))
+        worst = float((got[name] - x).abs().max()) / scale
+        assert worst < bound, f"{what} {name}: off by {worst:.2g} of {scale:.2g}"

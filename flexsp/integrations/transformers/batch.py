@@ -94,7 +94,7 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
         T_local tokens and on ``sp.device``, and ``flexsp_shard``, a `Shard`.
 
     Raises:
-        ValueError: keys that are not known, wrong shapes, padding on the left or inside, documents with B > 1, or
+        ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside, documents with B > 1, or
             sources of documents that contradict each other.
         PeerMismatch: see above.
     """
@@ -106,6 +106,8 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     lengths = tuple(sp.lengths or sp.partition(T))
     if sum(lengths) != T:
         fail("batch", f"{sum(lengths)} tokens a row (set_lengths)", T)
+    if min(lengths) < 1:  # which transformers' own code does not take
+        fail("batch", "at least one token of each row for every rank", f"lengths {list(lengths)}")
     _check_positions(given.get("position_ids"), B, T)
     bounds = _documents(given, B, T)
     mask = _padding(given.get("attention_mask"), B, T, packed=bounds is not None)

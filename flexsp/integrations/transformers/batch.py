@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexsp.comm.group import SequenceParallel, sequence_parallel
+from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import check_dense, check_number, fail
 
 __all__ = ["IGNORED", "KEY", "Shard", "shard"]
@@ -58,13 +58,12 @@ class Shard:
         return self.lengths[self.sp.rank]
 
     @contextlib.contextmanager
-    def over_ranks(self) -> Iterator[SequenceParallel]:
-        """Ops inside run over the ranks, and know the shards' lengths without asking for them."""
+    def known_lengths(self) -> Iterator[SequenceParallel]:
+        """The ranks, which inside know the shards' lengths without asking each other."""
         before = self.sp.lengths
         self.sp.set_lengths(self.lengths)
         try:
-            with sequence_parallel(self.sp):
-                yield self.sp
+            yield self.sp
         finally:
             self.sp.set_lengths(before)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsp.comm.group import sequence_parallel
 from flexsp.exceptions import NotAvailable, fail
 from flexsp.integrations.transformers.batch import Shard
 from flexsp.nn.attention import scaled_dot_product_attention
@@ -32,7 +33,7 @@ def causal_conv1d(
     """hidden_states [B, D, T_local], weight [D, W], bias [D] -> [B, D, T_local]."""
     from transformers.activations import ACT2FN
 
-    with flexsp_shard.over_ranks():
+    with flexsp_shard.known_lengths() as sp, sequence_parallel(sp):
         y = convolve(hidden_states.transpose(1, 2), weight, bias, flexsp_shard.cu_seqlens)
     return (y if activation is None else ACT2FN[activation](y)).transpose(1, 2)
 
@@ -85,7 +86,7 @@ def _delta(
     q, k, v, g, beta = tensors
     if beta.dtype != torch.float32:
         beta = beta.to(q.dtype)
-    with shard.over_ranks() as sp:
+    with shard.known_lengths() as sp:
         o, _ = op(
             q, k, v, g, beta, use_qk_l2norm_in_kernel=normalised, cu_seqlens=shard.cu_seqlens,
             cu_seqlens_cpu=shard.cu_seqlens_cpu, sp=sp,
@@ -119,7 +120,7 @@ def mamba2_scan(
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
         step = F.softplus(step)
-    with flexsp_shard.over_ranks() as sp:
+    with flexsp_shard.known_lengths() as sp:
         y, _ = mamba2_ssd(
             hidden_states, step.clamp(*dt_limit), A.to(dtype), B, C, None if D is None else D.to(dtype),
             cu_seqlens=flexsp_shard.cu_seqlens, cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
@@ -158,7 +159,7 @@ def attention(
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
-    with flexsp_shard.over_ranks() as sp:
+    with flexsp_shard.known_lengths() as sp:
         o = scaled_dot_product_attention(
             q, k, v, scale=scaling, window=sliding_window, cu_seqlens=flexsp_shard.cu_seqlens,
             cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp, dropout_p=dropout, softcap=softcap, sinks=s_aux,

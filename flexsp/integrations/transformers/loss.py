@@ -29,8 +29,7 @@ def language_loss(
     """Cross entropy of this rank's tokens over ``counted``, times the number of ranks: its mean over the ranks is that
     of the whole batch.
 
-    The logits of one block of tokens are in memory at once; they are computed again in the backward pass. There are as
-    many blocks on every rank, some of them empty: parameters that are gathered for a block are gathered by all ranks.
+    The logits of one block of tokens are in memory at once; they are computed again in the backward pass.
 
     Args:
         logits_of: hidden states [n, D] -> logits [n, vocabulary].
@@ -38,6 +37,8 @@ def language_loss(
         labels: int64 [B, T_local], of the next tokens.
         z_loss: factor on the mean, over all tokens, of the square of log(sum(exp(logits))).
     """
+    if isinstance(counted, Tensor):
+        counted = counted.to(hidden.device)
 
     def block_loss(hidden: Tensor, labels: Tensor) -> Tensor:
         logits = logits_of(hidden)
@@ -46,14 +47,9 @@ def language_loss(
             found = found + logits.logsumexp(-1).to(found.dtype).square().sum() * (z_loss / shard.kept)
         return found
 
-    if isinstance(counted, Tensor):
-        counted = counted.to(hidden.device)
-    hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    longest = shard.batch * max(shard.lengths)
-    rows = max(1, min(longest, _LOGITS // vocabulary))
+    rows = max(1, _LOGITS // vocabulary)
     losses = []
-    for start in range(0, max(1, longest), rows):
-        block = hidden[start : start + rows], labels[start : start + rows]
+    for block in zip(hidden.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True):
         with_grad = torch.is_grad_enabled()
         losses.append(checkpoint(block_loss, *block, use_reentrant=False) if with_grad else block_loss(*block))
     return torch.stack(losses).sum() * shard.sp.world_size

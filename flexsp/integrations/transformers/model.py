@@ -22,6 +22,7 @@ from flexsp.integrations.transformers.check import (
     seam_of,
 )  # fmt: skip
 from flexsp.integrations.transformers.loss import language_loss, router_loss
+from flexsp.integrations.transformers.seams import Head
 
 __all__ = ["parallelize", "restore"]
 
@@ -74,6 +75,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
         names = replaced_names(module, seam)
         if names is not None:
             _replace_forward(module, functools.partial(_mixer_forward, _with_globals(type(module).forward, names), sp))
+    _replace_forward(inner.get_output_embeddings(), _head_forward)
     _replace_forward(inner, functools.partial(_model_forward, sp))
     return model
 
@@ -141,6 +143,15 @@ def _refuse_training(module: nn.Module, sp: SequenceParallel) -> None:
         )  # fmt: skip
 
 
+def _head_forward(
+    original: Callable[..., Any], head: nn.Module, hidden: Tensor, loss_of: Callable[..., Any] | None = None
+) -> Any:
+    """The head's own forward or, with `loss_of`, a loss that calls it for blocks of tokens. Hooks of the head, such as
+    those by which fully_shard gathers its parameters, run once for all blocks, on every rank of a mesh."""
+    forward = functools.partial(original, head)
+    return forward(hidden) if loss_of is None else loss_of(forward, hidden)
+
+
 def _model_forward(
     sp: SequenceParallel, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -160,6 +171,10 @@ def _run(model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], 
 
     call = _arguments(model, sp, shard, args, kwargs)
     seam, config, labels = seam_of(model), model.config, call.pop("shift_labels", None)
+    head = model.get_output_embeddings()
+    if not hasattr(vars(head).get("forward"), _MARK):
+        raise FlexspError(f"{type(head).__name__} took the place of the model's head after parallelize: restore the "
+                          "model and parallelize it again")  # fmt: skip
     counted = call.pop("num_items_in_batch", shard.counted)
     as_dict, routers = call.pop("return_dict", config.return_dict), False
     if seam.router_loss:
@@ -176,11 +191,15 @@ def _run(model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], 
     hidden = outputs.last_hidden_state
     found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
     if labels is None:
-        found["logits"] = seam.logits(model, hidden)
+        found["logits"] = seam.logits(model, head, hidden)
     else:
-        logits_of = functools.partial(seam.logits, model)
-        z_loss = getattr(model, "z_loss_coefficient", 0.0)
-        found["loss"] = language_loss(logits_of, hidden, labels, config.vocab_size, shard, counted, z_loss)
+
+        def loss_of(forward: Head, hidden: Tensor) -> Tensor:
+            logits_of = functools.partial(seam.logits, model, forward)
+            z_loss = getattr(model, "z_loss_coefficient", 0.0)
+            return language_loss(logits_of, hidden, labels, config.vocab_size, shard, counted, z_loss)
+
+        found["loss"] = head(hidden, loss_of=loss_of)
     if routers and found["router_logits"]:
         aux = router_loss(found["router_logits"], model.num_experts, model.num_experts_per_tok, shard)
         found["aux_loss"] = aux

@@ -17,7 +17,7 @@ from flexsp.integrations.transformers.functions import (
     not_fused,
 )  # fmt: skip
 
-__all__ = ["LOCAL", "SEAMS", "Seam"]
+__all__ = ["LOCAL", "SEAMS", "Head", "Seam"]
 
 _GATED_DELTA = {"causal_conv1d_fn": causal_conv1d, "torch_chunk_gated_delta_rule": gated_delta_rule}
 _KIMI_DELTA = {"causal_conv1d_fn": causal_conv1d, "chunk_kimi_delta_attention": kimi_delta_rule}
@@ -27,20 +27,24 @@ _MAMBA2 = {
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
 
 
-def _head(model: Any, hidden: Tensor) -> Tensor:
-    return model.lm_head(hidden)
+Head = Callable[[Tensor], Tensor]
+"""The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
 
 
-def _head_in_its_dtype(model: Any, hidden: Tensor) -> Tensor:
-    return model.lm_head(hidden.to(model.lm_head.weight.dtype))
+def _plain(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden)
 
 
-def _scaled_head(model: Any, hidden: Tensor) -> Tensor:
-    return model.lm_head(hidden) * model.model.lm_head_multiplier
+def _in_dtype_of_head(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden.to(model.lm_head.weight.dtype))
 
 
-def _divided_head(model: Any, hidden: Tensor) -> Tensor:
-    return model.lm_head(hidden) / model.config.logits_scaling
+def _multiplied(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden) * model.model.lm_head_multiplier
+
+
+def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden) / model.config.logits_scaling
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Seam:
         prefix: of the names of the model's classes.
         replaced: for each class whose forward meets other tokens (its name without the prefix), the names in its module
             that are replaced, and by what.
-        logits: of the model and its last hidden states [..., D].
+        logits: of the model, its head and the last hidden states [..., D].
         has_masks: the model takes attention masks by kind of layer, and positions.
         router_loss: it can add a loss that balances experts.
     """
@@ -60,7 +64,7 @@ class Seam:
     folder: str
     prefix: str
     replaced: Mapping[str, Mapping[str, Any]]
-    logits: Callable[[Any, Tensor], Tensor] = _head
+    logits: Callable[[Any, Head, Tensor], Tensor] = _plain
     has_masks: bool = True
     router_loss: bool = False
 
@@ -75,12 +79,12 @@ _ALL = [
     _seam("qwen3_5_moe", "Qwen3_5Moe", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
     _seam("olmo_hybrid", "OlmoHybrid", "GatedDeltaNet", _GATED_DELTA),
     _seam("kimi_linear", "KimiLinear", "DeltaAttention", _KIMI_DELTA),
-    _seam("mamba2", "Mamba2", "Mixer", _MAMBA2, logits=_head_in_its_dtype, has_masks=False),
+    _seam("mamba2", "Mamba2", "Mixer", _MAMBA2, logits=_in_dtype_of_head, has_masks=False),
     _seam("bamba", "Bamba", "Mixer", _MAMBA2),
     _seam("nemotron_h", "NemotronH", "Mamba2Mixer", _MAMBA2),
-    _seam("falcon_h1", "FalconH1", "Mixer", _MAMBA2, logits=_scaled_head),
+    _seam("falcon_h1", "FalconH1", "Mixer", _MAMBA2, logits=_multiplied),
     _seam("zamba2", "Zamba2", "MambaMixer", _MAMBA2),
-    _seam("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", _MAMBA2, logits=_divided_head, router_loss=True),
+    _seam("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", _MAMBA2, logits=_divided, router_loss=True),
 ]
 
 # By the name of the class whose forward gives the loss.

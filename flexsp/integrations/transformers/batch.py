@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.comm.process_group import compare_text
 from flexsp.exceptions import check_dense, check_number, fail
 
 __all__ = ["IGNORED", "KEY", "Shard", "shard"]
@@ -68,12 +69,13 @@ class Shard:
             self.sp.set_lengths(before)
 
 
+@ranks_call
 def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
-    """This rank's part of a batch, as keyword arguments of a model that `parallelize` has changed.
+    """This rank's part of a batch, as keyword arguments of a model that `parallelize` has changed. Collective.
 
-    Every rank of ``sp`` must pass the same whole batch. Rank r takes the r-th stretch of every row: of the lengths that
-    ``sp.set_lengths`` gave, else balanced ones (``sp.partition``). With ``FLEXSP_CHECK=1`` ranks compare their batches
-    first, and different ones raise `PeerMismatch`.
+    Every rank of ``sp`` must pass the same whole batch. Ranks compare what they pass (a hash, on the CPU group). Rank r
+    takes the r-th stretch of every row: of the lengths that ``sp.set_lengths`` gave, else balanced ones
+    (``sp.partition``).
 
     Args:
         batch: as transformers' collators make it, on any device. Values of None are left out.
@@ -95,7 +97,7 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     Raises:
         ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside, documents with B > 1, or
             sources of documents that contradict each other.
-        PeerMismatch: see above.
+        PeerMismatch: the ranks pass different batches.
     """
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
@@ -111,7 +113,7 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     bounds = _documents(given, B, T)
     mask = _padding(given.get("attention_mask"), B, T, packed=bounds is not None)
     labels = _shifted(given, B, T, mask)
-    _compare(sp, tokens, lengths, bounds)
+    _compare(sp, given, lengths)
     stop = list(accumulate(lengths))[sp.rank]
     mine = slice(stop - lengths[sp.rank], stop)
 
@@ -265,9 +267,15 @@ def _positions(T: int, bounds: list[int] | None) -> Tensor:
     return positions[None]
 
 
-def _compare(sp: SequenceParallel, tokens: Tensor, lengths: tuple[int, ...], bounds: list[int] | None) -> None:
-    if not sp.check_calls or sp.world_size == 1:
+def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """PeerMismatch where ranks have other batches: a sampler that deals data out to all ranks does that."""
+    if sp.world_size == 1:
         return
-    values = tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    content = f"hash {zlib.crc32(values):08x}"
-    sp.check_signature(("shard", list(tokens.shape), content, *lengths, f"documents {bounds}"))
+    said = []
+    for name, x in sorted(given.items()):
+        if not isinstance(x, Tensor):
+            said.append(f"{name} {x}")
+            continue
+        content = f" hash {zlib.crc32(x.detach().cpu().contiguous().numpy()):08x}" if name != "inputs_embeds" else ""
+        said.append(f"{name} {list(x.shape)}{content}")
+    compare_text(sp, f"shard of lengths {list(lengths)}, {', '.join(said)}")

@@ -187,7 +187,7 @@ def test_training_without_a_shard() -> None:
 
 def test_refused_calls() -> None:
     model = parallelize(make("qwen3_next"), ONE)
-    made = shard(rows(1, 8), ONE)
+    made, unlabelled = shard(rows(1, 8), ONE), shard({"input_ids": torch.ones(1, 8).long()}, ONE)
     for changes, error in (
         ({"use_cache": True}, "use_cache: expected False, got True"),
         ({"output_attentions": True}, "output_attentions: expected False"),
@@ -198,7 +198,7 @@ def test_refused_calls() -> None:
         ({"position_ids": None}, "position_ids: expected those that shard returned, got None"),
         ({"flexsp_shard": made}, "flexsp_shard: expected a Shard of SequenceParallel"),
         ({"flexsp_shard": shard(rows(1, 8), SequenceParallel())["flexsp_shard"]}, "flexsp_shard: expected a Shard of"),
-        ({"flexsp_shard": shard({"input_ids": made["input_ids"]}, ONE)["flexsp_shard"]}, "shift_labels: expected labels"),
+        ({"flexsp_shard": unlabelled["flexsp_shard"]}, "shift_labels: expected labels that shard made"),
     ):
         with pytest.raises(ValueError, match=error):
             model(**{**made, **changes})
@@ -224,8 +224,8 @@ class Mixing(nn.Module):
 
 
 def test_refused_models_name_everything() -> None:
-    model = make("qwen3_next", attention_dropout=0.1, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4,
-                                                                       "factor": 2.0, "partial_rotary_factor": 1.0})  # fmt: skip
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 1.0}
+    model = make("qwen3_next", attention_dropout=0.1, rope_parameters=rope)
     model.model.layers[0].mlp.shared_expert.act_fn = Mixing()
     model.model.layers[2].input_layernorm = nn.Conv1d(24, 24, 3)
     model.loss_function = nn.functional.cross_entropy
@@ -256,10 +256,9 @@ def test_models_that_are_not_known() -> None:
 
 
 def test_a_head_that_came_later() -> None:
-    from peft import LoraConfig, get_peft_model
-
+    peft = pytest.importorskip("peft")
     model = parallelize(make("olmo_hybrid"), ONE)
-    get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(FlexspError, match="took the place of the model's head after parallelize"):
         model(**shard(rows(1, 8), ONE))
 

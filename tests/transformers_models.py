@@ -77,7 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
-    """The model in float32 and in training mode, with the same random parameters everywhere; none of them is 0 or 1 by the thousand."""
+    """The model in float32 and in training mode, with the same random parameters everywhere."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng():

@@ -82,8 +82,8 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
             ``input_ids`` int [B, T], or ``inputs_embeds`` [B, T, D].
             ``labels`` int [B, T], not shifted; -100 does not count. Or ``shift_labels``, where token t has the label of
             the token after it.
-            ``position_ids`` [B or 1, T], or [3 or 4, B or 1, T]. Without them positions count from the start of the row,
-            or of the document.
+            ``position_ids`` [B or 1, T], or [3 or 4, B or 1, T]. Without them positions count from the start of the
+            row, or of the document.
             ``attention_mask`` [B, T], of ones, and zeros behind them (padding on the right).
             Packed documents (B = 1): ``cu_seq_lens_q``, else ``seq_idx`` [1, T], else positions that start again.
             ``num_items_in_batch``: divide the loss by this number rather than by the labels of this batch that count.
@@ -95,8 +95,8 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
         T_local tokens and on ``sp.device``, and ``flexsp_shard``, a `Shard`.
 
     Raises:
-        ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside, documents with B > 1, or
-            sources of documents that contradict each other.
+        ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside,
+            documents with B > 1, or sources of documents that contradict each other.
         PeerMismatch: the ranks pass different batches.
     """
     if not isinstance(sp, SequenceParallel):
@@ -147,13 +147,14 @@ def _known(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(given: dict[str, Any]) -> Tensor:
-    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    if (ids is None) == (embeds is None):
-        fail("batch", "either input_ids or inputs_embeds", "none of them" if ids is None else "both")
-    if embeds is not None:
+    if ("input_ids" in given) == ("inputs_embeds" in given):
+        fail("batch", "either input_ids or inputs_embeds", "both" if "input_ids" in given else "none of them")
+    if "inputs_embeds" in given:
+        embeds: Tensor = given["inputs_embeds"]
         if embeds.dim() != 3 or not embeds.is_floating_point():
             fail("inputs_embeds", "floating [B, T, D]", f"{embeds.dtype} {list(embeds.shape)}")
         return embeds
+    ids: Tensor = given["input_ids"]
     _check_rows("input_ids", ids, None)
     return ids
 
@@ -276,6 +277,6 @@ def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ..
         if not isinstance(x, Tensor):
             said.append(f"{name} {x}")
             continue
-        content = f" hash {zlib.crc32(x.detach().cpu().contiguous().numpy()):08x}" if name != "inputs_embeds" else ""
-        said.append(f"{name} {list(x.shape)}{content}")
+        content = x.cpu().numpy().tobytes() if name != "inputs_embeds" else b""
+        said.append(f"{name} {list(x.shape)} hash {zlib.crc32(content):08x}")
     compare_text(sp, f"shard of lengths {list(lengths)}, {', '.join(said)}")

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
 from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
 
@@ -24,7 +23,7 @@ _TORCH_MODULES = (
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
 
 
-def check_model(model: nn.Module, sp: SequenceParallel) -> None:
+def check_model(model: nn.Module) -> None:
     """Raises where `parallelize` must not go on; `model` is a causal language model of `SEAMS`.
 
     Raises:
@@ -51,7 +50,7 @@ def _check_release() -> None:
         warnings.warn(text, UncoveredWarning, stacklevel=4)
 
 
-def causal_model(model: Any) -> nn.Module:
+def causal_model(model: Any) -> Any:
     """The model itself, or the one inside a PeftModel.
 
     Raises:
@@ -60,9 +59,12 @@ def causal_model(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         fail("model", "a causal language model of transformers", type(model).__name__)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if inner is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
-        fail("model", "one without a learned prompt, which makes sequences longer", type(model).__name__)
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        peft: Any = model
+        if peft.active_peft_config.is_prompt_learning:
+            fail("model", "one without a learned prompt, which makes sequences longer", type(model).__name__)
+        inner = peft.get_base_model()
     if class_of(inner).__name__ not in SEAMS:
         known = ", ".join(sorted(SEAMS))
         raise NotAvailable(f"{class_of(inner).__name__} is not among the models that can be cut over ranks: {known}")
@@ -94,7 +96,8 @@ def _kind(module: nn.Module, seam: Seam) -> str:
 def _is_local(module: nn.Module, seam: Seam) -> bool:
     cls = class_of(module)
     known = cls in _TORCH_MODULES or cls.__module__.startswith(("transformers.activations", "peft.tuners.lora."))
-    return known or _kind(module, seam) in LOCAL
+    copies = cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper"
+    return known or copies or _kind(module, seam) in LOCAL
 
 
 def check_loss_function(model: Any) -> None:
@@ -112,9 +115,8 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
             yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
         if name in mixers:
             yield from ((name, problem) for problem in _mixer_problems(module, seam))
-        elif not _is_local(module, seam):
-            if not (type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers):
-                yield name, f"{type(module).__name__} is not known"
+        elif not _is_local(module, seam) and not (type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers):
+            yield name, f"{type(module).__name__} is not known"
         rope = getattr(module, "rope_type", None)
         if rope in _BY_LENGTH:
             yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"

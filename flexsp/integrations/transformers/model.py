@@ -69,7 +69,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
     inner = causal_model(model)
-    check_model(inner, sp)
+    check_model(inner)
     seam = seam_of(inner)
     for module in inner.modules():
         names = replaced_names(module, seam)

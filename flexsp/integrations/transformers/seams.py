@@ -93,6 +93,6 @@ SEAMS = {seam.prefix + "ForCausalLM": seam for seam in _ALL}
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.
 LOCAL = frozenset({
     "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForCausalLM", "ForgetGate", "HybridLayer",
-    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "MoE", "Model", "RMSNorm", "RMSNormGated",
-    "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
+    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "MoE", "Model", "RMSNorm",
+    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
 })  # fmt: skip

@@ -327,6 +327,7 @@ def named_paths(text: str) -> set[str]:
 
 def made_by_use(path: str) -> bool:
     made = {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt", "train.py", "check.py", "staged.py", "run.py"}
+    made |= {"finetune.py"}
     return path.startswith((".venv", "runs/")) or path in made
 
 

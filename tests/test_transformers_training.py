@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.integrations.transformers import loss as loss_module
 from flexsp.integrations.transformers import parallelize, shard
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing import run_ranks
+from tests.guides import save_scripts
 from tests.transformers_models import (
     VOCABULARY,
     Found,
@@ -86,8 +91,8 @@ def with_four_rows(batch: dict[str, Any]) -> dict[str, Any]:
 CASES = [
     ("qwen3_next", "checkpoint"), ("qwen3_next", "checkpoint_reentrant"), ("falcon_h1", "checkpoint"),
     ("mamba2", "checkpoint"), ("qwen3_next", "blocks"), ("bamba", "blocks"), ("qwen3_next", "lora"),
-    ("qwen3_next", "lora_and_head"), ("qwen3_next", "padding"), ("granitemoehybrid", "padding"), ("olmo_hybrid", "num_items"),
-    ("qwen3_5_text", "four_rows"),
+    ("qwen3_next", "lora_and_head"), ("qwen3_next", "padding"), ("granitemoehybrid", "padding"),
+    ("olmo_hybrid", "num_items"), ("qwen3_5_text", "four_rows"),
 ]  # fmt: skip
 
 
@@ -111,25 +116,44 @@ def test_equals_the_whole_model(name: str, how: str) -> None:
         assert sum(bool(x.count_nonzero()) for x in want.values()) > 12
 
 
-def _autocast(sp: Any, name: str, batch: dict[str, Any]) -> Found:
+def test_memory_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pass holds the logits of more than a block."""
+    monkeypatch.setattr(loss_module, "_LOGITS", 10 * VOCABULARY)
+    sp, kept = SequenceParallel(), 0
+    model, batch = parallelize(make("mamba2", num_hidden_layers=1), sp), rows(1, 500)
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += x.numel() * (x.shape[-1:] == (VOCABULARY,))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(**shard(batch, sp)).loss.backward()
+    assert kept <= 2 * 500 * VOCABULARY / 10
+
+
+def _in_halves(sp: Any, name: str, dtype: torch.dtype, batch: dict[str, Any]) -> Found:
     sp.set_lengths(LENGTHS)
-    model = parallelize(make(name), sp)
-    with torch.autocast("cpu", torch.bfloat16):
+    model = parallelize(make(name).to(dtype), sp)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         return run_shard(model, sp, batch)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "nemotron_h"])
-def test_autocast(name: str) -> None:
-    """No further from float64 than twice what the unmodified model is."""
-    batches = [rows(3, sum(LENGTHS)) for _ in range(3)]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("olmo_hybrid", torch.float32), ("falcon_h1", torch.float32), ("kimi_linear", torch.bfloat16),
+     ("granitemoehybrid", torch.bfloat16)],
+)  # fmt: skip
+def test_halves(name: str, dtype: torch.dtype) -> None:
+    """Autocast, or parameters in bfloat16: no further from float64 than twice what the unmodified model is."""
     errors, own = [], []
-    for batch in batches:
-        got, want = mean(run_ranks(_autocast, RANKS, name, batch)), run_whole(make(name).double(), batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            other = run_whole(make(name), batch)
+    for batch in [rows(3, sum(LENGTHS)) for _ in range(3)]:
+        got, want = mean(run_ranks(_in_halves, RANKS, name, dtype, batch)), run_whole(make(name).double(), batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            other = run_whole(make(name).to(dtype), batch)
         assert got["loss"].dtype == other["loss"].dtype == torch.float32
-        errors.append(sum(float((got[key] - x).norm() / x.norm()) for key, x in want.items()) / len(want))
-        own.append(sum(float((other[key] - x).norm() / x.norm()) for key, x in want.items()) / len(want))
+        for errors_of, found in ((errors, got), (own, other)):
+            errors_of.append(sum(float((found[key] - x).norm() / x.norm()) for key, x in want.items()) / len(want))
     assert sorted(errors)[1] < 2 * max(own)
 
 
@@ -205,3 +229,18 @@ def test_generation_after_training() -> None:
     for _, continued, state in per_rank:
         assert_exact(state, dict(model.state_dict()))
         assert torch.equal(continued, made)
+
+
+def printed(_: Any, script: str) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        runpy.run_path(script)
+    return text.getvalue().splitlines()
+
+
+def test_the_guide_runs(tmp_path: Any) -> None:
+    """Its script prints the same losses on one rank and on several."""
+    assert save_scripts("transformers.md", tmp_path) == ({"finetune.py"}, [])
+    script = str(tmp_path / "finetune.py")
+    alone, cut = printed(None, script), run_ranks(printed, RANKS, script, whole_world=True)
+    assert cut == [alone, [], [], []]
+    assert len(alone) == 5 and float(alone[-1].split()[-1]) < float(alone[0].split()[-1])

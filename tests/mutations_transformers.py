@@ -53,6 +53,8 @@ TRANSFORMERS = [
          _BATCH + "test_nothing_else_changes[zamba2]"),
         ("if sp.world_size > 1 and module.training and torch.is_grad_enabled():", "if False:",
          "training without a shard is not noticed", _BATCH + "test_training_without_a_shard"),
+        ("    if _inside.reached != mixers:", "    if False:", "a mixer that came later runs on one rank's tokens",
+         _BATCH + "test_a_mixer_that_came_later"),
         ("return forward(hidden) if loss_of is None else loss_of(forward, hidden)",
          "return forward(hidden) if loss_of is None else loss_of(head, hidden)",
          "hooks of the head run for each block", _TRAINING + "test_on_a_mesh[fsdp-qwen3_next]"),

@@ -263,6 +263,13 @@ def test_a_head_that_came_later() -> None:
         model(**shard(rows(1, 8), ONE))
 
 
+def test_a_mixer_that_came_later() -> None:
+    model = parallelize(make("olmo_hybrid"), ONE)
+    model.model.layers[2] = make("olmo_hybrid").model.layers[2]
+    with pytest.raises(FlexspError, match="1 of 3 mixers were replaced after parallelize: restore the model"):
+        model(**shard(rows(1, 8), ONE))
+
+
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mamba2")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.2")

@@ -28,12 +28,14 @@ __all__ = ["parallelize", "restore"]
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made
+_LATER = "after parallelize: restore the model and parallelize it again"
 
 
 class _Inside(threading.local):
-    """Whether a model's forward runs on a shard at the moment."""
+    """Whether a model's forward runs on a shard at the moment, and how many mixers it has handed it to."""
 
     shard: bool = False
+    reached: int = 0
 
 
 _inside = _Inside()
@@ -70,13 +72,12 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
         fail("sp", "a SequenceParallel", type(sp).__name__)
     inner = causal_model(model)
     check_model(inner)
-    seam = seam_of(inner)
-    for module in inner.modules():
-        names = replaced_names(module, seam)
-        if names is not None:
-            _replace_forward(module, functools.partial(_mixer_forward, _with_globals(type(module).forward, names), sp))
+    replaced = {module: replaced_names(module, seam_of(inner)) for module in inner.modules()}
+    mixers = {module: names for module, names in replaced.items() if names is not None}
+    for module, names in mixers.items():
+        _replace_forward(module, functools.partial(_mixer_forward, _with_globals(type(module).forward, names), sp))
     _replace_forward(inner.get_output_embeddings(), _head_forward)
-    _replace_forward(inner, functools.partial(_model_forward, sp))
+    _replace_forward(inner, functools.partial(_model_forward, sp, len(mixers)))
     return model
 
 
@@ -128,6 +129,7 @@ def _mixer_forward(
 ) -> Any:  # fmt: skip
     """The mixer's own forward, with the functions it calls replaced where it is handed a shard."""
     if kwargs.get(KEY) is not None:
+        _inside.reached += 1
         return over_ranks(module, *args, **kwargs)
     if _inside.shard:
         raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
@@ -153,61 +155,66 @@ def _head_forward(
 
 
 def _model_forward(
-    sp: SequenceParallel, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    sp: SequenceParallel, mixers: int, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     shard = kwargs.pop(KEY, None)
     if shard is None:
         _refuse_training(model, sp)
         return original(model, *args, **kwargs)
     try:
-        return _run(model, sp, shard, args, kwargs)
+        return _run(model, mixers, shard, _arguments(model, sp, shard, args, kwargs))
     except Exception as error:
         abandon(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
 
 
-def _run(model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-    call = _arguments(model, sp, shard, args, kwargs)
-    seam, config, labels = seam_of(model), model.config, call.pop("shift_labels", None)
-    head = model.get_output_embeddings()
+    seam, config, head = seam_of(model), model.config, model.get_output_embeddings()
     if not hasattr(vars(head).get("forward"), _MARK):
-        raise FlexspError(f"{type(head).__name__} took the place of the model's head after parallelize: restore the "
-                          "model and parallelize it again")  # fmt: skip
-    counted = call.pop("num_items_in_batch", shard.counted)
-    as_dict, routers = call.pop("return_dict", config.return_dict), False
-    if seam.router_loss:
-        routers = call.setdefault("output_router_logits", config.output_router_logits)
-    if seam.has_masks:
+        raise FlexspError(f"{type(head).__name__} took the place of the model's head {_LATER}")
+    labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
+    as_dict = call.pop("return_dict", config.return_dict)
+    balanced = seam.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
+    outputs = _run_layers(model, mixers, shard, call)
+    found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
+    if labels is None:
+        found["logits"] = seam.logits(model, head, outputs.last_hidden_state)
+    else:
+        found["loss"] = head(
+            outputs.last_hidden_state, loss_of=functools.partial(_loss_of, model, labels, counted, shard)
+        )
+    if balanced and found["router_logits"]:
+        found["aux_loss"] = router_loss(found["router_logits"], model.num_experts, model.num_experts_per_tok, shard)
+        if labels is not None:
+            found["loss"] = found["loss"] + model.router_aux_loss_coef * found["aux_loss"]
+    kind = CausalLMOutputWithPast if found["router_logits"] is None else MoeCausalLMOutputWithPast
+    made = kind(**{name: x for name, x in found.items() if x is not None})
+    return made if as_dict else made.to_tuple()
+
+
+def _run_layers(model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
+    """What the model without its head returns; all of its mixers must have had the shard."""
+    if seam_of(model).has_masks:
         call["attention_mask"] = {"full_attention": None, "linear_attention": None}
     else:
         del call["position_ids"]
-    _inside.shard = True
+    _inside.shard, _inside.reached = True, 0
     try:
         outputs = model.base_model(**call, use_cache=False, return_dict=True, **{KEY: shard})
     finally:
         _inside.shard = False
-    hidden = outputs.last_hidden_state
-    found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
-    if labels is None:
-        found["logits"] = seam.logits(model, head, hidden)
-    else:
+    if _inside.reached != mixers:
+        raise FlexspError(f"{mixers - _inside.reached} of {mixers} mixers were replaced {_LATER}")
+    return outputs
 
-        def loss_of(forward: Head, hidden: Tensor) -> Tensor:
-            logits_of = functools.partial(seam.logits, model, forward)
-            z_loss = getattr(model, "z_loss_coefficient", 0.0)
-            return language_loss(logits_of, hidden, labels, config.vocab_size, shard, counted, z_loss)
 
-        found["loss"] = head(hidden, loss_of=loss_of)
-    if routers and found["router_logits"]:
-        aux = router_loss(found["router_logits"], model.num_experts, model.num_experts_per_tok, shard)
-        found["aux_loss"] = aux
-        if labels is not None:
-            found["loss"] = found["loss"] + model.router_aux_loss_coef * aux
-    kind = CausalLMOutputWithPast if found["router_logits"] is None else MoeCausalLMOutputWithPast
-    made = kind(**{name: x for name, x in found.items() if x is not None})
-    return made if as_dict else made.to_tuple()
+def _loss_of(
+    model: Any, labels: Tensor, counted: int | float | Tensor, shard: Shard, head: Head, hidden: Tensor
+) -> Tensor:
+    logits_of, z_loss = functools.partial(seam_of(model).logits, model, head), getattr(model, "z_loss_coefficient", 0.0)
+    return language_loss(logits_of, hidden, labels, model.config.vocab_size, shard, counted, z_loss)
 
 
 # Arguments of a call that `shard` does not make, with the values that mean nothing.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.integrations.transformers import parallelize
 from flexsp.integrations.transformers.seams import SEAMS
 from flexsp.testing import run_ranks
 from tests.transformers_models import (
@@ -25,13 +26,21 @@ from tests.transformers_models import (
 
 pytest.importorskip("transformers")
 RANKS = 3
+OTHERS: list[tuple[str, dict[str, Any]]] = [  # what the configs in MODELS leave out
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    ("falcon_h1", {"mamba_rms_norm": False}),
+    ("granitemoehybrid", {"position_embedding_type": None, "num_local_experts": 0, "output_router_logits": False}),
+    ("zamba2", {"use_mem_rope": False, "use_shared_attention_adapter": False}),
+    ("nemotron_h", {"moe_latent_size": None}), ("kimi_linear", {"q_lora_rank": None}),
+]  # fmt: skip
 OWN = [("eager", 8), ("sdpa", 16), ("eager", 32)]  # attention and chunks of unmodified runs in float32
 
 
-def _cut(sp: Any, name: str, dtype: torch.dtype, calls: list[tuple[list[int], dict[str, Any]]]) -> list[Found]:
-    from flexsp.integrations.transformers import parallelize
+Calls = list[tuple[list[int] | None, dict[str, Any]]]
 
-    model = parallelize(make(name).to(dtype), sp)
+
+def _cut(sp: Any, name: str, dtype: torch.dtype, calls: Calls, changes: dict[str, Any]) -> list[Found]:
+    model = parallelize(make(name, **changes).to(dtype), sp)
     found = []
     for lengths, batch in calls:
         sp.set_lengths(lengths)
@@ -39,8 +48,8 @@ def _cut(sp: Any, name: str, dtype: torch.dtype, calls: list[tuple[list[int], di
     return found
 
 
-def cut(name: str, dtype: torch.dtype, calls: list[tuple[list[int] | None, dict[str, Any]]]) -> list[Found]:
-    per_rank = run_ranks(_cut, RANKS, name, dtype, calls)
+def cut(name: str, dtype: torch.dtype, calls: Calls, **changes: Any) -> list[Found]:
+    per_rank = run_ranks(_cut, RANKS, name, dtype, calls, changes)
     return [mean([found[at] for found in per_rank]) for at in range(len(calls))]
 
 
@@ -60,6 +69,15 @@ def test_equals_the_whole_model(name: str) -> None:
     for (lengths, _), got in zip(calls, some, strict=False):
         assert_exact(got, want, f"{lengths}")
     assert_exact(in_documents, run_documents(model, documents), "documents")
+
+
+@pytest.mark.parametrize(("name", "changes"), OTHERS, ids=[name for name, _ in OTHERS])
+def test_other_configs(name: str, changes: dict[str, Any]) -> None:
+    model, batch = make(name, **changes).double(), rows(2, 30)
+    if name == "olmo_hybrid":
+        assert model.model.rotary_emb is None
+    (got,) = cut(name, torch.float64, [([5, 8, 17], batch)], **changes)
+    assert_exact(got, run_whole(model, batch))
 
 
 @pytest.mark.parametrize("name", MODELS)

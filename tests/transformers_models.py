@@ -205,6 +205,6 @@ def packed(lengths: list[int]) -> dict[str, Any]:
 
 def assert_exact(got: Found, want: Found, what: str = "", bound: float = 1e-10) -> None:
     for name, x in want.items():
-        scale = max(1.0, float(x.abs().max()))
+        scale = max(0.1, float(x.abs().max()))
         worst = float((got[name] - x).abs().max()) / scale
         assert worst < bound, f"{what} {name}: off by {worst:.2g} of {scale:.2g}"

@@ -55,8 +55,8 @@ TRANSFORMERS = [
          "training without a shard is not noticed", _BATCH + "test_training_without_a_shard"),
         ("    if _inside.reached != mixers:", "    if False:", "a mixer that came later runs on one rank's tokens",
          _BATCH + "test_a_mixer_that_came_later"),
-        ("return forward(hidden) if loss_of is None else loss_of(forward, hidden)",
-         "return forward(hidden) if loss_of is None else loss_of(head, hidden)",
+        ("return forward(*args) if loss_of is None else loss_of(forward, *args)",
+         "return forward(*args) if loss_of is None else loss_of(head, *args)",
          "hooks of the head run for each block", _TRAINING + "test_on_a_mesh[fsdp-qwen3_next]"),
     ),
     *_in(

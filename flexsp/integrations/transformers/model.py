@@ -146,12 +146,12 @@ def _refuse_training(module: nn.Module, sp: SequenceParallel) -> None:
 
 
 def _head_forward(
-    original: Callable[..., Any], head: nn.Module, hidden: Tensor, loss_of: Callable[..., Any] | None = None
+    original: Callable[..., Any], head: nn.Module, *args: Any, loss_of: Callable[..., Any] | None = None, **kwargs: Any
 ) -> Any:
     """The head's own forward or, with `loss_of`, a loss that calls it for blocks of tokens. Hooks of the head, such as
     those by which fully_shard gathers its parameters, run once for all blocks, on every rank of a mesh."""
-    forward = functools.partial(original, head)
-    return forward(hidden) if loss_of is None else loss_of(forward, hidden)
+    forward = functools.partial(original, head, **kwargs)
+    return forward(*args) if loss_of is None else loss_of(forward, *args)
 
 
 def _model_forward(

@@ -1,6 +1,6 @@
 """flexsp: train linear-attention and state-space layers on sequences longer than one GPU holds."""
 
-from flexsp import nn, ops
+from flexsp import integrations, nn, ops
 from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
 from flexsp.exceptions import (
     FlexspError,
@@ -28,6 +28,7 @@ __all__ = [
     "UncoveredWarning",
     "current_sp",
     "init_sequence_parallel",
+    "integrations",
     "nn",
     "ops",
     "sequence_parallel",

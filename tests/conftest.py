@@ -36,7 +36,7 @@ LONGEST = (
     "test_delta_engine", "test_compile_delta", "test_torch_compile", "test_package", "test_generated_offline",
     "test_unusual_tensors", "test_triton_engine", "test_generated_programs", "test_horizon_generated",
     "test_compile_diagonal", "test_scalar_decay", "test_generated", "test_devices", "test_dispatch", "test_bench",
-    "test_derivatives", "test_nonfinite",
+    "test_derivatives", "test_nonfinite", "test_transformers", "test_transformers_training",
 )  # fmt: skip
 
 

@@ -250,6 +250,17 @@ def test_gates_beyond_the_floor() -> None:
         assert all(x.isfinite().all() for x in (o, final, *grads))
 
 
+def test_gradients_of_gates_that_nearly_close() -> None:
+    """A gate's gradient is far smaller than those of scores beside it, and keeps its precision all the same."""
+    q, k, v, do = torch.randn(4, 1, 128, 2, 16)
+    g, found = -12 * (0.5 + torch.rand(1, 128, 2)), []
+    for dtype in (torch.float32, torch.float64):
+        gates = g.to(dtype).requires_grad_()
+        o, _ = ops.chunk_simple_gla(q.to(dtype), k.to(dtype), v.to(dtype), gates)
+        found.append(torch.autograd.grad(o, gates, do.to(dtype))[0].double())
+    assert (found[0] - found[1]).norm() < 32 * torch.finfo(torch.float32).eps * found[1].norm()
+
+
 def test_a_nearly_closed_gate_in_decoding() -> None:
     """What is left of a state where nothing is written to it: e^g, and e^-104 from there on."""
     state = torch.randn(1, 1, 3, 2, dtype=torch.float64)

@@ -107,14 +107,12 @@ def _gates(g: Optional, g_gamma: Optional, shape: tuple[int, int, int], dtype: t
 def _decays(g: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums b of log gates [..., C] from the first on, and e^{b_i - b_j} where ``causal``, 0 elsewhere.
 
-    Integers are added up exactly, and remainders beside them, so differences of two sums keep their precision after a
-    gate of -104. The exponent is masked, never the exponential.
+    Each b_i - b_j is a sum of its own, of the gates between the two. So it keeps its precision after a gate of -104,
+    and a gate's gradient adds up what passes the gate and nothing else, which may be far smaller than the rest. The
+    exponent is masked, never the exponential.
     """
-    integers = g.detach().round()
-    whole, part = integers.cumsum(-1), (g - integers).cumsum(-1)
-    exponent = whole.unsqueeze(-1) - whole.unsqueeze(-2)
-    exponent = exponent + (part.unsqueeze(-1) - part.unsqueeze(-2))
-    return whole + part, exponent.masked_fill(~causal, float("-inf")).exp()
+    between = g.unsqueeze(-1).masked_fill(~causal.tril(-1), 0.0)  # the gate of row i, for each column j < i
+    return g.cumsum(-1), between.cumsum(-2).masked_fill(~causal, float("-inf")).exp()
 
 
 class _Layout(NamedTuple):

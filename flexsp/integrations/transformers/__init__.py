@@ -1,0 +1,6 @@
+"""Language models of Hugging Face transformers, trained on sequences that are cut over ranks."""
+
+from flexsp.integrations.transformers.batch import Shard, shard
+from flexsp.integrations.transformers.model import parallelize, restore
+
+__all__ = ["Shard", "parallelize", "restore", "shard"]

@@ -1,0 +1,141 @@
+"""What `parallelize` looks for before it changes anything: all that could make a model wrong on a cut sequence."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
+from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
+
+__all__ = ["causal_model", "check_loss_function", "check_model", "class_of", "replaced_names", "seam_of"]
+
+_OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
+_TORCH_MODULES = (
+    nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+    nn.Sequential, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh,
+)  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises where `parallelize` must not go on; `model` is a causal language model of `SEAMS`.
+
+    Raises:
+        ValueError: everything that is in the way, with its path.
+        NotAvailable: the release of transformers is too old.
+    """
+    _check_release()
+    problems = [f"{name or 'the model'}: {problem}" for name, problem in _problems(model, seam_of(model))]
+    if problems:
+        listed = "\n  ".join(problems)
+        fail("model", "one that can be cut over ranks", f"{class_of(model).__name__} with\n  {listed}")
+
+
+def _check_release() -> None:
+    import transformers
+
+    numbers = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    release = (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
+    tested = f"{_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST[0]}.{_NEWEST[1]}"
+    if release < _OLDEST:
+        raise NotAvailable(f"transformers {tested} are needed, this is {transformers.__version__}")
+    if release > _NEWEST:
+        text = f"transformers {transformers.__version__} was not tested, only {tested}: names may have moved"
+        warnings.warn(text, UncoveredWarning, stacklevel=4)
+
+
+def causal_model(model: Any) -> Any:
+    """The model itself, or the one inside a PeftModel.
+
+    Raises:
+        ValueError: something else.
+        NotAvailable: a class of models that is not known.
+    """
+    if not isinstance(model, nn.Module):
+        fail("model", "a causal language model of transformers", type(model).__name__)
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        peft: Any = model
+        if peft.active_peft_config.is_prompt_learning:
+            fail("model", "one without a learned prompt, which makes sequences longer", type(model).__name__)
+        inner = peft.get_base_model()
+    if class_of(inner).__name__ not in SEAMS:
+        known = ", ".join(sorted(SEAMS))
+        raise NotAvailable(f"{class_of(inner).__name__} is not among the models that can be cut over ranks: {known}")
+    return inner
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class before `fully_shard` made one of its own of it."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed"))
+
+
+def seam_of(model: nn.Module) -> Seam:
+    return SEAMS[class_of(model).__name__]
+
+
+def replaced_names(module: nn.Module, seam: Seam) -> dict[str, Any] | None:
+    """What is replaced in the module that holds this class, or None where its forward stays as it is."""
+    names = seam.replaced.get(_kind(module, seam))
+    return None if names is None else dict(names)
+
+
+def _kind(module: nn.Module, seam: Seam) -> str:
+    """The name of one of the model's own classes without its prefix, else an empty text."""
+    cls = class_of(module)
+    home = f"transformers.models.{seam.folder}.modeling_{seam.folder}"
+    return cls.__name__.removeprefix(seam.prefix) if cls.__module__ == home else ""
+
+
+def _is_local(module: nn.Module, seam: Seam) -> bool:
+    cls = class_of(module)
+    known = cls in _TORCH_MODULES or cls.__module__.startswith(("transformers.activations", "peft.tuners.lora."))
+    copies = cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper"
+    return known or copies or _kind(module, seam) in LOCAL
+
+
+def check_loss_function(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        fail("model.loss_function", "transformers' ForCausalLMLoss, which flexsp computes", repr(model.loss_function))
+
+
+def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
+    """(path, what is in the way)"""
+    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    for name, module in model.named_modules():
+        if "forward" in vars(module) and (name in mixers or not name):
+            yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
+        if name in mixers:
+            yield from ((name, problem) for problem in _mixer_problems(module, seam))
+        elif not _is_local(module, seam) and not (type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers):
+            yield name, f"{type(module).__name__} is not known"
+        rope = getattr(module, "rope_type", None)
+        if rope in _BY_LENGTH:
+            yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"
+    if not getattr(model.config, "is_causal", True):
+        yield "", "config.is_causal is False"
+    try:
+        check_loss_function(model)
+    except ValueError as error:
+        yield "", str(error)
+
+
+def _mixer_problems(module: Any, seam: Seam) -> Iterator[str]:
+    names = inspect.unwrap(class_of(module).forward).__code__.co_names
+    missing = [name for name in replaced_names(module, seam) or () if name not in names]
+    if missing:
+        yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
+    if getattr(module, "attention_dropout", 0.0):
+        yield f"attention_dropout is {module.attention_dropout}, and dropout of attention weights is not available"
+    if not getattr(module, "is_causal", True):
+        yield "attention that is not causal"
+    if hasattr(module, "_hf_hook") or any(hasattr(child, "_hf_hook") for child in module.children()):
+        yield "a hook of accelerate moves its weights"

@@ -1,0 +1,174 @@
+"""What takes the place of functions that mixers of transformers call. Each takes what the original takes, and the
+`Shard` under `KEY`, by which it runs over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.comm.group import sequence_parallel
+from flexsp.exceptions import NotAvailable, fail
+from flexsp.integrations.transformers.batch import Shard
+from flexsp.nn.attention import scaled_dot_product_attention
+from flexsp.nn.conv import convolve
+from flexsp.ops import chunk_gated_delta_rule, chunk_kda, mamba2_ssd
+from flexsp.ops._validate import accumulation_dtype
+
+__all__ = ["Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "mamba2_scan", "not_fused"]
+
+
+def causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    flexsp_shard: Shard,
+    **kwargs: Any,
+) -> Tensor:
+    """hidden_states [B, D, T_local], weight [D, W], bias [D] -> [B, D, T_local]."""
+    from transformers.activations import ACT2FN
+
+    with flexsp_shard.known_lengths() as sp, sequence_parallel(sp):
+        y = convolve(hidden_states.transpose(1, 2), weight, bias, flexsp_shard.cu_seqlens)
+    return (y if activation is None else ACT2FN[activation](y)).transpose(1, 2)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    flexsp_shard: Shard,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query, key [B, T_local, H, K], value [B, T_local, HV, V], g, beta [B, T_local, HV] -> [B, T_local, HV, V]."""
+    return _delta(chunk_gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, flexsp_shard)  # fmt: skip
+
+
+def kimi_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    flexsp_shard: Shard,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As `gated_delta_rule`, with g [B, T_local, HV, K]."""
+    return _delta(chunk_kda, (query, key, value, g, beta), initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, flexsp_shard)  # fmt: skip
+
+
+def _delta(
+    op: Callable[..., Any],
+    tensors: tuple[Tensor, ...],
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalised: bool,
+    shard: Shard,
+) -> tuple[Tensor, None]:
+    _without_states(initial_state, output_final_state)
+    q, k, v, g, beta = tensors
+    if beta.dtype != torch.float32:
+        beta = beta.to(q.dtype)
+    with shard.known_lengths() as sp:
+        o, _ = op(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=normalised, cu_seqlens=shard.cu_seqlens,
+            cu_seqlens_cpu=shard.cu_seqlens_cpu, sp=sp,
+        )  # fmt: skip
+    return o, None
+
+
+def mamba2_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    *,
+    flexsp_shard: Shard,
+    **kwargs: Any,
+) -> Tensor:
+    """hidden_states [B, T_local, H, P], dt [B, T_local, H], A [H], B, C [B, T_local, G, N] -> [B, T_local, H, P]."""
+    _without_states(initial_states, return_final_states)
+    if z is not None:
+        fail("z", "None (the mixers gate after the scan)", "a tensor")
+    dtype = accumulation_dtype(hidden_states)
+    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    if dt_softplus:
+        step = F.softplus(step)
+    with flexsp_shard.known_lengths() as sp:
+        y, _ = mamba2_ssd(
+            hidden_states, step.clamp(*dt_limit), A.to(dtype), B, C, None if D is None else D.to(dtype),
+            cu_seqlens=flexsp_shard.cu_seqlens, cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
+        )  # fmt: skip
+    return y.contiguous()  # callers view it
+
+
+def not_fused(*args: Any, **kwargs: Any) -> None:
+    """In place of a mixer's fused kernel: None sends the mixer on to its convolution and its scan."""
+
+
+def _without_states(initial: Tensor | None, final: bool) -> None:
+    if initial is not None or final:
+        raise NotAvailable("a sequence that is cut over ranks takes no cache: call the model with use_cache=False")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    flexsp_shard: Shard,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, T_local, K], key [B, HK, T_local, K], value [B, HK, T_local, V] -> [B, T_local, H, V]."""
+    if attention_mask is not None:
+        fail("attention_mask", "None (a shard knows its documents and its padding)", "a tensor")
+    kind, dtype = query.device.type, value.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    with flexsp_shard.known_lengths() as sp:
+        o = scaled_dot_product_attention(
+            q, k, v, scale=scaling, window=sliding_window, cu_seqlens=flexsp_shard.cu_seqlens,
+            cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp, dropout_p=dropout, softcap=softcap, sinks=s_aux,
+        )  # fmt: skip
+    return o, None
+
+
+class Attentions:
+    """In place of transformers' register of attention functions (``ALL_ATTENTION_FUNCTIONS``): always `attention`."""
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return attention

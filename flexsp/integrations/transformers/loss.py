@@ -1,0 +1,79 @@
+"""The loss of a shard: by blocks of tokens, and of routers by the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexsp.comm.collectives import sum_over_ranks
+from flexsp.integrations.transformers.batch import IGNORED, Shard
+
+__all__ = ["language_loss", "router_loss"]
+
+_LOGITS = 1 << 26  # numbers in a block of logits
+
+
+def language_loss(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    vocabulary: int,
+    shard: Shard,
+    counted: int | float | Tensor,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of this rank's tokens over ``counted``, times the number of ranks: its mean over the ranks is that
+    of the whole batch.
+
+    The logits of one block of tokens are in memory at once; they are computed again in the backward pass.
+
+    Args:
+        logits_of: hidden states [n, D] -> logits [n, vocabulary].
+        hidden: [B, T_local, D].
+        labels: int64 [B, T_local], of the next tokens.
+        z_loss: factor on the mean, over all tokens, of the square of log(sum(exp(logits))).
+    """
+    if isinstance(counted, Tensor):
+        counted = counted.to(hidden.device)
+
+    def block_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = logits_of(hidden)
+        found = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum") / counted
+        if z_loss:
+            found = found + logits.logsumexp(-1).to(found.dtype).square().sum() * (z_loss / shard.kept)
+        return found
+
+    rows = max(1, _LOGITS // vocabulary)
+    losses = []
+    for block in zip(hidden.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True):
+        with_grad = torch.is_grad_enabled()
+        losses.append(checkpoint(block_loss, *block, use_reentrant=False) if with_grad else block_loss(*block))
+    return torch.stack(losses).sum() * shard.sp.world_size
+
+
+def router_loss(router_logits: Sequence[Tensor], experts: int, top_k: int, shard: Shard) -> Tensor:
+    """This rank's part of the loss that balances experts (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961,
+    eq. 4 to 6), times the number of ranks: its mean over the ranks is the loss of all tokens. Collective.
+
+    The share of tokens that an expert gets has no gradient, so ranks exchange only these counts.
+
+    Args:
+        router_logits: [B * T_local, experts] of each layer.
+    """
+    rows = len(router_logits) * shard.kept
+    keep = None if shard.keep is None else shard.keep.flatten()
+    chosen = torch.zeros(experts, dtype=torch.float64, device=router_logits[0].device)
+    likely = torch.zeros(experts, dtype=torch.float32, device=router_logits[0].device)
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        picked = probabilities.topk(top_k, dim=-1).indices
+        if keep is not None:
+            probabilities, picked = probabilities[keep], picked[keep]
+        chosen += picked.flatten().bincount(minlength=experts)
+        likely = likely + probabilities.float().sum(0)
+    share = sum_over_ranks(chosen, shard.sp) if shard.sp.world_size > 1 else chosen
+    return shard.sp.world_size * experts * ((share / rows).to(likely.dtype) * likely / rows).sum()

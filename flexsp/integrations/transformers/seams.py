@@ -1,0 +1,98 @@
+"""Which models are known, and what of them meets other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flexsp.integrations.transformers.functions import (
+    Attentions,
+    causal_conv1d,
+    gated_delta_rule,
+    kimi_delta_rule,
+    mamba2_scan,
+    not_fused,
+)  # fmt: skip
+
+__all__ = ["LOCAL", "SEAMS", "Head", "Seam"]
+
+_GATED_DELTA = {"causal_conv1d_fn": causal_conv1d, "torch_chunk_gated_delta_rule": gated_delta_rule}
+_KIMI_DELTA = {"causal_conv1d_fn": causal_conv1d, "chunk_kimi_delta_attention": kimi_delta_rule}
+_MAMBA2 = {
+    "causal_conv1d_fn": causal_conv1d, "mamba2_split_conv1d_scan_combined": not_fused, "mamba2_chunk_scan": mamba2_scan,
+}  # fmt: skip
+_ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
+
+
+Head = Callable[[Tensor], Tensor]
+"""The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
+
+
+def _plain(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden)
+
+
+def _in_dtype_of_head(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden.to(model.lm_head.weight.dtype))
+
+
+def _multiplied(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden) * model.model.lm_head_multiplier
+
+
+def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden) / model.config.logits_scaling
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A causal language model of transformers.
+
+    Attributes:
+        folder: of ``transformers.models``.
+        prefix: of the names of the model's classes.
+        replaced: for each class whose forward meets other tokens (its name without the prefix), the names in its module
+            that are replaced, and by what.
+        logits: of the model, its head and the last hidden states [..., D].
+        has_masks: the model takes attention masks by kind of layer, and positions.
+        router_loss: it can add a loss that balances experts.
+    """
+
+    folder: str
+    prefix: str
+    replaced: Mapping[str, Mapping[str, Any]]
+    logits: Callable[[Any, Head, Tensor], Tensor] = _plain
+    has_masks: bool = True
+    router_loss: bool = False
+
+
+def _seam(folder: str, prefix: str, mixer: str, functions: Mapping[str, Any], **options: Any) -> Seam:
+    return Seam(folder, prefix, {mixer: functions, "Attention": _ATTENTION}, **options)
+
+
+_ALL = [
+    _seam("qwen3_next", "Qwen3Next", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
+    _seam("qwen3_5", "Qwen3_5", "GatedDeltaNet", _GATED_DELTA),
+    _seam("qwen3_5_moe", "Qwen3_5Moe", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
+    _seam("olmo_hybrid", "OlmoHybrid", "GatedDeltaNet", _GATED_DELTA),
+    _seam("kimi_linear", "KimiLinear", "DeltaAttention", _KIMI_DELTA),
+    _seam("mamba2", "Mamba2", "Mixer", _MAMBA2, logits=_in_dtype_of_head, has_masks=False),
+    _seam("bamba", "Bamba", "Mixer", _MAMBA2),
+    _seam("nemotron_h", "NemotronH", "Mamba2Mixer", _MAMBA2),
+    _seam("falcon_h1", "FalconH1", "Mixer", _MAMBA2, logits=_multiplied),
+    _seam("zamba2", "Zamba2", "MambaMixer", _MAMBA2),
+    _seam("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", _MAMBA2, logits=_divided, router_loss=True),
+]
+
+# By the name of the class whose forward gives the loss.
+SEAMS = {seam.prefix + "ForCausalLM": seam for seam in _ALL}
+
+# Classes of these models, without the prefix, that treat tokens one by one or only call others.
+LOCAL = frozenset({
+    "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForCausalLM", "ForgetGate", "HybridLayer",
+    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "MoE", "Model", "RMSNorm",
+    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
+})  # fmt: skip

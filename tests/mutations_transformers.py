@@ -1,0 +1,67 @@
+# ruff: noqa: E501 (texts of code are kept whole)
+"""Changes of flexsp/integrations that tests/mutate.py makes; see tests/mutations.py."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["TRANSFORMERS"]
+
+_MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
+_TRAINING = "tests/test_transformers_training.py::"
+_BATCH = "tests/test_transformers_batch.py::"
+
+TRANSFORMERS = [
+    *_in(
+        "flexsp/integrations/transformers/batch.py",
+        ("F.pad(labels, (0, 1), value=IGNORED)[:, 1:]", "labels", "labels are not shifted",
+         _BATCH + "test_labels_move_over_the_edges"),
+        ("positions = positions[0] if positions.shape[0] == 4 else None", "positions = positions[-1]",
+         "places of images are taken for documents", _TRAINING + "test_equals_the_whole_model[qwen3_5_text-four_rows]"),
+        ("    _compare(sp, given, lengths)\n", "", "ranks do not compare their batches",
+         _BATCH + "test_ranks_with_other_batches"),
+        ("positions = positions - starts[", "positions = positions - 0 * starts[", "positions go on over documents",
+         _BATCH + "test_documents[seq_idx]"),
+        ("kept[:, 1:] & ~kept[:, :-1]", "kept[:, 1:] & ~kept[:, 1:]", "padding on the left is taken",
+         _BATCH + "test_refused_batches[left]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/loss.py",
+        ("return torch.stack(losses).sum() * shard.sp.world_size", "return torch.stack(losses).sum()", "the loss is a share",
+         _MODELS + "[mamba2]"),
+        ("losses.append(checkpoint(block_loss, *block, use_reentrant=False) if with_grad else block_loss(*block))",
+         "losses.append(block_loss(*block))", "all logits are kept",
+         _TRAINING + "test_memory_of_the_loss"),
+        ("share = sum_over_ranks(chosen, shard.sp) if shard.sp.world_size > 1 else chosen", "share = chosen",
+         "experts are balanced over one rank's tokens", _MODELS + "[qwen3_next]"),
+        ("probabilities, picked = probabilities[keep], picked[keep]", "pass", "padding counts for experts",
+         _TRAINING + "test_equals_the_whole_model[qwen3_next-padding]"),
+        ("* (z_loss / shard.kept)", "* (z_loss / labels.numel())", "the z-loss is a mean over a block",
+         _TRAINING + "test_equals_the_whole_model[bamba-blocks]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/functions.py",
+        ("weight, bias, flexsp_shard.cu_seqlens)", "weight, bias)", "convolutions reach into another document",
+         _MODELS + "[kimi_linear]"),
+        ("step.clamp(*dt_limit)", "step", "steps have no limits", _MODELS + "[mamba2]"),
+        ("scale=scaling, window=sliding_window", "scale=scaling", "windows are forgotten",
+         _BATCH + "test_sliding_windows"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/model.py",
+        ("        space = {**space, **names}\n", "        space.update(names)\n", "other models in the process change",
+         _BATCH + "test_nothing_else_changes[zamba2]"),
+        ("if sp.world_size > 1 and module.training and torch.is_grad_enabled():", "if False:",
+         "training without a shard is not noticed", _BATCH + "test_training_without_a_shard"),
+        ("    if _inside.reached != mixers:", "    if False:", "a mixer that came later runs on one rank's tokens",
+         _BATCH + "test_a_mixer_that_came_later"),
+        ("return forward(*args) if loss_of is None else loss_of(forward, *args)",
+         "return forward(*args) if loss_of is None else loss_of(head, *args)",
+         "hooks of the head run for each block", _TRAINING + "test_on_a_mesh[fsdp-qwen3_next]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/check.py",
+        ('_BY_LENGTH = ("dynamic", "longrope")', '_BY_LENGTH = ("longrope",)', "dynamic rotary embeddings are taken",
+         _BATCH + "test_refused_models_name_everything"),
+    ),
+]

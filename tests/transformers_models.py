@@ -1,0 +1,210 @@
+"""Tiny random models of transformers, and how the unmodified ones run: the references of test_transformers*.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+VOCABULARY = 37
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 4, "initializer_range": 0.2, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10, "num_experts": 5, "num_experts_per_tok": 2,
+    "output_router_logits": True, "router_aux_loss_coef": 0.1,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_chunk_size": 16,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+_THREE_ROWS = {
+    "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0, "mrope_section": [1, 1, 0],
+}  # fmt: skip
+
+# Model type -> arguments of its config.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_SIZES, **_DELTA, **_EXPERTS},
+    "qwen3_5_text": {**_SIZES, **_DELTA, "tie_word_embeddings": True, "rope_parameters": _THREE_ROWS},
+    "qwen3_5_moe_text": {**_SIZES, **_DELTA, **_EXPERTS, "rope_parameters": _THREE_ROWS},
+    "olmo_hybrid": {**_SIZES, **_DELTA, "head_dim": 4},
+    "kimi_linear": {
+        **_SIZES, "num_key_value_heads": 6, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 2,
+        "qk_nope_head_dim": 6, "v_head_dim": 4, "linear_head_dim": 6, "linear_num_heads": 3, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": _DELTA["layer_types"], "num_hidden_layers": 3,
+    },
+    "mamba2": {
+        "vocab_size": VOCABULARY, "hidden_size": 24, "num_heads": 6, "head_dim": 8, "state_size": 10, "n_groups": 2,
+        "num_hidden_layers": 2, "chunk_size": 16, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+        "time_step_limit": (0.01, 2.0),
+    },
+    "bamba": {**_SIZES, **_MAMBA, "attn_layer_indices": [1], "z_loss_coefficient": 0.1},
+    "nemotron_h": {
+        **_SIZES, "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
+        "ssm_state_size": 10, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_latent_size": 10,
+        "moe_shared_expert_intermediate_size": 10,
+    },
+    "falcon_h1": {
+        **_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 48, "lm_head_multiplier": 0.7, "key_multiplier": 0.8,
+        "embedding_multiplier": 1.3, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 0.8, "mamba_rms_norm": True,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_out_multiplier": 1.2, "attention_in_multiplier": 1.1,
+    },
+    "zamba2": {
+        **_SIZES, "head_dim": 8, "num_key_value_heads": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_hidden_layers": 4, "mamba_d_state": 10, "n_mamba_heads": 6, "mamba_ngroups": 2, "chunk_size": 16,
+        "use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True, "num_mem_blocks": 1,
+    },
+    "granitemoehybrid": {
+        **_SIZES, **_MAMBA, **_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 5, "shared_intermediate_size": 14, "logits_scaling": 1.7, "embedding_multiplier": 1.3,
+        "residual_multiplier": 0.8, "attention_multiplier": 0.4, "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
+    """The model in float32 and in training mode, with the same random parameters everywhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(name, **{**copy.deepcopy(MODELS[name]), **changes})
+        config._experts_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "mamba2" else attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """Casts to float32 inside are casts to float64."""
+    names = {"float32": torch.float32, "float": torch.float}
+    method = torch.Tensor.float
+    try:
+        for name in names:
+            setattr(torch, name, torch.float64)
+        torch.Tensor.float = torch.Tensor.double
+        yield
+    finally:
+        torch.Tensor.float = method
+        for name, dtype in names.items():
+            setattr(torch, name, dtype)
+
+
+@contextlib.contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    with wide() if dtype == torch.float64 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def chunks(model: Any, size: int) -> Iterator[None]:
+    """The unmodified model, with other chunks: what it computes differs by its own rounding only."""
+    module = sys.modules[type(model).__module__]
+    names = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+    def with_size(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **{**kwargs, "chunk_size": size})
+
+    try:
+        for name, function in before.items():
+            setattr(module, name, with_size(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+Found = dict[str, torch.Tensor]
+
+
+def gradients(model: Any) -> Found:
+    """Of every parameter; zeros where there is none. They are taken away."""
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def run_whole(model: Any, batch: dict[str, Any], chunk_size: int = 16) -> Found:
+    """Loss and gradients of the unmodified model."""
+    dtype = next(model.parameters()).dtype
+    with chunks(model, chunk_size), precision(dtype):
+        loss = model(**batch).loss
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def run_documents(model: Any, batch: dict[str, Any]) -> Found:
+    """The same of packed documents: one call of the unmodified model each, and the losses put together from its logits
+    and the places of experts."""
+    bounds, losses, squares, routers = batch["cu_seq_lens_q"].tolist(), [], [], []
+    config, module = model.config, sys.modules[type(model).__module__]
+    with chunks(model, 16), precision(next(model.parameters()).dtype):
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            tokens, labels = batch["input_ids"][:, start:stop], batch["labels"][0, start + 1 : stop]
+            out = model(input_ids=tokens)
+            logits = out.logits[0].float()
+            losses.append(F.cross_entropy(logits[:-1], labels, reduction="none", ignore_index=-100))
+            squares.append(logits.logsumexp(-1).square())
+            routers.append(out.get("router_logits"))
+        counted = (batch["labels"][0] != -100).sum()
+        loss = torch.cat(losses).sum() / counted
+        loss = loss + getattr(config, "z_loss_coefficient", 0.0) * torch.cat(squares).mean()
+        if hasattr(module, "load_balancing_loss_func"):
+            layers = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+            balance = module.load_balancing_loss_func(layers, model.num_experts, model.num_experts_per_tok)
+            loss = loss + config.router_aux_loss_coef * balance
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def run_shard(model: Any, sp: Any, batch: dict[str, Any]) -> Found:
+    """Loss and gradients of a parallelized model on this rank."""
+    from flexsp.integrations.transformers import shard
+
+    with precision(next(model.parameters()).dtype):
+        loss = model(**shard(batch, sp)).loss
+        loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def mean(per_rank: list[Found]) -> Found:
+    return {name: sum(found[name] for found in per_rank) / len(per_rank) for name in per_rank[0]}
+
+
+def rows(B: int, T: int) -> dict[str, Any]:
+    """Random tokens, of whose labels a third does not count."""
+    ids = torch.randint(VOCABULARY, (B, T))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(B, T) < 0.3, -100)}
+
+
+def packed(lengths: list[int]) -> dict[str, Any]:
+    """Random documents as transformers' own collator packs them."""
+    from transformers import DataCollatorWithFlattening
+
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return dict(collate([{"input_ids": torch.randint(VOCABULARY, (n,)).tolist()} for n in lengths]))
+
+
+def assert_exact(got: Found, want: Found, what: str = "", bound: float = 1e-10) -> None:
+    for name, x in want.items():
+        scale = max(0.1, float(x.abs().max()))
+        worst = float((got[name] - x).abs().max()) / scale
+        assert worst < bound, f"{what} {name}: off by {worst:.2g} of {scale:.2g}"

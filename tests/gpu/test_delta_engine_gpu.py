@@ -164,8 +164,8 @@ def seen_beyond(change: str, packed: bool) -> tuple[bool, bool]:
     elif change == "a slow channel":
         x["g"][..., 100] = -0.05
     bounds = None if not packed else torch.tensor([0, 400, 1280] if change == "a document begins" else [0, 1280])
-    found = []
-    for wrong, at, seen in (("v", 320, slice(640, 1280)), ("do", 639, slice(0, 320))):
+    found, size = [], 384 if packed else 320  # a document has one chunk more
+    for wrong, at, seen in (("v", size, slice(2 * size, 1280)), ("do", 2 * size - 1, slice(0, size))):
         given = {name: y.clone() for name, y in (x | {"do": do}).items()}
         given[wrong][0, at, 0, 0] = torch.nan
         given = {name: y.to("cuda", torch.float32 if name == "g" else BF16) for name, y in given.items()}

@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 256, over ranks, no decay": {"name": "deltanet", "K": 256, "V": 256, "packed": True, "ranks": True},
     "bf16 256, over ranks, gates of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "ranks": True},
     "bf16 256, packed, gates of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "packed": True},
+    "bf16 256, two keys a token": {"K": 256, "V": 256, "packed": True, "ranks": True, "H": 4, "steps": 2},
     "bf16 256, 128": {"K": 256, "V": 128, "packed": True, "H": 4},
     "bf16 128, 256": {"K": 128, "V": 256, "ranks": True, "H": 4},
     "bf16 128, 256, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 256, "packed": True},

@@ -21,6 +21,7 @@ _DELTA = "tests/test_delta_engine.py::"
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
+_DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _STARTS = _DELTA + "test_documents_that_begin_where_segments_or_ranks_do"
@@ -49,6 +50,8 @@ KERNELS = [
         ("(tl.load(strength + at * C + i) * scale)[None, :]", "(tl.load(strength + at * C + i) * scale)[:, None]",
          "scores have the strength of queries", _DELTA_ALL),
         ("kc = (kc * power(total)[:, None]).to(DOT)", "kc = kc.to(DOT)", "W has no decay", _DELTA_GATED),
+        ("y = tl.reshape(b.to(DOT), [K // _PART, _PART, N])", "y = tl.reshape(b.to(DOT), [K // _PART, _PART, N]) * (tl.arange(0, K // _PART) < 4)[:, None, None]",
+         "products over many keys end at 128", _DELTA_LARGE + "[deltanet]"),
     ),
     *_in(
         "flexsp/ops/_delta.py",
@@ -68,6 +71,8 @@ KERNELS = [
         ("start - (1 << level))", "start - (2 << level))", "blocks meet others than the one before", _CHANNELS_CLOSED),
         ("first = tl.floor(gate * _STEPS) / _STEPS", "first = gate * 1.0", "sums of gates are rounded in fp32", _CHANNELS_GROWTH),
         ("e = _decays(blocks, which + 1, first", "e = _decays(blocks, which, first", "what is written decays from the start", _CHANNELS),
+        ("for v1 in tl.static_range(0, V, BV):", "for v1 in tl.static_range(0, BV, BV):",
+         "gradients of reads and writes are of the first values", _DELTA_LARGE + "[vector_gated_delta]"),
         ("of_pairs -= mm(y, N", "of_pairs += mm(y, N", "gradients of pairs have the wrong sign", _CHANNELS),
         ("to_g = _exact_sums(_ones(blocks, 3, C)", "to_g = _exact_sums(_ones(blocks, 0, C)", "dg sums the wrong way", _CHANNELS),
         ("to_g += _exact_sums(_ones(blocks, 2, C)", "to_g += _exact_sums(_ones(blocks, 0, C)",
@@ -81,6 +86,7 @@ KERNELS = [
          _GROUPS_OVER_RANKS),
         ("h // GROUP * k_sh\n    do += b * do_sb + h * do_sh\n    slot", "h // GROUP * (GROUP == 1) * k_sh\n    do += b * do_sb + h * do_sh\n    slot",
          "gradients of states come through the first head's keys", _GROUPS_OVER_RANKS),
+        ("if length >= 0:  # always", "if length < 0:", "scores beside long rows are zero", _DELTA_LARGE + "[vector_gated_delta]"),
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
         ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
@@ -91,6 +97,16 @@ KERNELS = [
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
          "gradients flow past a document's start in `collect`", _STARTS + "[segments]"),
         ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
+    ),
+    *_in(
+        "flexsp/kernels/delta/plan.py",
+        ("return max(64, 1 << (self.K - 1).bit_length())", "return 64 if self.K <= 64 else 128", "states have 128 rows at most",
+         _DELTA_LARGE + "[gated_deltanet]"),
+    ),
+    *_in(
+        "flexsp/scan/dense.py",
+        ("for i in range(0, BK, BLOCK):", "for i in range(0, BLOCK, BLOCK):", "large matrices multiply the first rows",
+         "tests/test_propagate.py::test_one_rank_with_a_dense_transition"),
     ),
     *_in(
         "flexsp/kernels/delta/join.py",

@@ -53,9 +53,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 256, over ranks, no decay": {"name": "deltanet", "K": 256, "V": 256, "packed": True, "ranks": True},
     "bf16 256, over ranks, gates of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "ranks": True},
     "bf16 256, packed, gates of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "packed": True},
+    "bf16 256, two keys a token": {"K": 256, "V": 256, "packed": True, "ranks": True, "H": 4, "steps": 2},
     "bf16 256, 128": {"K": 256, "V": 128, "packed": True, "H": 4},
     "bf16 128, 256": {"K": 128, "V": 256, "ranks": True, "H": 4},
     "bf16 128, 256, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 256, "packed": True},
+    "bf16 128, 256, many heads": {
+        "name": "vector_gated_delta", "K": 128, "V": 256, "packed": True, "ranks": True, "H": 96,
+    },
     "bf16 192": {"K": 192, "V": 192, "ranks": True, "H": 4},
     "bf16 255, packed": {"K": 255, "V": 255, "packed": True, "ranks": True, "H": 4},
     "fp32 256": {"K": 256, "V": 256, "dtype": "float32", "packed": True, "ranks": True, "H": 4},
@@ -70,7 +74,7 @@ LARGE = ["bf16 256", "bf16 256, gates of channels"]
 GROUPS = ([*QUICK, *OVER_RANKS], IN_TRITON, LARGE, SHARED)
 """One child each; ranks have most kernels in common with the first."""
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
-ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|25)", name)]
+ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|256)", name)]
 WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
@@ -188,7 +192,8 @@ def test_large_heads(name: str) -> None:
     products = WALKS | {"values", "grads", "channel_parts", "channel_grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     if RELEASE in MAY_SPILL:
-        over = [x["name"] for x in found if x["stack"]]
+        may = MAY_SPILL[RELEASE] if CONFIGS[name]["K"] <= 128 else {}
+        over = [x["name"] for x in found if x["stack"] > may.get(x["name"], 0)]
         assert not over, f"{over} spill:\n{described(found)}"
 
 

@@ -94,7 +94,8 @@ def _copies(dtype: torch.dtype, K: int, V: int, gluon: bool) -> bool:
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
-    packed: a document sets the state anew, which takes registers and shared memory.
+    packed: a document sets the state anew, which takes registers and shared memory. With more than 64 keys Triton 3.6
+    leaves out barriers of walks with 64 columns, so these have 32.
     few: heads and segments alone are too few programs, so columns of the state are spread over more.
     """
     block = max(16, 1 << (V - 1).bit_length())
@@ -102,7 +103,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
     keys = min(64, max(16, 1 << (K - 1).bit_length()))
     large = max(K, V) > 128
     if dtype == torch.bfloat16:
-        wide = part if packed or large else block
+        wide = min(block, 128) if not packed else part if K <= 64 else narrow
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
         states, few_keys = walk, min(keys, 32)
         if K > 128:  # wider ones have no room for the rows of chunks that are copied ahead

@@ -18,6 +18,7 @@ _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
 _DELTA = "tests/test_delta_engine.py::"
+_KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
@@ -87,6 +88,9 @@ KERNELS = [
         ("h // GROUP * k_sh\n    do += b * do_sb + h * do_sh\n    slot", "h // GROUP * (GROUP == 1) * k_sh\n    do += b * do_sb + h * do_sh\n    slot",
          "gradients of states come through the first head's keys", _GROUPS_OVER_RANKS),
         ("if length >= 0:  # always", "if length < 0:", "scores beside long rows are zero", _DELTA_LARGE + "[vector_gated_delta]"),
+        ("        if PACKED:\n            lives = lives & ~begins(table, c0, c1)\n        tl.store(alive", "        tl.store(alive",
+         "NaN passes segments in which a document begins",
+         _DELTA + "test_nan_stays_in_its_document_where_segments_have_two"),
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
         ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
@@ -97,6 +101,14 @@ KERNELS = [
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
          "gradients flow past a document's start in `collect`", _STARTS + "[segments]"),
         ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
+    ),
+    *_in(
+        "flexsp/kernels/delta/tokens.py",
+        ("return _places(start, length, C, STEPS, 0)", "return _places(start, length, C, STEPS, STEPS - 1)",
+         "a token's gate is that of its last key", _KEYS_OF_TOKENS),
+        ("key = (start % STEPS).to(tl.int32) + i", "key = i", "every chunk begins with a token", _KEYS_OF_TOKENS),
+        ("store_tokens(base, tl.trans(x), stride_t, start,", "store_tokens(base, tl.trans(x), stride_t, 0,",
+         "all outputs are those of the first tokens", "tests/test_keys_of_tokens.py::test_as_a_row_a_key[two keys]"),
     ),
     *_in(
         "flexsp/kernels/delta/plan.py",
@@ -118,10 +130,10 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/grads.py",
         ("h // GROUP * q_sh", "h // GROUP * (GROUP == 1) * q_sh", "gradients are of the first head's queries", _GROUPS),
-        ("tl.cumsum(sums, axis=0, reverse=True)", "tl.cumsum(sums, axis=0)", "dg sums the wrong way",
-         _DELTA_GATED),
-        ("tl.sum(tl.where(below, left[None, :], 0.0), axis=1) +", "tl.sum(left, axis=0) +",
-         "dg has what later tokens write", _DELTA_GATED),
+        ("tl.cumsum(until, axis=0, reverse=True)", "tl.cumsum(until, axis=0)", "dg sums the wrong way", _DELTA_GATED),
+        ("before = at - 1 + (2", "before = at + (2", "dg has what a token itself writes", _DELTA_GATED),
+        ("tl.where(i == length - 1, kept * power(end), 0.0)", "tl.where(i == C - 1, kept * power(end), 0.0)",
+         "dg of short chunks has nothing of what passes them", _DELTA_GATED),
         ("to_k = to_k * -power(bc)[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
         ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
     ),

@@ -6,6 +6,7 @@ It must give the same bits as one key a token, with queries, gates and gradients
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsp import ops
+from flexsp.devices import H200, planned_for
 from flexsp.ops import _delta
 from flexsp.testing.ranks import run_ranks
 from tests.marks import quick
@@ -80,8 +82,10 @@ def unlike(
 
 
 def differences(
-    sp: Any, seed: int, n: int, gated: bool, dtype: torch.dtype, packed: bool, K: int = 24, V: int = 40
+    sp: Any, seed: int, n: int, gated: bool, dtype: torch.dtype, packed: bool, K: int = 24, V: int = 40,
+    programs: int = H200.programs,
 ) -> list[str]:  # fmt: skip
+    """programs: few give each so many columns of a state that it holds them transposed."""
     given = drawn(seed, 60, n, gated, dtype, len(DOCUMENTS) - 1 if packed else 1, K, V)
     options: dict[str, Any] = {}
     if sp.world_size > 1:
@@ -91,11 +95,12 @@ def differences(
         options["sp"] = sp
         if not packed and not sp.is_first:
             del given["initial_state"]
-    return unlike(given, n, gated, torch.tensor(DOCUMENTS) if packed else None, **options)
+    with planned_for(replace(H200, programs=programs)):
+        return unlike(given, n, gated, torch.tensor(DOCUMENTS) if packed else None, **options)
 
 
 CASES = {
-    "two keys": (2, True, BF16, False), "three keys, packed": (3, True, BF16, True),
+    "two keys": (2, True, BF16, False, 24, 72, 1), "three keys, packed": (3, True, BF16, True),
     "two keys, no gate, packed": (2, False, F32, True), "three keys, fp16": (3, True, F16, False),
     "two keys, large heads, packed": (2, True, BF16, True, 256, 192),
     "two keys, large heads": (2, True, F32, False, 192, 256),

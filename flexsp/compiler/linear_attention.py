@@ -319,7 +319,7 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        options = self._sizes, self._C, self._fallback, self.lowering, self.rows, self._fewer
+        options = self._sizes, self._C, self._fallback, self.lowering, self.rows, self.every, self.groups
         return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
@@ -356,8 +356,8 @@ class LinearAttention:
         names = self._known(tokens, params)
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
-        leading = next(iter(tokens))
-        B, T, H = first.shape[0], *(n * of.get(leading, 1) for n, of in zip(first.shape[1:], self._fewer, strict=False))
+        name = next(iter(tokens))
+        B, T, H = first.shape[0], first.shape[1] * self.every.get(name, 1), first.shape[2] * self.groups.get(name, 1)
         N = B
         if cu_seqlens is not None:
             check_boundaries(cu_seqlens, B, first.device)
@@ -540,7 +540,7 @@ class LinearAttention:
                 )
             keys = [size.name if isinstance(size, ConstExpr) else size for size in sizes]
             for axis, (key, n) in enumerate(zip(keys, x.shape, strict=True)):
-                n *= self._fewer[axis - 1].get(name, 1) if axis in (1, 2) else 1
+                n *= (self.every, self.groups)[axis - 1].get(name, 1) if axis in (1, 2) else 1
                 allowed = (key,) if isinstance(key, int) else (found[key],) if key in found else self._sizes.get(key)
                 if allowed is not None and n not in allowed:
                     want = " or ".join(map(str, allowed))
@@ -549,11 +549,6 @@ class LinearAttention:
                 if not isinstance(key, int):
                     found[key] = int(n)  # a tensor in traces of TorchScript
         return found
-
-    @property
-    def _fewer(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Inputs that have a part of the rows, and of the heads."""
-        return self.every, self.groups
 
     def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:
         """A size of the state; one that no input has is its only choice, or what the given state has."""

@@ -119,7 +119,7 @@ GATES = {"as models have them": None, "strong": (-30.0, -4.0), "slow": (-0.002, 
          "closed": (-104.0, -1.0)}  # fmt: skip
 
 
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", quick(GATES, "as models have them", "strong", "slow", "growth"))
 def test_segments(gates: str, folder: str) -> None:
     """With a horizon within a segment and beyond all; documents over segments; over ranks."""
     bounds, lengths = (0, 0, 30, 240, 250, 360), (230, 0, 130)
@@ -149,7 +149,7 @@ CHANNELS = {"strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2
             "medium": (-8.0, -1.0, 0.0), "far past": (0.0, -1e4, -105.0, -0.5)}  # fmt: skip
 
 
-@pytest.mark.parametrize("gates", CHANNELS)
+@pytest.mark.parametrize("gates", quick(CHANNELS, "strong", "closed", "growth", "medium"))
 def test_gates_of_channels(gates: str, folder: str) -> None:
     """Blocks of all sizes; gradients in the place of states; and several tiles of channels."""
     given, name = {"gates": CHANNELS[gates], "H": 1}, "vector_gated_delta"

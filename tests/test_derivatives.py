@@ -32,6 +32,7 @@ from flexsp.testing import compare
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.marks import slow
 
 ALL = CASES | DELTA_CASES
 KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -412,7 +413,7 @@ def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["process_group", "posix"])
+@pytest.mark.parametrize("transport", ["process_group", *slow("posix")])
 def test_a_process_may_begin_in_inference_mode(transport: str, tmp_path: Path) -> None:
     env = KERNELS | {"FLEXSP_CODE_DIR": str(tmp_path)}  # in a pool, and with kernels, of its own
     for found in run_ranks(infer_then_train, 2, transport, env=env, timeout=200):

@@ -35,8 +35,8 @@ GOLDEN = Path(__file__).parent / "golden" / "gla.py"
 CONFIGS = [
     ("gla", "whole"),
     ("deltanet", "ranks"),
-    ("simple_gla", "packed"),
     *slow(
+        ("simple_gla", "packed"),
         ("simple_gla", "whole"),
         ("deltanet", "whole"),
         ("hgrn", "whole"),

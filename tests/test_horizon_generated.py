@@ -96,7 +96,7 @@ def failures(sp: Any, name: str, kinds: tuple[str, ...], seed: int) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "retnet", *slow("gla_own_bias")])
+@pytest.mark.parametrize("name", ["gla", *slow("simple_gla", "retnet", "gla_own_bias")])
 def test_gates_of_all_kinds(name: str, seed: int) -> None:
     """Whole and packed, with initial states and gradients of final ones."""
     kinds = (*KINDS, "one slow channel") if name.startswith("gla") else KINDS

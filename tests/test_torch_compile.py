@@ -23,6 +23,7 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.marks import slow
 
 EXACT = 1e-12
 ALL = CASES | DELTA_CASES
@@ -325,7 +326,7 @@ def compile_checkpoints(sp: SequenceParallel, seed: int, whole: bool) -> float:
     return max(relative_error(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [*slow(True), False])
 def test_checkpoints_in_a_compiled_model(whole: bool, seed: int) -> None:
     """Of a wrapped model; of wrapped blocks, where the call enters the group."""
     for error in run_ranks(compile_checkpoints, 2, seed, whole, timeout=200):

@@ -22,6 +22,7 @@ _KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys,
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
+_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -57,7 +58,7 @@ KERNELS = [
     *_in(
         "flexsp/ops/_delta.py",
         ("heads.HV // tokens[x].shape[2], False)", "1, False)", "decoding takes the keys of each head to be there", _SHARED),
-        ("repeats = 1 if _on_engine(heads, q) and", "repeats = 1 if False and", "keys are repeated before an engine", _GROUPS),
+        ("repeats = 1 if _on_engine(heads, q) else", "repeats = 1 if False else", "keys are repeated before an engine", _GROUPS),
     ),
     *_in(
         "flexsp/kernels/delta/channels.py",
@@ -301,6 +302,16 @@ KERNELS = [
          "a chunk's copies may be under way", _CHANNELS_IN_GLUON),
         ("arrived(3 if DEEP else 1)\n        if READS", "arrived(4 if DEEP else 1)\n        if READS",
          "copies of what is read later may be under way", _CHANNELS_IN_GLUON),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_reach.py",
+        ("        arrived(0)\n        c = c0", "        arrived(1)\n        c = c0",
+         "a chunk that is multiplied may be under way", _CHANNELS_IN_GLUON),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_grads.py",
+        ("gl.thread_barrier()  # all warps", "pass  # all warps", "what products read is written over", _IN_GLUON),
+        ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),
     *_in(
         "flexsp/kernels/delta/launches.py",

@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, no decay": {"name": "deltanet", "K": 128, "V": 128},
     "bf16 128, packed": {"K": 128, "V": 128, "packed": True},
     "bf16 128, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 128},
+    "bf16 128, gates of channels, packed": {"name": "vector_gated_delta", "K": 128, "V": 128, "packed": True},
     "bf16 20, 24, gates of channels": {"name": "vector_gated_delta", "K": 20, "V": 24, "packed": True},
     "fp32 64, gates of channels": {"name": "vector_gated_delta", "K": 64, "V": 64, "dtype": "float32"},
     "bf16 20, 24": {"K": 20, "V": 24, "packed": True},

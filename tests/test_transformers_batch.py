@@ -73,6 +73,12 @@ def test_embeddings_keep_their_gradient() -> None:
     assert (embeds.grad == 1).all() and made["flexsp_shard"].counted == 18
 
 
+def test_masks_of_half_precision() -> None:
+    batch = rows(2, 11)
+    found = shards(batch | {"attention_mask": torch.ones(2, 11, dtype=torch.bfloat16)})
+    assert torch.equal(torch.cat([x["input_ids"] for x in found], 1), batch["input_ids"])
+
+
 def _other_batches(sp: Any) -> str:
     batch = {"input_ids": torch.full((1, 12), sp.rank)}
     try:

@@ -99,7 +99,7 @@ def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Opti
 def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
     """q and k [B, T, H, K], over sqrt(sum x^2 + 1e-6) if norm; for each value head, [B, T, HV, K], where what runs the
     call does not take fewer."""
-    repeats = 1 if _on_engine(heads, q) and not transformed() else heads.HV // heads.H
+    repeats = 1 if _on_engine(heads, q) else heads.HV // heads.H
     if not norm and repeats == 1:
         return q, k
     if q.is_cuda and q.dtype != torch.float64 and plain(q, k) and not transformed():
@@ -179,8 +179,8 @@ def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
 
 
 def _on_engine(heads: Heads, q: Tensor) -> bool:
-    """Whether the delta engine runs this call, outside of graphs."""
-    if torch.compiler.is_compiling():
+    """Whether the delta engine runs this call, outside of graphs and transforms of torch.func."""
+    if torch.compiler.is_compiling() or transformed():
         return False
     return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
 
@@ -238,7 +238,7 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": _clamped(tokens["g"], q)}
-    apart = steps > 1 and not (_on_engine(heads, q) and not transformed())
+    apart = steps > 1 and not _on_engine(heads, q)
     if apart:
         tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":

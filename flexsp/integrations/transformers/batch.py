@@ -277,6 +277,6 @@ def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ..
         if not isinstance(x, Tensor):
             said.append(f"{name} {x}")
             continue
-        content = x.cpu().numpy().tobytes() if name != "inputs_embeds" else b""
+        content = b"" if name == "inputs_embeds" else x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         said.append(f"{name} {list(x.shape)} hash {zlib.crc32(content):08x}")
     compare_text(sp, f"shard of lengths {list(lengths)}, {', '.join(said)}")

@@ -91,7 +91,7 @@ KERNELS = [
         ("if length >= 0:  # always", "if length < 0:", "scores beside long rows are zero", _DELTA_LARGE + "[vector_gated_delta]"),
         ("        if PACKED:\n            lives = lives & ~begins(table, c0, c1)\n        tl.store(alive", "        tl.store(alive",
          "NaN passes segments in which a document begins",
-         _DELTA + "test_nan_stays_in_its_document_where_segments_have_two"),
+         _DELTA + "test_nan_stays_in_its_document_where_segments_have_two[True]"),
         ("tl.where(inside & ~gone, i + 1, 0)", "tl.where(inside & ~gone, i, 0)", "a chunk too few is walked", _DELTA_SLOW),
         ("reached + growth <= HORIZON", "reached + growth <= HORIZON / 20", "the horizon is too near", _DELTA + "test_large_numbers_far_away"),
         ("return walked, ~(total <= HORIZON)", "return walked, ~(total <= 0.0)", "no segment has a matrix", _DELTA_SLOW),
@@ -315,6 +315,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/launches.py",
+        ("or (self.plan.docs and self.plan.n_seg > 1)", "or False", "NaN passes segments without decay",
+         _DELTA + "test_nan_stays_in_its_document_where_segments_have_two[False]"),
         ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),

@@ -39,6 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
     "over ranks": {"ranks": True},
     "over ranks, no decay": {"name": "deltanet", "ranks": True},
+    "over ranks, no decay, packed": {"name": "deltanet", "ranks": True, "packed": True},
+    "over ranks, no decay, in Triton": {"name": "deltanet", "ranks": True, "packed": True, "gluon": False, "H": 8},
     "over ranks, gates of channels": {"name": "vector_gated_delta", "ranks": True},
     "over ranks, in Triton": {"ranks": True, "gluon": False},
     "in Triton": {"gluon": False},
@@ -155,17 +157,19 @@ def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
     found, of = compiled(name), CONFIGS[name].get("name", "gated_deltanet")
-    segments, ranks = of == "gated_deltanet", CONFIGS[name].get("ranks", False)
+    ranks = CONFIGS[name].get("ranks", False)
+    segments, packed = of == "gated_deltanet" or (of == "deltanet" and ranks), CONFIGS[name].get("packed", False)
     if in_gluon(name) and of == "vector_gated_delta":
         want = {"channel_blocks", "channel_scores", "inverse", "forward", "backward", "channel_parts", "channel_grads"}
         heads = CONFIGS[name].get("H", 32)
         want |= ({"join", "reach"} if heads < 128 else set()) | ({"reach"} if ranks else set())
     elif in_gluon(name):
         want = {"prepare", "forward", "backward", "grads", "gathered"}
-        want |= {"horizons", "join"} if segments else set()
+        want |= {"join"} if segments else set()
+        want |= {"horizons"} if segments and (packed or of != "deltanet") else set()
     else:
         want = {"output", "states", "back"} | ({"summarize", "collect"} if segments or ranks else set())
-        want |= {"join"} if segments else set()
+        want |= {"join"} if of == "gated_deltanet" or (segments and CONFIGS[name].get("H") == 8) else set()
         of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
         want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)

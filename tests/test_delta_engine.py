@@ -12,7 +12,7 @@ from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from flexsp.variants import gated_deltanet
+from flexsp.variants import deltanet, gated_deltanet
 from tests.interpreted import poisoned
 from tests.marks import quick
 from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder, half
@@ -131,6 +131,12 @@ def test_segments(gates: str, folder: str) -> None:
     check_runs(folder, *over_ranks)
 
 
+def test_segments_without_decay(folder: str) -> None:
+    """They are there over ranks."""
+    given: dict[str, Any] = {"T": 360, "lengths": (230, 0, 130), "segments": MANY_SEGMENTS, "H": 1}
+    check_runs(folder, runs("deltanet", **given), runs("deltanet", bounds=(0, 0, 30, 240, 250, 360), **given))
+
+
 _OVER_RANKS = {"T": 78, "lengths": (33, 5, 40), "bounds": (0, 38, 78), "gates": GATES["slow"], "H": 1}
 STARTS = {
     "segments": runs("gated_deltanet", T=320, bounds=(0, 256, 320), segments=MANY_SEGMENTS, gates=GATES["slow"], H=1),
@@ -159,15 +165,22 @@ def test_gates_of_channels(gates: str, folder: str) -> None:
     )  # fmt: skip
 
 
-def leaked(sp: Any) -> list[str]:
+def leaked(sp: Any, decays: bool) -> list[str]:
     """What of one document changes with NaN in the values, or in the outputs' gradient, of the other. One of three
-    segments has the end of the first and the start of the second, and slow gates."""
+    segments has the end of the first and the start of the second, and slow gates or none."""
+    from flexsp.kernels.delta import plan
+
+    plan._cut = lambda *args: True  # type: ignore[assignment]
     torch.manual_seed(0)
     first, T = 150, 380
     x = {name: torch.randn(1, T, 1, 16) for name in "qkv"} | {"beta": torch.rand(1, T, 1)}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x["g"], do, bounds = -0.01 * torch.rand(1, T, 1), torch.randn(1, T, 1, 16), torch.tensor([0, first, T])
-    model, found = gated_deltanet.make(1, 16, 16), []
+    do, bounds = torch.randn(1, T, 1, 16), torch.tensor([0, first, T])
+    if decays:
+        x["g"] = -0.01 * torch.rand(1, T, 1)
+    else:
+        x["b"] = x.pop("beta")
+    model, found = (gated_deltanet if decays else deltanet).make(1, 16, 16), []
 
     def passes(v: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = {name: y.clone().requires_grad_() for name, y in (x | {"v": v}).items()}
@@ -188,8 +201,9 @@ def leaked(sp: Any) -> list[str]:
     return found
 
 
-def test_nan_stays_in_its_document_where_segments_have_two() -> None:
-    (wrong,) = run_ranks(leaked, 1, env=ENV)
+@pytest.mark.parametrize("decays", [True, False])
+def test_nan_stays_in_its_document_where_segments_have_two(decays: bool) -> None:
+    (wrong,) = run_ranks(leaked, 1, decays, env=ENV)
     assert not wrong, wrong
 
 

@@ -82,6 +82,18 @@ def test_segments(folder: Path, seed: int, kind: str, documents: tuple[int, ...]
     )
 
 
+@pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(64, 64), (128, 64), (128, 128)], ids=str)
+@pytest.mark.usefixtures("poisoned", "segments")
+def test_segments_without_decay(
+    folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    """They are there over ranks."""
+    monkeypatch.setattr(plan, "_cut", lambda *args: True)
+    T = 1280 if documents is None else sum(documents)
+    check_variant("deltanet", *size, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto")
+
+
 @pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)
 @pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
 @pytest.mark.parametrize("size", [(256, 256), (192, 128)], ids=str)
@@ -191,14 +203,16 @@ def test_nan_behind_the_horizon_of_channels(change: str, request: pytest.Fixture
 
 
 @pytest.mark.usefixtures("segments")
-@pytest.mark.parametrize("op", [chunk_gated_delta_rule, chunk_kda], ids=["gated", "kda"])
-def test_nan_stays_in_its_document(op: object) -> None:
+@pytest.mark.parametrize("op", [chunk_delta_rule, chunk_gated_delta_rule, chunk_kda], ids=["rule", "gated", "kda"])
+def test_nan_stays_in_its_document(op: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document begins in the second of four segments; gates are slow, and one is positive."""
+    monkeypatch.setattr(plan, "_cut", lambda gates, ranks, copies: gates < 2 or copies)
     made, bounds = torch.Generator().manual_seed(0), torch.tensor([0, 400, 1280], device="cuda")
     x = {name: torch.randn(1, 1280, 1, 64, generator=made) for name in "qkv"} | {"beta": torch.ones(1, 1280, 1)}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x["g"] = torch.full((1, 1280, 1) if op is chunk_gated_delta_rule else (1, 1280, 1, 64), -0.001)
-    x["g"][:, 450] = 0.001
+    if op is not chunk_delta_rule:
+        x["g"] = torch.full((1, 1280, 1) if op is chunk_gated_delta_rule else (1, 1280, 1, 64), -0.001)
+        x["g"][:, 450] = 0.001
     given = {name: y.to("cuda", torch.float32 if name == "g" else BF16) for name, y in x.items()}
     do = torch.randn(1, 1280, 1, 64, generator=made).to("cuda", BF16)
     given["v"][0, 3, 0, 0] = torch.nan

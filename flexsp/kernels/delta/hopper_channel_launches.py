@@ -54,10 +54,6 @@ class HopperChannelCall(HopperCall, ChannelCall):
         return "@alive" if self.plan.scanned else None
 
     @property
-    def _bounds(self) -> str | None:
-        return None
-
-    @property
     def _decays(self) -> str | None:
         return "@decay"
 

@@ -29,7 +29,7 @@ class HopperCall(DeltaCall):
     @property
     def _walked(self) -> str | None:
         """How many chunks of a segment count, at its end and at its start."""
-        return "@walked" if self.gate is not None and self.plan.scanned else None
+        return "@walked" if self._alive is not None and self.plan.scanned else None
 
     @property
     def _decays(self) -> str | None:
@@ -44,10 +44,11 @@ class HopperCall(DeltaCall):
         p, launches = self.plan, [self._prepare()]
         if self._walked is None:
             return launches
-        pointers = ("@bounds", "@alive", "@walked", "@table" if p.docs else "@bounds")
+        pointers = self._bounds or "q", "@alive", "@walked", "@table" if p.docs else "q"
         spec = LaunchSpec(
-            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, pointers[:1], pointers[1:3],
-            (p.H, p.n_seg, p.n_chunks, p.per_seg), {"PACKED": p.docs > 0}, Launch(0, 1, 1).options,
+            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, named(self._bounds), pointers[1:3],
+            (p.H, p.n_seg, p.n_chunks, p.per_seg), {"GATED": self.gate is not None, "PACKED": p.docs > 0},
+            Launch(0, 1, 1).options,
         )  # fmt: skip
         return [*launches, spec]
 
@@ -93,8 +94,8 @@ class HopperCall(DeltaCall):
         pointers += [*([self._alive, walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
-            KEEPS=kind == "states", SUMS=sums, ENTERS=p.scanned and not sums, BOUNDARY=given is not None,
-            LEAVES=final is not None,
+            KEEPS=kind == "states", SUMS=sums, ALIVE=sums and self._alive is not None, ENTERS=p.scanned and not sums,
+            BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:

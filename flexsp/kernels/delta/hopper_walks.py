@@ -130,16 +130,16 @@ def forward(
     q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
-    ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    ALIVE: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr,
+    DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
     READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, chunks, V, K] and its N^T
     [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it; where states decay, of
     its last `walked` chunks alone; with a gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H]
-    is written: whether A is anything. Programs beyond the columns of V walk the unit matrix, with values of zeros; what
-    it becomes is the segment's matrix A [B, n_seg, H, K, K].
+    is written: whether A is anything. ALIVE: with another gate, or none, alive is given. Programs beyond the columns of
+    V walk the unit matrix, with values of zeros; what it becomes is the segment's matrix A [B, n_seg, H, K, K].
 
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
@@ -167,7 +167,7 @@ def forward(
         S = load_state(initial + row * K * V + v0, 64, K, V)
     if SUMS:
         lives = True
-        if GATED == SCALAR:
+        if ALIVE and GATED != CHANNEL:
             lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
             nearest = c1 - gl.load(walked + row * n_seg + seg)
             c0 = nearest if of_state else (c0 if lives else c1)

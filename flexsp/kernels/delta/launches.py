@@ -173,11 +173,12 @@ class DeltaCall:
 
     @property
     def _bounds(self) -> str | None:
-        return "@bounds" if self._alive is not None and self.plan.scanned else None
+        return "@bounds" if self._gated == walks.SCALAR.value and self.plan.scanned else None
 
     @property
     def _alive(self) -> str | None:
-        return None if self.gate is None else "@alive"
+        """Which segments' matrices count: not where states decay to nothing, or a document begins."""
+        return "@alive" if self.gate is not None or (self.plan.docs and self.plan.n_seg > 1) else None
 
     @property
     def _keys(self) -> list[str]:
@@ -268,7 +269,7 @@ class DeltaCall:
             "summarize", self.plan.tiles.states,
             [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
             ("@states", "@A", *named(self._alive)),
-            ["k"], BOUNDARY=given is not None,
+            ["k"], BOUNDARY=given is not None, ALIVE=self._alive is not None,
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:

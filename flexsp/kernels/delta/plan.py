@@ -121,6 +121,11 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
     )  # fmt: skip
 
 
+def _cut(gates: int, ranks: bool, copies: bool) -> bool:
+    """Whether long heads are cut into segments."""
+    return ranks if gates == 0 else gates == 1 or copies
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gates: int, ranks: bool, device: Device,
@@ -129,15 +134,16 @@ def plan_of(
     """The plan of calls of B sequences of T keys and H heads; `docs` packed documents, 0 if not packed.
 
     gates: that a token has, 0 if states do not decay. Long heads whose states decay are cut into segments: most of
-    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_reach`, in Gluon alone). Of others,
-    columns of the state are spread over more programs instead, where heads are few.
+    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_reach`, in Gluon alone). So are, over
+    ranks, those whose states do not: a rank has to make matrices anyway. Of others, columns of the state are spread
+    over more programs instead, where heads are few.
 
     gluon: whether kernels in Gluon may be launched.
     """
     if B * H > MOST_HEADS:
         raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
     n_chunks = -(-T // _chunk(dtype)) + docs
-    cut = n_chunks >= LONG and gates > 0 and (gates == 1 or _copies(dtype, K, V, gluon))
+    cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
     tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
     cols, room = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))

@@ -75,15 +75,20 @@ def begins(table, c0, c1):
 
 
 @triton.jit(do_not_specialize=["H", "n_seg", "n_chunks", "per_seg"])
-def horizons(bounds, alive, walked, table, H, n_seg, n_chunks, per_seg, PACKED: tl.constexpr, PDL: tl.constexpr):
+def horizons(
+    bounds, alive, walked, table, H, n_seg, n_chunks, per_seg, GATED: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """`within_horizon` of every segment: alive [B, n_seg, H], and walked [2, B H, n_seg] forward and backward."""
     begin(PDL)
     row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bounds += row * 2 * n_chunks
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    near, lives = within_horizon(bounds, n_chunks, c0, c1, False)
-    far, same = within_horizon(bounds, n_chunks, c0, c1, True)
+    near, far, lives = c1 - c0, c1 - c0, c1 >= c0
+    if GATED:
+        near, lives = within_horizon(bounds, n_chunks, c0, c1, False)
+        far, same = within_horizon(bounds, n_chunks, c0, c1, True)
     if PACKED:
         lives = lives & ~begins(table, c0, c1)
     tl.store(alive + (row // H * n_seg + seg) * H + row % H, lives.to(tl.int32))
@@ -232,8 +237,8 @@ def _after(
 def summarize(
     k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    BOUNDARY: tl.constexpr, ALIVE: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment leaves of a state of zeros, into the slot behind it, and its matrix A [B, n_seg, H, K, K].
 
@@ -253,8 +258,10 @@ def summarize(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     n0 = c0
-    if GATED == SCALAR:
-        walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, False)
+    if ALIVE:
+        walked, lives = c1 - c0, c1 >= c0
+        if GATED == SCALAR:
+            walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, False)
         if PACKED:
             lives = lives & ~begins(table, c0, c1)
         tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)

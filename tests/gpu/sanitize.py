@@ -68,13 +68,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     def of_segments(*how: Any) -> None:
         from flexsp.kernels.delta import plan
 
-        whole = plan.LONG, plan._LEAST
+        whole = plan.LONG, plan._LEAST, plan._cut
         plan.LONG, plan._LEAST = 1, 1
+        plan._cut = lambda gates, ranks, copies: gates < 2 or copies  # without decay too, as over ranks
         plan.plan_of.cache_clear()
         try:
-            of_variant("gated_deltanet", *how)
+            of_variant(*how)
         finally:
-            plan.LONG, plan._LEAST = whole
+            plan.LONG, plan._LEAST, plan._cut = whole
             plan.plan_of.cache_clear()
 
     def of_keys(dtype: torch.dtype, K: int, norm: bool) -> None:
@@ -88,9 +89,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for op in ("linear_attn", "simple_gla"):
             for K, V in itertools.product((64, 128, 256), (16, 64, 128, 256)):
                 yield f"{op} {K}x{V} {how}", lambda a=(op, dtype, K, V, packed): of_engine(*a)  # type: ignore[misc]
-        for size in (16, 64, 128, 256):
-            name = f"gated_deltanet of segments {size} {how}"
-            yield name, lambda a=(dtype, size, size, packed): of_segments(*a)  # type: ignore[misc]
+        for size, name in itertools.product((16, 64, 128, 256), ("deltanet", "gated_deltanet", "vector_gated_delta")):
+            of = f"{name} of segments {size} {how}"
+            yield of, lambda a=(name, dtype, size, size, packed): of_segments(*a)  # type: ignore[misc]
         for name in variants.VARIANTS:
             large = (256,) if variants.VARIANTS[name].transition == "dense" else ()  # an engine runs these
             for size in (16, 64, 128, *large):

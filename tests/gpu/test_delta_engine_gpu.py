@@ -55,6 +55,18 @@ def test_large_heads(
     check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
 
 
+@pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [(256, 256), (128, 256)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("poisoned")
+def test_large_heads_of_other_dtypes(
+    folder: Path, seed: int, name: str, size: tuple[int, int], dtype: torch.dtype, documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    check_variant(name, *size, dtype, folder, seed, documents, B=1, H=1, lowering="auto")
+
+
 def pattern(kind: str, T: int) -> torch.Tensor:
     """Log gates [T]; segments have 320 tokens."""
     t, slow = torch.arange(T), torch.full((T,), -0.01)

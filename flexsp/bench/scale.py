@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.bench.cases import CASES, Case, Shape, forward_backward, make_inputs
+from flexsp.bench.peers import peer_over_ranks
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
 from flexsp.bench.sizes import choose
@@ -35,17 +36,27 @@ Row = dict[str, Any]
 TARGETS_US = {4: {"fwd": 25.0, "fwd_bwd": 50.0}, 8: {"fwd": 45.0, "fwd_bwd": 90.0}}
 
 
+Op = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
 def _operator(
     case: Case, sp: SequenceParallel | bool, mode: str, inputs: dict[str, torch.Tensor]
 ) -> Callable[[], object]:
-    def op(x: dict[str, torch.Tensor]) -> torch.Tensor:
-        return case.ours(x, sp)
+    return _call(partial(case.ours, sp=sp), mode, inputs)
 
+
+def _call(op: Op, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
     def forward() -> object:
         with torch.no_grad():
             return op(inputs)
 
     return forward if mode == "fwd" else lambda: forward_backward(op, inputs)
+
+
+def _others(peers: list[str], case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
+    """Other libraries' ops on one rank and over ranks, of those that have this one."""
+    found = {peer: peer_over_ranks(peer, case.name, T, world) for peer in peers if world > 1}
+    return {peer: ops for peer, ops in found.items() if ops is not None}
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -79,15 +90,22 @@ def _scale_rows(
     for sp in sps.values():
         sp.set_lengths([T] * world)
     apart = _disagreement(aligned, case, sps, inputs)
+    others = _others(args.peers, case, T, world)
+    for name, (_, over_ranks) in others.items():
+        mine = _operator(case, next(iter(sps.values())), "fwd", inputs)()
+        theirs = _call(over_ranks, "fwd", inputs)()
+        apart[name] = max(aligned.gather(_relative(theirs, mine)))  # type: ignore[arg-type]
     rows = []
     for mode in ("fwd", "fwd_bwd"):
         functions = {"local": _operator(case, False, mode, inputs)}
         functions.update({name: _operator(case, sp, mode, inputs) for name, sp in sps.items()})
+        for name, (one_rank, over_ranks) in others.items():
+            functions |= {f"{name} local": _call(one_rank, mode, inputs), name: _call(over_ranks, mode, inputs)}
         timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations)
         throughput = {name: aligned.back_to_back(call, args.iterations) for name, call in functions.items()}
-        alone = timed["local"]["slowest_rank_ms"]
         for name, timing in timed.items():
-            slowest = timing["ms"]["median"]
+            slowest, local = timing["ms"]["median"], f"{name} local" if name in others else "local"
+            alone, itself = timed[local]["slowest_rank_ms"], name.endswith("local")
             rows.append(
                 {
                     "case": case.name,
@@ -96,10 +114,10 @@ def _scale_rows(
                     "schedule": name,
                     "world_size": world,
                     **timing,
-                    "added_us": (slowest - alone) * 1e3 if name != "local" else None,
-                    "efficiency": alone / slowest if name != "local" else None,
+                    "added_us": None if itself else (slowest - alone) * 1e3,
+                    "efficiency": None if itself else alone / slowest,
                     "back_to_back_ms": throughput[name],
-                    "back_to_back_efficiency": throughput["local"] / throughput[name],
+                    "back_to_back_efficiency": None if itself else throughput[local] / throughput[name],
                     "tokens_per_s": args.B * T * world / throughput[name] * 1e3,
                     "disagreement": apart.get(name),
                 }
@@ -215,6 +233,8 @@ def run(args: argparse.Namespace) -> int:
     opened = open_schedules(args.schedules, args.transport, args.timeout)
     aligned = Aligned(next(iter(opened.values())))
     choose(args, aligned.sp.device.type)
+    if args.peers and aligned.sp.device.type != "cuda":
+        raise ValueError(f"--peers: expected GPUs, got ranks on {aligned.sp.device}")
     sps = opened if aligned.sp.world_size > 1 else {}
     result = _empty_result(args, aligned.sp, sps)
     out = Path(args.out) / f"{file_stem(_kind(args.case), result['environment'])}.json"

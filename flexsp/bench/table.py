@@ -92,13 +92,13 @@ def scale_table(result: Result) -> str:
     """Per op, length and pass: one rank alone, then each schedule's time, what it adds and its efficiency T1/TN."""
     lines = []
     for row in result["rows"]:
-        local = row["schedule"] == "local"
+        local = row["schedule"].endswith("local")
         lines.append(
             [
                 case_of(row),
                 str(row["T_local"]),
                 row["mode"].replace("fwd_bwd", "fwd+bwd"),
-                "1 rank" if local else row["schedule"],
+                row["schedule"].removesuffix("local") + "1 rank" if local else row["schedule"],
                 f"{row['slowest_rank_ms' if local else 'ms']:.3f}" if local else _ms(row),
                 "" if local else f"{row['added_us']:+.0f}",
                 "" if local else f"{row['efficiency']:.3f}",
@@ -127,7 +127,7 @@ def added_table(result: Result) -> str:
     """What each schedule adds to one rank's time, and the chain's efficiency, at the most tokens a rank of the file."""
     longest = max(row["T_local"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["T_local"] == longest]
-    names = list(dict.fromkeys(row["schedule"] for row in rows if row["schedule"] != "local"))
+    names = list(dict.fromkeys(row["schedule"] for row in rows if not row["schedule"].endswith("local")))
     lines = []
     for case, mode in dict.fromkeys((case_of(row), row["mode"]) for row in rows):
         found = {row["schedule"]: row for row in rows if (case_of(row), row["mode"]) == (case, mode)}

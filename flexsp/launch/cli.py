@@ -20,6 +20,7 @@ OPS = (
     "delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
+PEERS = ("fla", "flashqla")
 
 
 def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
@@ -115,6 +116,13 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=("auto", "peer", "put", "posix", "process_group"),
         help="of chain; the other schedules are torch send/recv (default auto)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_listed(str, PEERS),
+        default=[],
+        metavar="A,B",
+        help=f"delta rules over ranks of other libraries too, of {','.join(PEERS)} (default none; on GPUs alone)",
     )
     parser.add_argument(
         "--ranks",

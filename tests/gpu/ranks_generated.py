@@ -1,7 +1,7 @@
 """Generated kernels of every variant over ranks, against one rank and float64. Run by torchrun, not by pytest:
 
     PYTHONPATH=. torchrun --standalone --nproc-per-node 4 tests/gpu/ranks_generated.py [--transport auto] [--only A,B]
-        [--dtypes bfloat16] [--size 128,128]
+        [--dtypes bfloat16] [--size 128,128] [--cut]
 
 Every rank draws the same problem and solves its shard; the shards together may be twice as far from the functions in
 float64 as one rank is, plus a rounding. Prints one line a check on rank 0; exit status 1 if one failed.
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
+from flexsp.kernels.delta import plan
 from flexsp.testing.compare import relative_error
 from tests import variants
 
@@ -104,7 +105,10 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(variants.VARIANTS), help="variants, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--size", default="128,128", help="K and V; delta rules take up to 256,256")
+    parser.add_argument("--cut", action="store_true", help="cut short heads of delta rules into segments, too")
     options = parser.parse_args()
+    if options.cut:
+        plan.LONG = plan._LEAST = 2
     K, V = map(int, options.size.split(","))
     sp = init_sequence_parallel(transport=options.transport, timeout_s=30.0)
     ok = True

@@ -417,7 +417,7 @@ def test_one_status_of_several_world_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace(returncode=[0, 3, 0][len(started) - 1])
 
     monkeypatch.setattr(scale.subprocess, "run", start)
-    assert scale._under_torchrun([1, 2, 4], ["bench", "scale"]) == 3
+    assert scale.under_torchrun([1, 2, 4], ["bench", "scale"]) == 3
     assert started == ["--nproc-per-node=1", "--nproc-per-node=2", "--nproc-per-node=4"]
 
 

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     sp = init_sequence_parallel(timeout_s=args.timeout)
     if args.unmodified and sp.world_size > 1:
         raise ValueError(f"--unmodified: expected one rank, got {sp.world_size}")
-    result = {"kind": "model", "environment": environment(sp.device, args.argv) | {"world_size": sp.world_size},
+    result: Row = {"kind": "model", "environment": environment(sp.device, args.argv) | {"world_size": sp.world_size},
               "rows": []}  # fmt: skip
     out = Path(args.out) / f"{file_stem('model', result['environment'])}.json"
     for T in args.T:
@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
         if sp.rank == 0:
             said = row.get("error") or f"{row['step_s']:.3f} s  {row['tokens_per_s']:.0f} tokens/s"
             said += "" if "error" in row else f"  {row['peak_gib']:.1f} GiB  losses {row['losses']}"
-            print(f"  {args.size} T {T} on {sp.world_size}{' unmodified' if args.unmodified else ''}: {said}", flush=True)
+            what = f"{args.size} T {T} on {sp.world_size}{' unmodified' if args.unmodified else ''}"
+            print(f"  {what}: {said}", flush=True)
             save(out, result)
         if "error" in row:
             break

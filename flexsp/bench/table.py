@@ -11,8 +11,8 @@ from typing import Any
 from flexsp.bench.record import case_of, load, spread_of
 
 __all__ = [
-    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "op_table", "run",
-    "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
+    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "model_table", "op_table",
+    "run", "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]

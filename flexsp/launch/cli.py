@@ -165,7 +165,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         help="start so many local ranks, one world size after another (default: the ranks of torchrun)",
     )
     parser.add_argument("--warmup", type=int, default=2, help="steps before timing (default 2)")
-    parser.add_argument("--iterations", type=int, default=3, help="timed steps, of which the median is taken (default 3)")
+    parser.add_argument("--iterations", type=int, default=3, help="timed steps; their median is taken (default 3)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="wait for a rank (default 300)")
     parser.add_argument("--out", default="benchmarks/results", help="folder of the JSON (default benchmarks/results)")
 

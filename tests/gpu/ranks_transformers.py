@@ -3,8 +3,8 @@
     PYTHONPATH=. torchrun --standalone --nproc-per-node 2 tests/gpu/ranks_transformers.py [--only A,B]
         [--dtypes bfloat16] [--device cpu]
 
-Loss and gradients may be so many TIMES as far from float64 as those of the unmodified model are in the same dtype, in the
-median of some batches, or of more. Prints one line a check on rank 0; exit status 1 if one failed.
+Loss and gradients may be so many TIMES as far from float64 as those of the unmodified model are in the same dtype, in
+the median of some batches, or of more. Prints one line a check on rank 0; exit status 1 if one failed.
 """
 
 from __future__ import annotations

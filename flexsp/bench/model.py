@@ -59,11 +59,10 @@ def _make(size: str, sp: SequenceParallel, unmodified: bool) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if not unmodified:
         parallelize(model, sp)
-    if dist.is_initialized():
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model
 
 
@@ -74,8 +73,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, sp: S
         from flexsp.integrations.transformers import shard
 
         batch = shard(batch, sp)
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=not dist.is_initialized()):
-        loss: torch.Tensor = model(**batch).loss
+    loss: torch.Tensor = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -103,10 +101,9 @@ def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: boo
         return row | {"error": str(error).split(". ")[0]}
     loss = torch.stack(losses).double()
     worst = torch.tensor([*seconds, _peak_gib(device)], dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        dist.all_reduce(loss)
-        loss /= sp.world_size
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    dist.all_reduce(loss)
+    loss /= sp.world_size
     *seconds, peak = worst.tolist()
     step = statistics.median(seconds[args.warmup :])
     return row | {"step_s": step, "tokens_per_s": T / step, "peak_gib": peak, "losses": loss.tolist()}
@@ -117,13 +114,13 @@ def _peak_gib(device: torch.device) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """A row for each length; rank 0 prints and writes. Outside torchrun, --ranks starts as many.
+    """A row for each length; rank 0 prints and writes. Outside torchrun, --ranks starts as many, or one.
 
     Raises:
         ValueError: --unmodified on several ranks.
     """
-    if args.ranks and "WORLD_SIZE" not in os.environ:
-        return under_torchrun(args.ranks, args.argv)
+    if "WORLD_SIZE" not in os.environ:
+        return under_torchrun(args.ranks or [1], args.argv)
     from flexsp.launch.bootstrap import init_sequence_parallel
 
     sp = init_sequence_parallel(timeout_s=args.timeout)
@@ -144,6 +141,5 @@ def run(args: argparse.Namespace) -> int:
         if "error" in row:
             break
     sp.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     return 0

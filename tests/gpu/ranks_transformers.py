@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
     }}),
     "kimi_linear": {
         "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "linear_head_dim": 64,
-        "linear_num_heads": 2, "qk_nope_head_dim": 14, "v_head_dim": 8,
+        "linear_num_heads": 2, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16,
     },
     "mamba2": {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "state_size": 64, "n_groups": 1},
     **dict.fromkeys(("bamba", "granitemoehybrid"), _MAMBA), "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},

@@ -378,6 +378,7 @@ def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_bench_scale_of_several_operators_and_world_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "200"]
     done = _torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)

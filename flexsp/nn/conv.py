@@ -34,6 +34,14 @@ def tokens_since_start(
     return position - boundaries[document]
 
 
+def positions(length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device) -> Tensor:
+    """int64 [T]: the place of each local token in its document, or in the whole sequence. As `tokens_since_start`."""
+    since = tokens_since_start(length, cu_seqlens, sp, device)
+    if since is not None:
+        return since
+    return torch.arange(length, device=device) + (0 if sp is None else sp.shard_range(length)[0])
+
+
 class _CausalTapsFunction(torch.autograd.Function):
     """y_t = sum_j weight[:, W-1-j] x_{t-j}, where x_{t-j} counts as 0 if it belongs to another document."""
 

@@ -217,7 +217,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "product, ungated": (
         "GatedDeltaProduct", {**_HEADS, "use_forget_gate": False, "num_householder": 3, "use_output_gate": False},
     ),
-    "mamba": ("Mamba2", {"head_dim": 8, "state_size": 10, "n_groups": 2}),
+    "mamba": ("Mamba2", {"head_dim": 8, "state_size": 10}),
     "mamba, other": (
         "Mamba2",
         {"head_dim": 8, "state_size": 10, "rmsnorm": False, "D_has_hdim": True, "use_bias": True,
@@ -248,15 +248,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "GatedDeltaNet": {**_SIZES, **_HEADS, "attn": _SOFTMAX, "num_hidden_layers": 3},
     "KDA": {**_SIZES, **_HEADS, "tie_word_embeddings": True},
     "GatedDeltaProduct": {**_SIZES, **_HEADS, "num_householder": 2, "use_forget_gate": True, "fuse_norm": False},
-    "Mamba2": {**_SIZES, "head_dim": 8, "state_size": 10, "n_groups": 2, "chunk_size": 16},
+    "Mamba2": {**_SIZES, "head_dim": 8, "state_size": 10, "chunk_size": 16},
     "RetNet": {**_SIZES, "num_heads": 2, "attn": _SOFTMAX, "fuse_swiglu": False},
     "Transformer": {**_SIZES, "num_heads": 4, "qk_norm": True},
 }
 
 
-def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def make_layer(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """With the same random parameters everywhere."""
     kind, options = LAYERS[name]
+    options = {**options, **changes}
     home, _, cls = kind.rpartition(".")
     in_pytorch()
     with torch.random.fork_rng(), warnings.catch_warnings():

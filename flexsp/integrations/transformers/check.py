@@ -71,9 +71,10 @@ def causal_model(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         fail("model", "a causal language model of transformers", type(model).__name__)
     inner = without_adapters(model)
-    if class_of(inner).__name__ not in SEAMS:
-        known = ", ".join(sorted(SEAMS))
-        raise NotAvailable(f"{class_of(inner).__name__} is not among the models that can be cut over ranks: {known}")
+    cls = class_of(inner)
+    if cls.__name__ not in SEAMS or _kind(inner, SEAMS[cls.__name__]) != "ForCausalLM":
+        known, whose = ", ".join(sorted(SEAMS)), f" of {cls.__module__}" if cls.__name__ in SEAMS else ""
+        raise NotAvailable(f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}")
     return inner
 
 

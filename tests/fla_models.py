@@ -1,9 +1,9 @@
 """Tiny layers and models of flash-linear-attention on CPU: the references of test_fla*.py.
 
 Nothing in it runs on CPU but what is plain PyTorch: its kernels are Triton. So its operators are replaced by its own
-references, token by token (``fla.ops.*.naive``), and what treats tokens one by one by PyTorch. `in_pytorch` does that to
-the modules of this process, for unmodified and for parallelized models alike; what `parallelize` replaces runs in none
-of it.
+references, token by token (``fla.ops.*.naive``), and what treats tokens one by one by PyTorch. `in_pytorch` does that
+to the modules of this process, for unmodified and for parallelized models alike. Of these, the operators, convolutions
+and rotary embeddings are what `parallelize` replaces.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def linear_attn(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:
 
 _OPERATORS: dict[str, dict[str, Op]] = {
     "delta_net": {"chunk_delta_rule": delta_rule, "fused_recurrent_delta_rule": delta_rule},
-    "gated_deltanet": {"chunk_gated_delta_rule": gated_delta_rule, "fused_recurrent_gated_delta_rule": gated_delta_rule},
+    "gated_deltanet": dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), gated_delta_rule),
     "kda": {"chunk_kda": kda, "fused_recurrent_kda": kda},
     "gated_deltaproduct": {"chunk_gated_delta_product": gated_delta_product},
     "multiscale_retention": {"chunk_retention": retention, "fused_recurrent_retention": retention},
@@ -240,7 +240,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": D, "intermediate_size": 20, "num_hidden_layers": 2,
-    "initializer_range": 0.2, "fuse_cross_entropy": False, "pad_token_id": None,
+    "initializer_range": 0.2, "fuse_cross_entropy": False, "pad_token_id": None, "use_cache": False,
 }  # fmt: skip
 _SOFTMAX = {"layers": [1], "num_heads": 4, "num_kv_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {

@@ -54,8 +54,7 @@ def on_ranks(sp: SequenceParallel, cu_seqlens: Tensor | None, cu_seqlens_cpu: Te
     tokens of the whole sequence."""
     before, _running.sequence = _running.sequence, _Sequence(sp, cu_seqlens, cu_seqlens_cpu)
     try:
-        with sequence_parallel(sp):
-            yield
+        yield
     finally:
         _running.sequence = before
 
@@ -125,8 +124,14 @@ def causal_conv1d(
     without_states(cache, bool(output_final_state))
     if mask is not None:
         fail("mask", "None (a shard knows its padding)", "a tensor")
-    y = convolve(x, weight, bias, _sequence().cu_seqlens)
+    y = _convolved(x, weight, bias)
     return (y if activation is None else F.silu(y)), None
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    sequence = _sequence()
+    with sequence_parallel(sequence.sp):
+        return convolve(x, weight, bias, sequence.cu_seqlens)
 
 
 def convolution_forward(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,8 +188,7 @@ def mamba2_forward(
     without_states(past_key_values, bool(use_cache))
     width, states = module.intermediate_size, module.n_groups * module.ssm_state_size
     gate, mixed, dt = module.in_proj(hidden_states).split([width, module.conv_dim, module.num_heads], dim=-1)
-    taps, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    mixed = module.act(convolve(mixed, taps, bias, _sequence().cu_seqlens))
+    mixed = module.act(_convolved(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias))
     x, B, C = mixed.split([width, states, states], dim=-1)
     by_group = (module.n_groups, module.ssm_state_size)
     y = limited_scan(

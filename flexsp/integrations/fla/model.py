@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel, abandon
-from flexsp.exceptions import fail
+from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.fla.check import check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
 from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, MODELS, PARTS, qualified_name
 from flexsp.integrations.transformers.batch import KEY
-from flexsp.integrations.transformers.causal import CausalModel, forward_on_shard, head_forward, take_shard
-from flexsp.integrations.transformers.forwards import replace_forward, with_globals
+from flexsp.integrations.transformers.causal import LATER, CausalModel, forward_on_shard, head_forward, take_shard
+from flexsp.integrations.transformers.check import class_of
+from flexsp.integrations.transformers.forwards import is_replaced, replace_forward, with_globals
 
 __all__ = ["parallelize"]
 
@@ -77,6 +78,13 @@ def _forward_over_ranks(module: nn.Module) -> Callable[..., Any]:
     return with_globals(type(module).forward, MIXERS[kind](module))
 
 
+def _check_parts(module: nn.Module) -> None:
+    """A convolution that is not replaced would read this rank's tokens alone."""
+    for name, part in module.named_children():
+        if qualified_name(part) in PARTS and not is_replaced(part):
+            raise FlexspError(f"{name} of {class_of(module).__name__} came {LATER}")
+
+
 def _mixer_forward(
     over_ranks: Callable[..., Any], sp: SequenceParallel, original: Callable[..., Any], module: nn.Module, *args: Any,
     **kwargs: Any,
@@ -86,6 +94,7 @@ def _mixer_forward(
     if shard is None:
         return original(module, *args, **kwargs)
     del kwargs[KEY]
+    _check_parts(module)
     with shard.known_lengths(), on_ranks(sp, shard.cu_seqlens, shard.cu_seqlens_cpu):
         return over_ranks(module, *args, **kwargs)
 
@@ -105,6 +114,7 @@ def _layer_forward(
             if x is not None and x is not False:
                 expected = "nothing" if name in ("attention_mask", "past_key_values") else "False"
                 fail(name, f"{expected} on a sequence that is cut over ranks", type(x).__name__)
+        _check_parts(module)
         with on_ranks(sp, cu_seqlens):
             return over_ranks(module, hidden_states)
     except Exception as error:

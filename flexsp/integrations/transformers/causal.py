@@ -17,9 +17,9 @@ from flexsp.integrations.transformers.batch import KEY, Shard
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.loss import language_loss, router_loss
 
-__all__ = ["CausalModel", "Head", "forward_on_shard", "head_forward", "refuse_training", "take_shard"]
+__all__ = ["LATER", "CausalModel", "Head", "forward_on_shard", "head_forward", "refuse_training", "take_shard"]
 
-_LATER = "after parallelize: restore the model and parallelize it again"
+LATER = "after parallelize: restore the model and parallelize it again"
 
 Head = Callable[[Tensor], Tensor]
 """The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
@@ -106,7 +106,7 @@ def _run(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[
 
     config, head = model.config, model.get_output_embeddings()
     if not is_replaced(head):
-        raise FlexspError(f"{type(head).__name__} took the place of the model's head {_LATER}")
+        raise FlexspError(f"{type(head).__name__} took the place of the model's head {LATER}")
     labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
     as_dict = call.pop("return_dict", config.return_dict)
     balanced = causal.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
@@ -139,7 +139,7 @@ def _run_layers(causal: CausalModel, model: Any, mixers: int, shard: Shard, call
     finally:
         _inside.shard = False
     if _inside.reached != mixers:
-        raise FlexspError(f"{mixers - _inside.reached} of {mixers} mixers were replaced {_LATER}")
+        raise FlexspError(f"{mixers - _inside.reached} of {mixers} mixers were replaced {LATER}")
     return outputs
 
 

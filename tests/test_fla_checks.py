@@ -137,6 +137,7 @@ def test_refused_models_name_everything() -> None:
     model.model.layers[0].attn.q_conv1d = Mixing()
     model.model.layers[1].attn.rotary = RotaryEmbedding(6, interleaved=True)
     model.model.layers[2].attn.o_norm.extra = nn.Conv1d(24, 24, 3)
+    model.model.layers[2].mlp.conv = copy.deepcopy(model.model.layers[0].attn.k_conv1d)
     with pytest.raises(ValueError) as error:
         parallelize(model, ONE)
     said = str(error.value)
@@ -146,6 +147,7 @@ def test_refused_models_name_everything() -> None:
         "model.layers.0.mlp.act: Mixing is not known",
         "model.layers.1.attn.rotary: a rotary embedding with scale_base or interleaved",
         "model.layers.2.attn.o_norm.extra: Conv1d is not known",
+        "model.layers.2.mlp.conv: ShortConvolution is not known",
         "the model: model.criterion: expected None",
         "the model: model.config.use_l2warp: expected False",
     ):

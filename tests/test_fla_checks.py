@@ -195,6 +195,10 @@ def test_a_mixer_that_came_later() -> None:
     model.model.layers[2] = make("GatedDeltaNet").model.layers[2]
     with pytest.raises(FlexspError, match="1 of 3 mixers were replaced after parallelize: restore the model"):
         model(**shard(rows(1, 8), ONE))
+    model = parallelize(make("GatedDeltaNet"), ONE)
+    model.model.layers[0].attn.v_conv1d = make("GatedDeltaNet").model.layers[0].attn.v_conv1d
+    with pytest.raises(FlexspError, match="v_conv1d of GatedDeltaNet came after parallelize: restore"):
+        model(**shard(rows(1, 8), ONE))
     layer = parallelize(make_layer("delta"), ONE)
     layer.k_conv1d = make_layer("delta").k_conv1d
     with pytest.raises(FlexspError, match="k_conv1d of DeltaNet came after parallelize: restore"):

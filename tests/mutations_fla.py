@@ -1,5 +1,6 @@
 # ruff: noqa: E501 (texts of code are kept whole)
-"""Changes of flexsp/integrations/fla that tests/mutate.py makes where that library is; see tests/mutations.py."""
+"""Changes of flexsp/integrations/fla that tests/mutate.py makes, most of them where that library is; see
+tests/mutations.py."""
 
 from __future__ import annotations
 
@@ -9,23 +10,26 @@ __all__ = ["FLA"]
 
 _MODELS = "tests/test_fla.py::test_some_models_equal_the_whole_ones"
 _LAYERS = "tests/test_fla.py::test_some_layers_equal_the_whole_ones"
-_EVALUATION = "tests/test_fla.py::test_evaluation"
+_FUNCTIONS = "tests/test_fla_functions.py::"
 _CHECKS = "tests/test_fla_checks.py::"
 
 FLA = [
     *_in(
         "flexsp/integrations/fla/functions.py",
         ("return convolve(x, weight, bias, sequence.cu_seqlens)", "return convolve(x, weight, bias)",
-         "convolutions reach into another document", _LAYERS),
-        ("with sequence_parallel(sequence.sp):", "with sequence_parallel(None):", "convolutions begin at the shard", _LAYERS),
+         "convolutions reach into another document", _FUNCTIONS + "test_two_ranks_equal_one[documents]"),
+        ("with sequence_parallel(sequence.sp):", "with sequence_parallel(None):", "convolutions begin at the shard",
+         _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
         ("positions(q.shape[1], sequence.cu_seqlens, sequence.sp, q.device)", "positions(q.shape[1], None, None, q.device)",
-         "positions begin at the shard", _MODELS),
+         "positions begin at the shard", _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
         ("window=None if before < 0 else before + 1", "window=None if before < 0 else before", "windows are a token short",
-         _LAYERS),
-        ("q[:, steps - 1 :: steps]", "q[:, ::steps]", "queries of other steps", _EVALUATION),
+         _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("q[:, steps - 1 :: steps]", "q[:, ::steps]", "queries of other steps",
+         _FUNCTIONS + "test_they_do_what_they_replace"),
         ("None if g is None else g[:, ::steps]", "None if g is None else g[:, steps - 1 :: steps]", "gates of other steps",
-         _EVALUATION),
-        ("y = module.norm(y, gate) if module.rmsnorm", "y = module.norm(y) if module.rmsnorm", "Mamba-2 has no gate", _LAYERS),
+         _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("y = module.norm(y, gate) if module.rmsnorm", "y = module.norm(y) if module.rmsnorm", "Mamba-2 has no gate",
+         _FUNCTIONS + "test_mamba"),
         ("True, module.dt_limit,", "True, (0.0, float(\"inf\")),", "steps have no limits", _LAYERS),
     ),
     *_in(

@@ -17,7 +17,7 @@ from flexsp.nn import Mamba2
 from flexsp.ops import chunk_gated_delta_product, chunk_kda
 from flexsp.testing import run_ranks
 from tests.attention_oracle import attention_token_loop
-from tests.transformers_models import assert_exact
+from tests.transformers_models import Found, assert_exact
 
 T, BOUNDS = 19, [0, 7, 8, 19]
 ONE = SequenceParallel()
@@ -63,7 +63,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def _outputs(sp: Any, x: Tensor, dy: Tensor, bounds: Tensor | None) -> dict[str, Tensor]:
+def _outputs(sp: Any, x: Tensor, dy: Tensor, bounds: Tensor | None) -> Found:
     mine, found = sp.shard(x), {}
     for name, function in FUNCTIONS.items():
         mine = mine.detach().requires_grad_()
@@ -74,18 +74,24 @@ def _outputs(sp: Any, x: Tensor, dy: Tensor, bounds: Tensor | None) -> dict[str,
     return found
 
 
-def _cut(sp: Any, x: Tensor, dy: Tensor, bounds: Tensor | None) -> dict[str, Tensor]:
+def _cut(sp: Any, x: Tensor, dy: Tensor, bounds: Tensor | None) -> Found:
     sp.set_lengths([17, 2])
     return _outputs(sp, x, dy, bounds)
 
 
+def side_by_side(parts: list[Found]) -> Found:
+    return {name: torch.cat([found[name] for found in parts], 1) for name in parts[0]}
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one text", "documents"])
 def test_two_ranks_equal_one(packed: bool) -> None:
+    """One call for each document, too."""
     x, dy = torch.randn(2, 1, T, 6, dtype=torch.float64).unbind(0)
     x, bounds = x / 2, torch.tensor(BOUNDS) if packed else None
     per_rank = run_ranks(_cut, 2, x, dy, bounds)
-    got = {name: torch.cat([found[name] for found in per_rank], 1) for name in per_rank[0]}
-    assert_exact(got, _outputs(ONE, x, dy, bounds))
+    edges = BOUNDS if packed else [0, T]
+    alone = [_outputs(ONE, x[:, a:b], dy[:, a:b], None) for a, b in zip(edges, edges[1:], strict=False)]
+    assert_exact(side_by_side(per_rank), side_by_side(alone))
 
 
 def test_they_do_what_they_replace() -> None:

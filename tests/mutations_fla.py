@@ -46,7 +46,7 @@ FLA = [
          _MODELS),
         ("        with on_ranks(sp, cu_seqlens):", "        with on_ranks(sp, None):", "documents of a layer's call are forgotten",
          _LAYERS),
-        ("            if x is not None and x is not False:", "            if x is None:", "a layer takes masks",
+        ("        if x is not None and x is not False:", "        if x is None:", "a layer takes masks",
          _CHECKS + "test_refused_calls"),
     ),
     *_in(

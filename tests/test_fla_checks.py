@@ -121,6 +121,10 @@ def test_refused_calls() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             layer(x, **given)
+    with pytest.raises(ValueError, match=r"hidden_states: expected at least one token .*, got \[1, 0, 24\]"):
+        layer(x[:, :0])
+    with pytest.raises(ValueError, match=r"hidden_states: expected \[\*, \*, \*\], got \[8, 24\]"):
+        layer(x[0])
 
 
 class Mixing(nn.Module):

@@ -17,6 +17,7 @@ from flexsp.integrations.transformers.batch import KEY
 from flexsp.integrations.transformers.causal import LATER, CausalModel, forward_on_shard, head_forward, take_shard
 from flexsp.integrations.transformers.check import class_of
 from flexsp.integrations.transformers.forwards import is_replaced, replace_forward, with_globals
+from flexsp.nn.norm import check_input
 
 __all__ = ["parallelize"]
 
@@ -35,9 +36,9 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     ``generate``, evaluation. In training mode, with gradients and more than one rank, they raise.
 
     A layer of ``fla.layers`` alone then takes this rank's tokens, ``layer(hidden_states)[0]`` of hidden_states
-    [B, T_local, D], and gives what the whole sequence gives for them. ``cu_seqlens`` are the boundaries [N + 1] of all
-    documents, in tokens of the whole sequence. Gradients of its parameters are this rank's share; they add up over the
-    ranks. It takes no cache and no mask.
+    [B, T_local, D] of any lengths from one token on, and gives what the whole sequence gives for them. ``cu_seqlens``
+    are the boundaries [N + 1] of all documents, in tokens of the whole sequence. Gradients of its parameters are this
+    rank's share; they add up over the ranks. It takes no cache and no mask.
 
     Only this object changes: its forward, and those of its layers, convolutions and rotary embeddings. Its class, its
     config, its parameters and what it saves stay as they are; so do all other models. Before or after
@@ -110,13 +111,21 @@ def _layer_forward(
 ) -> Any:
     """A layer alone, always over the ranks."""
     try:
-        for name, x in kwargs.items():
-            if x is not None and x is not False:
-                expected = "nothing" if name in ("attention_mask", "past_key_values") else "False"
-                fail(name, f"{expected} on a sequence that is cut over ranks", type(x).__name__)
+        _check_call(hidden_states, sp, kwargs)
         _check_parts(module)
         with on_ranks(sp, cu_seqlens):
             return over_ranks(module, hidden_states)
     except Exception as error:
         abandon(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
+
+
+def _check_call(hidden_states: Tensor, sp: SequenceParallel, others: dict[str, Any]) -> None:
+    check_input("hidden_states", hidden_states, (None, None, None))
+    if min(sp.lengths or [hidden_states.shape[1]]) < 1:  # which the layers' own code does not take
+        got = f"{list(hidden_states.shape)}, lengths {sp.lengths}"
+        fail("hidden_states", "at least one token of each row for every rank", got)
+    for name, x in others.items():
+        if x is not None and x is not False:
+            expected = "nothing" if name in ("attention_mask", "past_key_values") else "False"
+            fail(name, f"{expected} on a sequence that is cut over ranks", type(x).__name__)

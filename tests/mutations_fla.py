@@ -50,6 +50,12 @@ FLA = [
          _CHECKS + "test_refused_calls"),
     ),
     *_in(
+        "flexsp/nn/exactness.py",
+        ("    if path in allow or runs_over_ranks(module):\n", "    if path in allow:\n",
+         "layers of an integration are refused in a wrapped model",
+         _FUNCTIONS + "test_the_wrapper_takes_layers_that_run_over_ranks"),
+    ),
+    *_in(
         "flexsp/integrations/fla/check.py",
         ("if getattr(model.config, \"use_l2warp\", False):", "if False:", "another gradient of logits is taken",
          _CHECKS + "test_refused_models_name_everything"),

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from flexsp import init_sequence_parallel
 from flexsp.comm.group import SequenceParallel
 from flexsp.integrations.fla import parallelize, shard
+from flexsp.nn import SequenceParallelLA, SimpleGLA
 from flexsp.testing import run_ranks
 from tests.fla_models import LAYERS, MODELS, D, in_pytorch, make, make_layer, run_layer
 from tests.guides import save_scripts
@@ -99,6 +101,36 @@ def test_some_layers_equal_the_whole_ones() -> None:
         whole, documents = (joined([found[at][which] for found in per_rank]) for which in range(2))
         assert_exact(whole, run_layer(layer, x, dy), name)
         assert_exact(documents, run_layer_documents(layer, x, dy), f"{name}, documents")
+
+
+class Mixed(nn.Module):
+    """A layer of flexsp and one of flash-linear-attention."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        x = x + self.first(x)
+        return (x + checkpoint(self.second, x, use_reentrant=False)[0],)
+
+
+def mixed() -> Mixed:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Mixed(SimpleGLA(D, 2), make_layer("gated")).double()
+
+
+def _cut_mixed(sp: Any, x: Tensor, dy: Tensor) -> Found:
+    model = mixed()
+    parallelize(model.second, sp)
+    return run_layer(SequenceParallelLA(model, sp), sp.shard(x), sp.shard(dy))
+
+
+def test_a_model_of_ones_own() -> None:
+    """Under `SequenceParallelLA`, the layer checkpointed."""
+    x, dy = torch.randn(2, 1, 13, D, dtype=torch.float64)
+    assert_exact(joined(run_ranks(_cut_mixed, 2, x, dy)), run_layer(mixed(), x, dy))
 
 
 def _evaluated(sp: Any, names: list[str], x: Tensor) -> list[Tensor]:

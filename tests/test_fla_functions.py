@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import FlexspError, NotAvailable
 from flexsp.integrations.fla import functions, parallelize
-from flexsp.nn import Mamba2
+from flexsp.integrations.transformers.forwards import replace_forward
+from flexsp.nn import Mamba2, SequenceParallelLA
 from flexsp.ops import chunk_gated_delta_product, chunk_kda
 from flexsp.testing import run_ranks
 from tests.attention_oracle import attention_token_loop
@@ -127,6 +128,16 @@ def test_mamba() -> None:
         y, *rest = functions.mamba2_forward(layer, x)
     torch.testing.assert_close(y, layer(x), rtol=1e-6, atol=1e-6)  # A is rounded to float32, as it is in that library
     assert rest == [None, None]
+
+
+def test_the_wrapper_takes_layers_that_run_over_ranks() -> None:
+    """And leaves them, and what is inside, as they are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Conv1d(2, 2, 3)))
+    with pytest.raises(ValueError, match=r"Conv1d at '1\.0'"):
+        SequenceParallelLA(model, ONE)
+    replace_forward(model[1], lambda original, module, x: 2 * x, over_ranks=True)
+    x = torch.randn(3, 2)
+    assert torch.equal(SequenceParallelLA(model, ONE)(x), 2 * model[0](x))
 
 
 def test_without_a_mixer() -> None:

@@ -22,7 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flexsp.nn.calls import Reader, mentions
 
-__all__ = ["Offence", "offences", "own_classes", "refusal"]
+__all__ = ["OVER_RANKS", "Offence", "offences", "own_classes", "refusal", "runs_over_ranks"]
+
+OVER_RANKS = "_flexsp_over_ranks"  # an attribute of forwards that integrations give to single layers
 
 _ATTENTION = (
     "softmax attention reads every token of the sequence; use flexsp.nn.Attention or "
@@ -130,7 +132,8 @@ class Offence(NamedTuple):
 
 
 def offences(module: nn.Module, allow: Collection[str] = (), path: str = "") -> Iterator[Offence]:
-    """All modules that are refused, outermost first, except those at the paths of ``allow`` and below them.
+    """All modules that are refused, outermost first, except those at the paths of ``allow`` and below them, and layers
+    that `flexsp.integrations` has made run over the ranks.
 
     Torch's modules inside a refused one of another library are left out: to exchange them would not make it exact.
     """
@@ -140,7 +143,7 @@ def offences(module: nn.Module, allow: Collection[str] = (), path: str = "") -> 
 def _offences(
     module: nn.Module, path: str, allow: Collection[str], inside: bool, program: _Program
 ) -> Iterator[Offence]:
-    if path in allow:
+    if path in allow or runs_over_ranks(module):
         return
     origin = _foreign(type(module))
     reason = refusal(module, program)
@@ -182,6 +185,11 @@ def _of_torch(module: nn.Module) -> str | None:
 def _pointwise(module: conv._ConvNd) -> bool:
     pad = () if isinstance(module.padding, str) else module.padding  # of one element, "same" and "valid" add none
     return set(module.kernel_size) == set(module.stride) == {1} and not any((*pad, *module.output_padding))
+
+
+def runs_over_ranks(module: nn.Module) -> bool:
+    """Whether every call of ``module`` runs over ranks, by a forward that an integration gave it."""
+    return hasattr(vars(module).get("forward"), OVER_RANKS)
 
 
 def own_classes(module: nn.Module) -> list[type]:

@@ -12,7 +12,7 @@ from flexsp.comm.group import SequenceParallel, abandon
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.fla.check import check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
-from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, MODELS, PARTS, qualified_name
+from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, PARTS, qualified_name
 from flexsp.integrations.transformers.batch import KEY
 from flexsp.integrations.transformers.causal import LATER, CausalModel, forward_on_shard, head_forward, take_shard
 from flexsp.integrations.transformers.check import class_of
@@ -60,13 +60,14 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     inner = layer_or_model(model)
     check(inner)
     mixers = [module for module in inner.modules() if qualified_name(module) in MIXERS]
-    run = _mixer_forward if qualified_name(inner) in MODELS else _layer_forward
+    alone = inner in mixers
+    run = _layer_forward if alone else _mixer_forward
     for module in mixers:
         for part in module.children():
             if qualified_name(part) in PARTS:
                 replace_forward(part, PARTS[qualified_name(part)])
-        replace_forward(module, functools.partial(run, _forward_over_ranks(module), sp))
-    if inner not in mixers:
+        replace_forward(module, functools.partial(run, _forward_over_ranks(module), sp), over_ranks=alone)
+    if not alone:
         replace_forward(inner.get_output_embeddings(), head_forward)
         replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, sp, len(mixers)))
     return model

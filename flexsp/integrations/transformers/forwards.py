@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from flexsp.exceptions import fail
+from flexsp.nn.exactness import OVER_RANKS
 
 __all__ = ["is_replaced", "replace_forward", "restore", "with_globals"]
 
@@ -35,8 +36,9 @@ def is_replaced(module: nn.Module) -> bool:
     return hasattr(vars(module).get("forward"), _MARK)
 
 
-def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """``run(original, module, *args, **kwargs)`` in place of the forward of this object."""
+def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool = False) -> None:
+    """``run(original, module, *args, **kwargs)`` in place of the forward of this object. ``over_ranks``: each of its
+    calls runs over ranks, whatever its arguments."""
     original = type(module).forward
 
     @functools.wraps(original)
@@ -44,6 +46,8 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
         return run(original, self, *args, **kwargs)
 
     setattr(forward, _MARK, True)
+    if over_ranks:
+        setattr(forward, OVER_RANKS, True)
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 

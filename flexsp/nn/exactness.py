@@ -121,6 +121,10 @@ _OTHERWISE = (
     "put a layer of flexsp.nn or one built on flexsp.ops in its place, or keep it outside the wrapper, between "
     "sp.gather and sp.shard"
 )
+_INTEGRATED = {
+    "fla": "; or flexsp.integrations.fla.parallelize first, which takes some of its layers",
+    "transformers": "; flexsp.integrations.transformers.parallelize takes some whole models, without this wrapper",
+}
 
 
 class Offence(NamedTuple):
@@ -208,6 +212,7 @@ def _of_a_library(cls: type, foreign: type) -> str:
     library = foreign.__module__.partition(".")[0]
     whose = f"a class of {library}" if foreign is cls else f"its forward is that of {foreign.__name__}, of {library}"
     place = next((text for names, text in _IN_ITS_PLACE if re.fullmatch(names, foreign.__name__)), _OTHERWISE)
+    place += _INTEGRATED.get(library, "")
     return f"{whose}, whose tokens may meet in code that knows nothing of ranks, whatever stands inside it; {place}"
 
 

@@ -45,7 +45,7 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-# Another environment: where flash-linear-attention is installed, transformers runs its Triton kernels on CPU too.
+# Another environment: where flash-linear-attention is installed, transformers imports it with each of its models.
 test-fla:
 	$(MAKE) VENV=.venv-fla .venv-fla/.fla
 	$(MAKE) VENV=.venv-fla test-all ARGS="$(wildcard tests/test_fla*.py) $(ARGS)"

@@ -13,17 +13,15 @@ from tests.fla_models import LAYERS, D, make_layer, run_layer
 from tests.transformers_models import Found, assert_exact, gradients, precision
 
 pytest.importorskip("fla")
-_SAME = {"DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct"}  # names and options are the same
-# Their option: ours.
-_NAMES = {"window_size": "window"}
-# Layers of flexsp that have no counterpart for these options.
-_OTHER_LAYOUT = {"mamba, other"}
-PAIRS = [name for name in LAYERS if LAYERS[name][0] in _SAME | {"Mamba2", "Attention"} and name not in _OTHER_LAYOUT]
+_SAME = {"DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct"}
+_OPTIONS = {"window_size": "window"}  # theirs: ours
+_LACKING = {"mamba, other"}  # options that the layer of flexsp does not have
+PAIRS = [name for name in LAYERS if LAYERS[name][0] in _SAME | {"Mamba2", "Attention"} and name not in _LACKING]
 
 
 def make_ours(name: str, **changes: Any) -> nn.Module:
     kind, options = LAYERS[name]
-    given = {_NAMES.get(key, key): x for key, x in {**options, **changes}.items()}
+    given = {_OPTIONS.get(key, key): x for key, x in {**options, **changes}.items()}
     return getattr(layers, kind)(D, **given).double()
 
 

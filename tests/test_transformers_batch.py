@@ -50,12 +50,13 @@ def test_labels_move_over_the_edges() -> None:
     assert [found["about_length"] for found in shards(batch)] == [4, 4, 3]
 
 
-@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "seq_idx", "position_ids"])
+@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids"])
 def test_documents(known_by: str) -> None:
     batch = packed([4, 1, 6])
+    batch["cu_seqlens"] = batch["cu_seq_lens_q"]
     if known_by != "position_ids":
         del batch["position_ids"]
-    for name in {"cu_seq_lens_q", "seq_idx"} - {known_by}:
+    for name in {"cu_seq_lens_q", "cu_seqlens", "seq_idx"} - {known_by}:
         del batch[name]
     if known_by != "cu_seq_lens_q":
         del batch["cu_seq_lens_k"]

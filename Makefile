@@ -1,6 +1,7 @@
 # make demo      trains a small language model, one sequence cut over 4 CPU processes
 # make test      the CPU suite                      make lint       ruff and mypy
 # make test-all  the CPU suite with its slow cases
+# make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
@@ -28,7 +29,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -43,6 +44,15 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# Another environment: where flash-linear-attention is installed, transformers imports it with each of its models.
+test-fla:
+	$(MAKE) VENV=.venv-fla .venv-fla/.fla
+	$(MAKE) VENV=.venv-fla test-all ARGS="$(wildcard tests/test_fla*.py) $(ARGS)"
+
+$(VENV)/.fla: $(VENV)/.dev
+	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[fla]"
+	@touch $@
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)

@@ -23,12 +23,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flexsp", "docs", "examples", "tests")
 FILES = ("pyproject.toml",)
+NEEDED = {"tests/test_fla.py": "fla", "tests/test_fla_checks.py": "fla"}  # packages without which tests are skipped
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the mutations and their tests, run nothing")
     options = parser.parse_args()
     chosen = [x for x in MUTATIONS if options.only in str(x)]
+    skipped = tuple(file for file, package in NEEDED.items() if find_spec(package) is None)
+    left_out = [x for x in chosen if skipped and any(test.startswith(skipped) for test in x.tests)]
+    if left_out:
+        print(f"{len(left_out)} left out: the package that {', '.join(skipped)} need is not installed")
+        chosen = [x for x in chosen if x not in left_out]
     if not chosen:
         parser.error(f"--only: expected text of a mutation, none has {options.only!r}")
     if options.list:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
+from tests.mutations_fla import FLA
 from tests.mutations_kernels import KERNELS
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -580,5 +581,5 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS]
+MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -101,10 +101,10 @@ class Formulas:
         return x @ self.p[f"{name}.weight"].T
 
     def convolved(self, which: str, x: Tensor) -> Tensor:
-        """After the projection: sum_j weight[:, W - 1 - j] x_{t - j}, the bias and the activation."""
+        """After the projection: sum_j weight[:, 0, W - 1 - j] x_{t - j}, the bias and the activation."""
         x = self.mapped(f"{which}_proj", x)
         if self.o["use_short_conv"]:
-            weight, bias = self.p[f"{which}_conv1d.weight"], self.p.get(f"{which}_conv1d.bias")
+            weight, bias = self.p[f"{which}_conv1d.weight"][:, 0], self.p.get(f"{which}_conv1d.bias")
             W, rows = weight.shape[1], []
             for t in range(len(x)):
                 row = sum(weight[:, W - 1 - j] * x[t - j] for j in range(min(W, t + 1)))
@@ -349,7 +349,7 @@ def test_checkpoints_load(name: str) -> None:
     layer.load_state_dict(theirs, strict=True)
     ours = layer.state_dict()
     assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[key], x.squeeze(1) if "conv1d.weight" in key else x) for key, x in theirs.items())
+    assert all(torch.equal(ours[key], x) for key, x in theirs.items())
 
 
 def test_initialisation() -> None:

@@ -59,6 +59,7 @@ def refused(layer: nn.Module, **options: Any) -> str:
         ("Qwen3NextGatedDeltaNet", QWEN, "flexsp.grammar.FlexLinearAttention"),
         ("GatedDeltaNet", "fla.layers.gated_deltanet", "flexsp.nn has that layer under the same name"),
         ("GatedLinearAttention", "fla.layers.gla", "flexsp.grammar.FlexLinearAttention"),
+        ("HGRN2Attention", "fla.layers.hgrn2", "or flexsp.integrations.fla.parallelize first"),
         ("ShortConvolution", "fla.modules.convolution", "use flexsp.nn.ShortConvolution"),
         ("Mamba2", "mamba_ssm.modules.mamba2", "flexsp.nn.Mamba2 is that layer"),
         ("LlamaAttention", "transformers.models.llama.modeling_llama", "between sp.gather and sp.shard"),

@@ -10,10 +10,10 @@ from flexsp.nn import Mamba2, SimpleGLA
 
 
 def convolved(x: torch.Tensor, conv: torch.nn.Module) -> torch.Tensor:
-    """silu(bias + sum_j weight[:, W - 1 - j] x_{t - j}) of x [T, D]."""
-    width = conv.weight.shape[1]
+    """silu(bias + sum_j weight[:, 0, W - 1 - j] x_{t - j}) of x [T, D]."""
+    width = conv.weight.shape[2]
     padded = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
-    y = torch.stack([sum(padded[t + j] * conv.weight[:, j] for j in range(width)) for t in range(len(x))])
+    y = torch.stack([sum(padded[t + j] * conv.weight[:, 0, j] for j in range(width)) for t in range(len(x))])
     return F.silu(y if conv.bias is None else y + conv.bias)
 
 

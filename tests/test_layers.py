@@ -158,7 +158,7 @@ def test_convolution_against_conv1d(width: int, bias: bool) -> None:
     x, dy = torch.randn(2, 2, 15, 3, dtype=torch.float64).unbind(0)
     x.requires_grad_()
     padded = F.pad(x.transpose(1, 2), (width - 1, 0))
-    expected = F.conv1d(padded, conv.weight.unsqueeze(1), conv.bias, groups=3).transpose(1, 2)
+    expected = F.conv1d(padded, conv.weight, conv.bias, groups=3).transpose(1, 2)
     wanted = [x, *conv.parameters()]
     torch.testing.assert_close(conv(x), expected)
     for actual, gradient in zip(
@@ -184,7 +184,7 @@ def test_taps_never_read_another_document() -> None:
     x[:, 4] = float("nan")
     y = conv(x, cu_seqlens=torch.tensor([0, 4, 5, 12]))
     (dweight,) = torch.autograd.grad(y[:, 5:].sum(), conv.weight)
-    assert dweight[:, :-1].isfinite().all()
+    assert dweight[..., :-1].isfinite().all()
 
 
 def test_convolution_stops_nan_of_other_ranks() -> None:
@@ -350,10 +350,15 @@ def test_mamba2_initialisation() -> None:
 
 
 def test_convolution_loads_conv1d_weights() -> None:
-    theirs = nn.Conv1d(6, 6, 4, groups=6)
-    ours = ShortConvolution(6, 4, bias=True)
-    ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.weight, theirs.weight.squeeze(1)) and torch.equal(ours.bias, theirs.bias)
+    """In both directions, and those of one that had no axis for the group."""
+    theirs, ours = nn.Conv1d(6, 6, 4, groups=6), ShortConvolution(6, 4, bias=True)
+    first = {name: x.clone() for name, x in ours.state_dict().items()}
+    theirs.load_state_dict(first)
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    ours.load_state_dict(nn.Conv1d(6, 6, 4, groups=6).state_dict())
+    assert not torch.equal(ours.weight, theirs.weight)
+    ours.load_state_dict({**first, "weight": first["weight"].squeeze(1)})
+    assert torch.equal(ours.weight, theirs.weight)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])

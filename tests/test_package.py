@@ -20,7 +20,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUT
 DOCUMENTS += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
 PUBLIC = (
     "flexsp", "flexsp.ops", "flexsp.nn", "flexsp.nn.attention", "flexsp.compiler", "flexsp.variants", "flexsp.grammar",
-    "flexsp.integrations", "flexsp.integrations.transformers",
+    "flexsp.integrations", "flexsp.integrations.fla", "flexsp.integrations.transformers",
 )  # fmt: skip
 
 # Who may import whom. `exceptions` is below everything; bench, testing and the command are above everything.
@@ -77,7 +77,7 @@ def test_works_without_triton_and_nvshmem() -> None:
 
 def test_imports_are_light() -> None:
     """torch.compile, sympy and Triton are loaded where they are used, each slower to import than flexsp."""
-    heavy = {"matplotlib", "rich", "sympy", "torch._dynamo", "torch._inductor", "transformers", "triton"}
+    heavy = {"fla", "matplotlib", "rich", "sympy", "torch._dynamo", "torch._inductor", "transformers", "triton"}
     heavy |= {"torch.fx.experimental.proxy_tensor", "torch.fx.experimental.symbolic_shapes"}
     code = (
         "import sys, torch\n"
@@ -329,7 +329,7 @@ def named_paths(text: str) -> set[str]:
 
 def made_by_use(path: str) -> bool:
     made = {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt", "train.py", "check.py", "staged.py", "run.py"}
-    made |= {"finetune.py"}
+    made |= {"finetune.py", "pretrain.py", "layer.py"}
     return path.startswith((".venv", "runs/")) or path in made
 
 

@@ -50,12 +50,13 @@ def test_labels_move_over_the_edges() -> None:
     assert [found["about_length"] for found in shards(batch)] == [4, 4, 3]
 
 
-@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "seq_idx", "position_ids"])
+@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids"])
 def test_documents(known_by: str) -> None:
     batch = packed([4, 1, 6])
+    batch["cu_seqlens"] = batch["cu_seq_lens_q"]
     if known_by != "position_ids":
         del batch["position_ids"]
-    for name in {"cu_seq_lens_q", "seq_idx"} - {known_by}:
+    for name in {"cu_seq_lens_q", "cu_seqlens", "seq_idx"} - {known_by}:
         del batch[name]
     if known_by != "cu_seq_lens_q":
         del batch["cu_seq_lens_k"]
@@ -182,7 +183,7 @@ def test_a_copy_is_parallelized_by_itself() -> None:
 
 def test_training_without_a_shard() -> None:
     model, batch = parallelize(make("mamba2"), THREE), rows(1, 12)
-    with pytest.raises(ValueError, match="flexsp_shard: expected what flexsp.integrations.transformers.shard returns"):
+    with pytest.raises(ValueError, match="flexsp_shard: expected what shard returns"):
         model(**batch)
     with pytest.raises(ValueError, match="the model is parallelized over 3 ranks"):
         model.backbone(batch["input_ids"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -78,17 +81,38 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
     """The model in float32 and in training mode, with the same random parameters everywhere."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    # By their names: flash-linear-attention puts classes of its own into the register, under the same types.
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[name])
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    _in_pytorch(sys.modules[model_class.__module__])
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = AutoConfig.for_model(name, **{**copy.deepcopy(MODELS[name]), **changes})
+        config = config_class(**{**copy.deepcopy(MODELS[name]), **changes})
         config._experts_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "mamba2" else attention)
+        model = model_class._from_config(config, attn_implementation="eager" if name == "mamba2" else attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.train()
+
+
+@functools.cache
+def _in_pytorch(module: Any) -> None:
+    """Where flash-linear-attention is installed, transformers has taken its kernels; they have none for CPU."""
+    if find_spec("fla") is None:
+        return
+    for name, function in list(vars(module).items()):
+        if hasattr(function, "__wrapped__") and getattr(function, "__module__", None) == module.__name__:
+            setattr(module, name, _of_arguments_it_has(inspect.unwrap(function)))
+
+
+def _of_arguments_it_has(function: Any) -> Any:
+    known = inspect.signature(function).parameters
+    return lambda *args, **kwargs: function(*args, **{name: x for name, x in kwargs.items() if name in known})
 
 
 @contextlib.contextmanager

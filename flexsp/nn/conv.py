@@ -34,6 +34,14 @@ def tokens_since_start(
     return position - boundaries[document]
 
 
+def positions(length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device) -> Tensor:
+    """int64 [T]: the place of each local token in its document, or in the whole sequence. As `tokens_since_start`."""
+    since = tokens_since_start(length, cu_seqlens, sp, device)
+    if since is not None:
+        return since
+    return torch.arange(length, device=device) + (0 if sp is None else sp.shard_range(length)[0])
+
+
 class _CausalTapsFunction(torch.autograd.Function):
     """y_t = sum_j weight[:, W-1-j] x_{t-j}, where x_{t-j} counts as 0 if it belongs to another document."""
 
@@ -131,7 +139,7 @@ def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over a few tokens, exact over ranks and packed documents.
 
-    ``y_t = activation(bias + sum_j weight[:, W-1-j] * x_{t-j})``, with zeros before the sequence and before each
+    ``y_t = activation(bias + sum_j weight[:, 0, W-1-j] * x_{t-j})``, with zeros before the sequence and before each
     document. Under sequence parallelism the W-1 tokens before the shard come from the ranks that hold them
     (several, where shards are short or empty), and their gradients go back there.
 
@@ -141,7 +149,7 @@ class ShortConvolution(nn.Module):
         bias: add a bias [D].
         activation: ``"silu"`` or None.
 
-    The weight is [D, W]; a checkpoint's [D, 1, W] (``nn.Conv1d``) loads too. Sums are float32 (float64 stays).
+    The weight is [D, 1, W], as that of ``nn.Conv1d``; [D, W] loads too. Sums are float32 (float64 stays).
     """
 
     def __init__(self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu") -> None:
@@ -151,9 +159,14 @@ class ShortConvolution(nn.Module):
         if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
         self.dim, self.width, self.activation = dim, width, activation
-        self.weight = nn.Parameter(torch.empty(dim, width))
+        self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters()
+
+    @property
+    def taps(self) -> Tensor:
+        """The weight as [D, W]."""
+        return self.weight.squeeze(1)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group."""
@@ -173,21 +186,21 @@ class ShortConvolution(nn.Module):
             ValueError: wrong shapes, or documents with B > 1.
         """
         check_input("x", x, (None, None, self.dim))
-        return self._activate(convolve(x, self.weight, self.bias, cu_seqlens, since))
+        return self._activate(convolve(x, self.taps, self.bias, cu_seqlens, since))
 
     def prefill(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Continue from a cache on this rank alone: x [B, T, D], cache [B, D, W] (the last W inputs, oldest first)
         -> (y [B, T, D], new cache)."""
         check_input("x", x, (None, None, self.dim))
         check_input("cache", cache, (x.shape[0], self.dim, self.width))
-        y, cache = convolve_prompt(x, cache, self.weight, self.bias)
+        y, cache = convolve_prompt(x, cache, self.taps, self.bias)
         return self._activate(y), cache
 
     def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         """One token on this rank alone: x [B, D], cache [B, D, W] -> (y [B, D], new cache)."""
         check_input("x", x, (None, self.dim))
         check_input("cache", cache, (x.shape[0], self.dim, self.width))
-        y, cache = convolve_token(x, cache, self.weight, self.bias)
+        y, cache = convolve_token(x, cache, self.taps, self.bias)
         return self._activate(y), cache
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,8 +217,8 @@ class ShortConvolution(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight = state_dict.get(prefix + "weight")
-        if weight is not None and weight.dim() == 3 and weight.shape[1] == 1:
-            state_dict[prefix + "weight"] = weight.squeeze(1)
+        if weight is not None and weight.dim() == 2:
+            state_dict[prefix + "weight"] = weight.unsqueeze(1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

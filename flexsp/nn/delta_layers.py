@@ -1,7 +1,7 @@
 """Token mixers of the delta rules: `DeltaNet`, `GatedDeltaNet`, `KimiDeltaAttention` and `GatedDeltaProduct`.
 
-Parameters are named and laid out as in flash-linear-attention, whose checkpoints load. Like `flexsp.nn.SimpleGLA` all
-four work on packed documents, under sequence parallelism and token by token.
+Parameters are named and laid out as in flash-linear-attention, so a state_dict of either loads into the other. Like
+`flexsp.nn.SimpleGLA` all four work on packed documents, under sequence parallelism and token by token.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _DeltaLayer(nn.Module):
     def _taps(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one convolution over q, k and v, so that ranks exchange one halo."""
         q, k, v = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        weight = torch.cat([q.weight, k.weight, v.weight])
+        weight = torch.cat([q.taps, k.taps, v.taps])
         if q.bias is None or k.bias is None or v.bias is None:
             return weight, None
         return weight, torch.cat([q.bias, k.bias, v.bias])

@@ -22,7 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flexsp.nn.calls import Reader, mentions
 
-__all__ = ["Offence", "offences", "own_classes", "refusal"]
+__all__ = ["OVER_RANKS", "Offence", "offences", "own_classes", "refusal", "runs_over_ranks"]
+
+OVER_RANKS = "_flexsp_over_ranks"  # an attribute of forwards that integrations give to single layers
 
 _ATTENTION = (
     "softmax attention reads every token of the sequence; use flexsp.nn.Attention or "
@@ -119,6 +121,10 @@ _OTHERWISE = (
     "put a layer of flexsp.nn or one built on flexsp.ops in its place, or keep it outside the wrapper, between "
     "sp.gather and sp.shard"
 )
+_INTEGRATED = {
+    "fla": "; or flexsp.integrations.fla.parallelize first, which takes some of its layers",
+    "transformers": "; flexsp.integrations.transformers.parallelize takes some whole models, without this wrapper",
+}
 
 
 class Offence(NamedTuple):
@@ -130,7 +136,8 @@ class Offence(NamedTuple):
 
 
 def offences(module: nn.Module, allow: Collection[str] = (), path: str = "") -> Iterator[Offence]:
-    """All modules that are refused, outermost first, except those at the paths of ``allow`` and below them.
+    """All modules that are refused, outermost first, except those at the paths of ``allow`` and below them, and layers
+    that `flexsp.integrations` has made run over the ranks.
 
     Torch's modules inside a refused one of another library are left out: to exchange them would not make it exact.
     """
@@ -140,7 +147,7 @@ def offences(module: nn.Module, allow: Collection[str] = (), path: str = "") -> 
 def _offences(
     module: nn.Module, path: str, allow: Collection[str], inside: bool, program: _Program
 ) -> Iterator[Offence]:
-    if path in allow:
+    if path in allow or runs_over_ranks(module):
         return
     origin = _foreign(type(module))
     reason = refusal(module, program)
@@ -184,6 +191,11 @@ def _pointwise(module: conv._ConvNd) -> bool:
     return set(module.kernel_size) == set(module.stride) == {1} and not any((*pad, *module.output_padding))
 
 
+def runs_over_ranks(module: nn.Module) -> bool:
+    """Whether every call of ``module`` runs over ranks, by a forward that an integration gave it."""
+    return hasattr(vars(module).get("forward"), OVER_RANKS)
+
+
 def own_classes(module: nn.Module) -> list[type]:
     """The classes of ``module`` that are not torch's, nor flexsp's wrapper."""
     return [
@@ -200,6 +212,7 @@ def _of_a_library(cls: type, foreign: type) -> str:
     library = foreign.__module__.partition(".")[0]
     whose = f"a class of {library}" if foreign is cls else f"its forward is that of {foreign.__name__}, of {library}"
     place = next((text for names, text in _IN_ITS_PLACE if re.fullmatch(names, foreign.__name__)), _OTHERWISE)
+    place += _INTEGRATED.get(library, "")
     return f"{whose}, whose tokens may meet in code that knows nothing of ranks, whatever stands inside it; {place}"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from flexsp.comm.group import SequenceParallel, abandon, current_sp, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.nn.exactness import Offence, offences, own_classes
+from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,7 +23,8 @@ class SequenceParallelLA(nn.Module):
     `layer` is any module whose tokens meet only in functions of `flexsp.ops` (called without ``sp=``) or in layers of
     `flexsp.nn`: everything else must treat tokens one by one. It then takes this rank's shard [B, T_local, ...] and
     gives the shard of what the whole sequence would give; `cu_seqlens` are global. A layer that depends on the
-    position (rotary embedding, learned positions) needs the offset ``sp.shard_range(T_local)[0]``.
+    position (rotary embedding, learned positions) needs the offset ``sp.shard_range(T_local)[0]``. Layers of
+    flash-linear-attention may stand in it after `flexsp.integrations.fla.parallelize`.
 
     The returned object is `layer` itself, an instance of its own class and of SequenceParallelLA: attributes,
     parameter names and state_dict keys stay as they were. It and its submodules of non-torch classes are bound to sp:
@@ -144,7 +145,8 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
     _refuse(list(offences(layer, _allowed(layer, allow))))
-    modules = [module for module in layer.modules() if module is layer or own_classes(module)]
+    apart = {part for module in layer.modules() if runs_over_ranks(module) for part in module.modules()}
+    modules = [module for module in layer.modules() if module is layer or (own_classes(module) and module not in apart)]
     for module, bound in [(module, _bound_class(module)) for module in modules]:  # all of them, or none
         _bind(module, bound, sp)
     return layer

@@ -24,8 +24,9 @@ IGNORED = -100  # a label that does not count
 
 _TENSORS = (
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "cu_seq_lens_q",
-    "cu_seq_lens_k", "seq_idx",
+    "cu_seq_lens_k", "cu_seqlens", "seq_idx",
 )  # fmt: skip
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")  # what says where documents begin
 _NUMBERS = ("max_length_q", "max_length_k", "num_items_in_batch")
 
 
@@ -85,7 +86,8 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
             ``position_ids`` [B or 1, T], or [3 or 4, B or 1, T]. Without them positions count from the start of the
             row, or of the document.
             ``attention_mask`` [B, T], of ones, and zeros behind them (padding on the right).
-            Packed documents (B = 1): ``cu_seq_lens_q``, else ``seq_idx`` [1, T], else positions that start again.
+            Packed documents (B = 1): ``cu_seq_lens_q`` or ``cu_seqlens`` [N + 1], else ``seq_idx`` [1, T], else
+            positions that start again.
             ``num_items_in_batch``: divide the loss by this number rather than by the labels of this batch that count.
             ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` may be there and add nothing.
         sp: the ranks, those of `parallelize`.
@@ -181,7 +183,7 @@ def _documents(given: dict[str, Any], B: int, T: int) -> list[int] | None:
     if positions is not None and positions.dim() == 3:  # rows of images' places say nothing of documents
         positions = positions[0] if positions.shape[0] == 4 else None
     starts = set() if positions is None or "attention_mask" in given else _jumps(positions, 1)
-    found = {name: _boundaries(name, given, B, T) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+    found = {name: _boundaries(name, given, B, T) for name in _BOUNDARIES}
     said = {name: bounds for name, bounds in found.items() if bounds is not None}
     if not said:
         if starts and B != 1:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
+from flexsp.integrations.transformers.causal import CausalModel
 from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
 
-__all__ = ["causal_model", "check_loss_function", "check_model", "class_of", "replaced_names", "seam_of"]
+__all__ = [
+    "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems", "mixer_problems",
+    "raise_problems", "replaced_names", "seam_of", "without_adapters",
+]  # fmt: skip
 
 _OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
 _TORCH_MODULES = (
@@ -30,23 +34,30 @@ def check_model(model: nn.Module) -> None:
         ValueError: everything that is in the way, with its path.
         NotAvailable: the release of transformers is too old.
     """
-    _check_release()
-    problems = [f"{name or 'the model'}: {problem}" for name, problem in _problems(model, seam_of(model))]
+    import transformers
+
+    check_release("transformers", transformers.__version__, _OLDEST, _NEWEST)
+    raise_problems(model, _problems(model, seam_of(model)))
+
+
+def raise_problems(model: nn.Module, found: Iterable[tuple[str, str]]) -> None:
+    """ValueError that lists all (path, what is in the way), if any."""
+    problems = [f"{name or 'the model'}: {problem}" for name, problem in found]
     if problems:
         listed = "\n  ".join(problems)
         fail("model", "one that can be cut over ranks", f"{class_of(model).__name__} with\n  {listed}")
 
 
-def _check_release() -> None:
-    import transformers
-
-    numbers = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+def check_release(library: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
+    """NotAvailable for releases before those that were tested, a warning for later ones."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
-    tested = f"{_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST[0]}.{_NEWEST[1]}"
-    if release < _OLDEST:
-        raise NotAvailable(f"transformers {tested} are needed, this is {transformers.__version__}")
-    if release > _NEWEST:
-        text = f"transformers {transformers.__version__} was not tested, only {tested}: names may have moved"
+    first, last = (".".join(map(str, numbers)) for numbers in (oldest, newest))
+    tested = first if first == last else f"{first} to {last}"
+    if release < oldest:
+        raise NotAvailable(f"{library} {tested} {'is' if first == last else 'are'} needed, this is {version}")
+    if release > newest:
+        text = f"{library} {version} was not tested, only {tested}: names may have moved"
         warnings.warn(text, UncoveredWarning, stacklevel=4)
 
 
@@ -59,16 +70,21 @@ def causal_model(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module):
         fail("model", "a causal language model of transformers", type(model).__name__)
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        peft: Any = model
-        if peft.active_peft_config.is_prompt_learning:
-            fail("model", "one without a learned prompt, which makes sequences longer", type(model).__name__)
-        inner = peft.get_base_model()
-    if class_of(inner).__name__ not in SEAMS:
-        known = ", ".join(sorted(SEAMS))
-        raise NotAvailable(f"{class_of(inner).__name__} is not among the models that can be cut over ranks: {known}")
+    inner = without_adapters(model)
+    cls = class_of(inner)
+    if cls.__name__ not in SEAMS or _kind(inner, SEAMS[cls.__name__]) != "ForCausalLM":
+        known, whose = ", ".join(sorted(SEAMS)), f" of {cls.__module__}" if cls.__name__ in SEAMS else ""
+        raise NotAvailable(f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}")
     return inner
+
+
+def without_adapters(model: Any) -> Any:
+    """The model itself, or the one inside a PeftModel."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        fail("model", "one without a learned prompt, which makes sequences longer", type(model).__name__)
+    return model.get_base_model()
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -94,17 +110,14 @@ def _kind(module: nn.Module, seam: Seam) -> str:
 
 
 def _is_local(module: nn.Module, seam: Seam) -> bool:
+    return is_common(module) or _kind(module, seam) in LOCAL
+
+
+def is_common(module: nn.Module) -> bool:
+    """A module of torch, transformers or peft that treats tokens one by one."""
     cls = class_of(module)
     known = cls in _TORCH_MODULES or cls.__module__.startswith(("transformers.activations", "peft.tuners.lora."))
-    copies = cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper"
-    return known or copies or _kind(module, seam) in LOCAL
-
-
-def check_loss_function(model: Any) -> None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if model.loss_function is not ForCausalLMLoss:
-        fail("model.loss_function", "transformers' ForCausalLMLoss, which flexsp computes", repr(model.loss_function))
+    return known or (cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper")
 
 
 def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
@@ -114,7 +127,7 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
         if "forward" in vars(module) and (name in mixers or not name):
             yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
         if name in mixers:
-            yield from ((name, problem) for problem in _mixer_problems(module, seam))
+            yield from ((name, problem) for problem in mixer_problems(module, replaced_names(module, seam) or ()))
         elif not _is_local(module, seam) and not (type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers):
             yield name, f"{type(module).__name__} is not known"
         rope = getattr(module, "rope_type", None)
@@ -122,15 +135,20 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
             yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"
     if not getattr(model.config, "is_causal", True):
         yield "", "config.is_causal is False"
+    yield from loss_problems(model, seam)
+
+
+def loss_problems(model: Any, causal: CausalModel) -> Iterator[tuple[str, str]]:
     try:
-        check_loss_function(model)
+        causal.check_loss(model)
     except ValueError as error:
         yield "", str(error)
 
 
-def _mixer_problems(module: Any, seam: Seam) -> Iterator[str]:
+def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
+    """What is in the way of a mixer whose forward calls functions of these names."""
     names = inspect.unwrap(class_of(module).forward).__code__.co_names
-    missing = [name for name in replaced_names(module, seam) or () if name not in names]
+    missing = [name for name in replaced if name not in names]
     if missing:
         yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
     if getattr(module, "attention_dropout", 0.0):

@@ -18,7 +18,10 @@ from flexsp.nn.conv import convolve
 from flexsp.ops import chunk_gated_delta_rule, chunk_kda, mamba2_ssd
 from flexsp.ops._validate import accumulation_dtype
 
-__all__ = ["Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "mamba2_scan", "not_fused"]
+__all__ = [
+    "Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "limited_scan", "mamba2_scan", "not_fused",
+    "without_states",
+]  # fmt: skip
 
 
 def causal_conv1d(
@@ -82,7 +85,7 @@ def _delta(
     normalised: bool,
     shard: Shard,
 ) -> tuple[Tensor, None]:
-    _without_states(initial_state, output_final_state)
+    without_states(initial_state, output_final_state)
     q, k, v, g, beta = tensors
     if beta.dtype != torch.float32:
         beta = beta.to(q.dtype)
@@ -113,26 +116,42 @@ def mamba2_scan(
     **kwargs: Any,
 ) -> Tensor:
     """hidden_states [B, T_local, H, P], dt [B, T_local, H], A [H], B, C [B, T_local, G, N] -> [B, T_local, H, P]."""
-    _without_states(initial_states, return_final_states)
+    without_states(initial_states, return_final_states)
     if z is not None:
         fail("z", "None (the mixers gate after the scan)", "a tensor")
-    dtype = accumulation_dtype(hidden_states)
+    with flexsp_shard.known_lengths() as sp:
+        y = limited_scan(
+            hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit, cu_seqlens=flexsp_shard.cu_seqlens,
+            cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
+        )  # fmt: skip
+    return y.contiguous()  # callers view it
+
+
+def limited_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    **call: Any,
+) -> Tensor:
+    """`mamba2_ssd` with step sizes that have limits."""
+    dtype = accumulation_dtype(x)
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
         step = F.softplus(step)
-    with flexsp_shard.known_lengths() as sp:
-        y, _ = mamba2_ssd(
-            hidden_states, step.clamp(*dt_limit), A.to(dtype), B, C, None if D is None else D.to(dtype),
-            cu_seqlens=flexsp_shard.cu_seqlens, cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
-        )  # fmt: skip
-    return y.contiguous()  # callers view it
+    return mamba2_ssd(x, step.clamp(*dt_limit), A.to(dtype), B, C, None if D is None else D.to(dtype), **call)[0]
 
 
 def not_fused(*args: Any, **kwargs: Any) -> None:
     """In place of a mixer's fused kernel: None sends the mixer on to its convolution and its scan."""
 
 
-def _without_states(initial: Tensor | None, final: bool) -> None:
+def without_states(initial: Tensor | None, final: bool) -> None:
     if initial is not None or final:
         raise NotAvailable("a sequence that is cut over ranks takes no cache: call the model with use_cache=False")
 

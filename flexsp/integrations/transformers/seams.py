@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from flexsp.exceptions import fail
+from flexsp.integrations.transformers.causal import CausalModel, Head
 from flexsp.integrations.transformers.functions import (
     Attentions,
     causal_conv1d,
@@ -17,7 +19,7 @@ from flexsp.integrations.transformers.functions import (
     not_fused,
 )  # fmt: skip
 
-__all__ = ["LOCAL", "SEAMS", "Head", "Seam"]
+__all__ = ["LOCAL", "SEAMS", "Seam"]
 
 _GATED_DELTA = {"causal_conv1d_fn": causal_conv1d, "torch_chunk_gated_delta_rule": gated_delta_rule}
 _KIMI_DELTA = {"causal_conv1d_fn": causal_conv1d, "chunk_kimi_delta_attention": kimi_delta_rule}
@@ -27,12 +29,11 @@ _MAMBA2 = {
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
 
 
-Head = Callable[[Tensor], Tensor]
-"""The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
+def _check_loss_function(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
 
-
-def _plain(model: Any, head: Head, hidden: Tensor) -> Tensor:
-    return head(hidden)
+    if model.loss_function is not ForCausalLMLoss:
+        fail("model.loss_function", "transformers' ForCausalLMLoss, which flexsp computes", repr(model.loss_function))
 
 
 def _in_dtype_of_head(model: Any, head: Head, hidden: Tensor) -> Tensor:
@@ -48,29 +49,24 @@ def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seam:
-    """A causal language model of transformers.
+class Seam(CausalModel):
+    """A causal language model of transformers, and what of it meets other tokens.
 
     Attributes:
         folder: of ``transformers.models``.
         prefix: of the names of the model's classes.
         replaced: for each class whose forward meets other tokens (its name without the prefix), the names in its module
             that are replaced, and by what.
-        logits: of the model, its head and the last hidden states [..., D].
-        has_masks: the model takes attention masks by kind of layer, and positions.
-        router_loss: it can add a loss that balances experts.
     """
 
     folder: str
     prefix: str
     replaced: Mapping[str, Mapping[str, Any]]
-    logits: Callable[[Any, Head, Tensor], Tensor] = _plain
-    has_masks: bool = True
-    router_loss: bool = False
 
 
 def _seam(folder: str, prefix: str, mixer: str, functions: Mapping[str, Any], **options: Any) -> Seam:
-    return Seam(folder, prefix, {mixer: functions, "Attention": _ATTENTION}, **options)
+    replaced = {mixer: functions, "Attention": _ATTENTION}
+    return Seam(folder, prefix, replaced, check_loss=_check_loss_function, **options)
 
 
 _ALL = [

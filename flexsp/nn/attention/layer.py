@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexsp.comm.group import SequenceParallel, resolve_sp
+from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.attention.function import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, attend
-from flexsp.nn.conv import tokens_since_start
+from flexsp.nn.conv import positions
 from flexsp.nn.layers import _check_token, _project, _refuse_cache_under_sp
 from flexsp.nn.norm import RMSNorm, accumulation_dtype, check_eps, check_input
 from flexsp.ops._validate import check_cu_seqlens
@@ -108,7 +108,7 @@ class Attention(nn.Module):
             return self._continued(x, cache)
         sp = resolve_sp(None)
         check_cu_seqlens(cu_seqlens, None, x, "x", sp)
-        q, k, v = self._heads(x, self._positions(x, cu_seqlens, sp))
+        q, k, v = self._heads(x, None if self.rope_theta is None else positions(x.shape[1], cu_seqlens, sp, x.device))
         o = scaled_dot_product_attention(q, k, v, window=self.window, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(-2))
 
@@ -142,30 +142,21 @@ class Attention(nn.Module):
         check_input("cache.k", cache.k, (batch, None, self.num_kv_heads, self.head_dim))
         check_input("cache.v", cache.v, (batch, cache.k.shape[1], self.num_kv_heads, self.head_v_dim))
 
-    def _positions(self, x: Tensor, cu_seqlens: Tensor | None, sp: SequenceParallel | None) -> Tensor | None:
-        """int64 [T]: the place of each token in its document."""
-        if self.rope_theta is None:
-            return None
-        since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
-        if since is not None:
-            return since
-        return torch.arange(x.shape[1], device=x.device) + (0 if sp is None else sp.shard_range(x.shape[1])[0])
-
-    def _heads(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q = _project(self.q_proj, x).unflatten(-1, (self.num_heads, -1))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if positions is None or self.rope_theta is None:
+        if at is None or self.rope_theta is None:
             return q, k, v
         # In float64, since positions far out times a frequency in float32 are off by much of a turn.
         powers = torch.arange(0, self.rope_dim, 2, dtype=torch.float64, device=x.device) / self.rope_dim
-        angles = positions[:, None, None] / self.rope_theta**powers
-        return _turned(q, angles), _turned(k, angles), v
+        angles = at[:, None, None] / self.rope_theta**powers
+        return turned(q, angles), turned(k, angles), v
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
+def turned(x: Tensor, angles: Tensor) -> Tensor:
     """x [B, T, H, K] with its first channels, in pairs of one of their first half and one of their second, turned by
     angles [T, 1, pairs]."""
     pairs = angles.shape[-1]

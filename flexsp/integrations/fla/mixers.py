@@ -1,0 +1,99 @@
+"""Which layers and models of flash-linear-attention are known, and what of them meets other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from flexsp import ops
+from flexsp.integrations.fla.functions import (
+    causal_conv1d,
+    convolution_forward,
+    flash_attention,
+    mamba2_forward,
+    over_ranks,
+    recurrent_product,
+    rotary_forward,
+)  # fmt: skip
+from flexsp.integrations.transformers.check import class_of
+
+__all__ = ["FORWARDS", "LOCAL", "MIXERS", "MODELS", "PARTS", "UNAVAILABLE", "qualified_name"]
+
+
+def qualified_name(module: nn.Module) -> str:
+    cls = class_of(module)
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def _by(op: Callable[..., Any], *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, over_ranks(op))
+
+
+# For each layer, of a module the names in its file that are replaced, and by what.
+MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "fla.layers.delta_net.DeltaNet": lambda module: _by(
+        ops.chunk_delta_rule, "chunk_delta_rule", "fused_recurrent_delta_rule"
+    ),
+    "fla.layers.gated_deltanet.GatedDeltaNet": lambda module: {
+        **_by(ops.chunk_gated_delta_rule, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        "causal_conv1d": causal_conv1d,
+    },
+    "fla.layers.kda.KimiDeltaAttention": lambda module: _by(ops.chunk_kda, "chunk_kda", "fused_recurrent_kda"),
+    "fla.layers.gated_deltaproduct.GatedDeltaProduct": lambda module: {
+        **_by(ops.chunk_gated_delta_product, "chunk_gated_delta_product"),
+        "fused_recurrent_gated_delta_rule": recurrent_product(module.num_householder),
+    },
+    "fla.layers.multiscale_retention.MultiScaleRetention": lambda module: _by(
+        ops.chunk_retention, "chunk_retention", "fused_chunk_retention", "parallel_retention",
+        "fused_recurrent_retention",
+    ),
+    "fla.layers.simple_gla.SimpleGatedLinearAttention": lambda module: _by(
+        ops.chunk_simple_gla, "chunk_simple_gla", "fused_recurrent_simple_gla"
+    ),
+    "fla.layers.linear_attn.LinearAttention": lambda module: _by(
+        ops.chunk_linear_attn, "chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"
+    ),
+    "fla.layers.mamba2.Mamba2": lambda module: {},
+    "fla.layers.attn.Attention": lambda module: {"flash_attn_func": flash_attention},
+}  # fmt: skip
+
+# Layers whose forward is another one as a whole.
+FORWARDS: dict[str, Callable[..., Any]] = {"fla.layers.mamba2.Mamba2": mamba2_forward}
+
+# Modules inside of layers that meet other tokens, and their forward.
+PARTS: dict[str, Callable[..., Any]] = {
+    "fla.modules.causal_conv1d.ops.ShortConvolution": convolution_forward,
+    "fla.modules.rotary.ops.RotaryEmbedding": rotary_forward,
+}
+
+_FAMILIES = {
+    "delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "gated_deltaproduct": "GatedDeltaProduct", "kda": "KDA",
+    "mamba2": "Mamba2", "retnet": "RetNet", "transformer": "Transformer",
+}  # fmt: skip
+
+
+def _in_models(ending: str) -> frozenset[str]:
+    return frozenset(f"fla.models.{file}.modeling_{file}.{name}{ending}" for file, name in _FAMILIES.items())
+
+
+MODELS = _in_models("ForCausalLM")
+
+# Modules that treat tokens one by one or only call others.
+LOCAL = MODELS | _in_models("Block") | _in_models("Model") | {
+    "fla.modules.norm.layernorm.RMSNorm", "fla.modules.norm.fused_norm_gate.FusedRMSNormGated",
+    "fla.modules.norm.layernorm_gated.RMSNormGated", "fla.modules.mlp.GatedMLP", "fla.modules.mlp.SwiGLULinear",
+    "fla.modules.feature_map.DPFPFeatureMap", "fla.modules.feature_map.HadamardFeatureMap",
+    "fla.modules.feature_map.HedgehogFeatureMap", "fla.modules.feature_map.T2RFeatureMap",
+    "torch.nn.modules.normalization.RMSNorm",
+}  # fmt: skip
+
+_NO_GLA = "needs the operator chunk_gla, which flexsp.ops does not have"
+UNAVAILABLE = {
+    "fla.layers.gla.GatedLinearAttention": _NO_GLA,
+    "fla.layers.hgrn2.HGRN2Attention": _NO_GLA,
+    "fla.models.linear_attn.modeling_linear_attn.LinearAttentionForCausalLM": (
+        "hands no keyword arguments to its layers, so these would not get the shard; the layer alone can be cut"
+    ),
+}

@@ -1,0 +1,191 @@
+"""The forward of a causal language model on a shard, from its layers to its loss."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexsp.comm.group import SequenceParallel, abandon
+from flexsp.exceptions import FlexspError, fail
+from flexsp.integrations.transformers.batch import KEY, Shard
+from flexsp.integrations.transformers.forwards import is_replaced
+from flexsp.integrations.transformers.loss import language_loss, router_loss
+
+__all__ = ["LATER", "CausalModel", "Head", "forward_on_shard", "head_forward", "refuse_training", "take_shard"]
+
+LATER = "after parallelize: restore the model and parallelize it again"
+
+Head = Callable[[Tensor], Tensor]
+"""The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
+
+
+def plain_logits(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    return head(hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalModel:
+    """What a causal language model does around its layers.
+
+    Attributes:
+        check_loss: raises a ValueError where the model has another loss than cross entropy.
+        logits: of the model, its head and the last hidden states [..., D].
+        has_masks: the model takes attention masks by kind of layer, and positions.
+        router_loss: it can add a loss that balances experts.
+    """
+
+    check_loss: Callable[[Any], None]
+    logits: Callable[[Any, Head, Tensor], Tensor] = plain_logits
+    has_masks: bool = True
+    router_loss: bool = False
+
+
+class _Inside(threading.local):
+    """Whether a model's forward runs on a shard at the moment, and how many mixers it has handed it to."""
+
+    shard: bool = False
+    reached: int = 0
+
+
+_inside = _Inside()
+
+
+def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) -> Shard | None:
+    """The shard that a mixer is handed, or None where it runs on this rank alone."""
+    shard = kwargs.get(KEY)
+    if shard is not None:
+        _inside.reached += 1
+    elif _inside.shard:
+        raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
+    else:
+        refuse_training(module, sp)
+    return shard
+
+
+def refuse_training(module: nn.Module, sp: SequenceParallel) -> None:
+    if sp.world_size > 1 and module.training and torch.is_grad_enabled():
+        fail(
+            KEY, f"what shard returns (the model is parallelized over {sp.world_size} ranks; without it, it runs on "
+            "this rank alone, in evaluation mode or without gradients)", None,
+        )  # fmt: skip
+
+
+def head_forward(
+    original: Callable[..., Any], head: nn.Module, *args: Any, loss_of: Callable[..., Any] | None = None, **kwargs: Any
+) -> Any:
+    """The head's own forward or, with `loss_of`, a loss that calls it for blocks of tokens. Hooks of the head, such as
+    those by which fully_shard gathers its parameters, run once for all blocks, on every rank of a mesh."""
+    forward = functools.partial(original, head, **kwargs)
+    return forward(*args) if loss_of is None else loss_of(forward, *args)
+
+
+def forward_on_shard(
+    causal: CausalModel, sp: SequenceParallel, mixers: int, original: Callable[..., Any], model: Any, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """The model's own forward where no shard is handed to it."""
+    shard = kwargs.pop(KEY, None)
+    if shard is None:
+        refuse_training(model, sp)
+        return original(model, *args, **kwargs)
+    try:
+        return _run(causal, model, mixers, shard, _arguments(causal, model, sp, shard, args, kwargs))
+    except Exception as error:
+        abandon(error, sp)  # the other ranks go on to the exchanges that come after it
+        raise
+
+
+def _run(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    config, head = model.config, model.get_output_embeddings()
+    if not is_replaced(head):
+        raise FlexspError(f"{type(head).__name__} took the place of the model's head {LATER}")
+    labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
+    as_dict = call.pop("return_dict", config.return_dict)
+    balanced = causal.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
+    outputs = _run_layers(causal, model, mixers, shard, call)
+    found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
+    if labels is None:
+        found["logits"] = causal.logits(model, head, outputs.last_hidden_state)
+    else:
+        found["loss"] = head(
+            outputs.last_hidden_state, loss_of=functools.partial(_loss_of, causal, model, labels, counted, shard)
+        )
+    if balanced and found["router_logits"]:
+        found["aux_loss"] = router_loss(found["router_logits"], model.num_experts, model.num_experts_per_tok, shard)
+        if labels is not None:
+            found["loss"] = found["loss"] + model.router_aux_loss_coef * found["aux_loss"]
+    kind = CausalLMOutputWithPast if found["router_logits"] is None else MoeCausalLMOutputWithPast
+    made = kind(**{name: x for name, x in found.items() if x is not None})
+    return made if as_dict else made.to_tuple()
+
+
+def _run_layers(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
+    """What the model without its head returns; all of its mixers must have had the shard."""
+    if causal.has_masks:
+        call["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    else:
+        del call["position_ids"]
+    _inside.shard, _inside.reached = True, 0
+    try:
+        outputs = model.base_model(**call, use_cache=False, return_dict=True, **{KEY: shard})
+    finally:
+        _inside.shard = False
+    if _inside.reached != mixers:
+        raise FlexspError(f"{mixers - _inside.reached} of {mixers} mixers were replaced {LATER}")
+    return outputs
+
+
+def _loss_of(
+    causal: CausalModel, model: Any, labels: Tensor, counted: int | float | Tensor, shard: Shard, head: Head,
+    hidden: Tensor,
+) -> Tensor:  # fmt: skip
+    logits_of, z_loss = functools.partial(causal.logits, model, head), getattr(model, "z_loss_coefficient", 0.0)
+    return language_loss(logits_of, hidden, labels, model.config.vocab_size, shard, counted, z_loss)
+
+
+# Arguments of a call that `shard` does not make, with the values that mean nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "attention_mask": (), "labels": (), "cache": (), "past_key_values": (), "cache_params": (), "use_cache": (False,),
+    "output_attentions": (False,), "logits_to_keep": (0,), "task_ids": (),
+}  # fmt: skip
+_TAKEN = (
+    "input_ids", "inputs_embeds", "position_ids", "shift_labels", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict",
+)  # fmt: skip
+
+
+def _arguments(
+    causal: CausalModel, model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Checked, without those of None."""
+    if not isinstance(shard, Shard) or shard.sp is not sp:
+        fail(KEY, f"a Shard of {sp}", repr(shard.sp) if isinstance(shard, Shard) else type(shard).__name__)
+    if args:
+        fail("arguments", "keywords only (model(**shard(batch, sp)))", f"{len(args)} by position")
+    call = {name: x for name, x in kwargs.items() if x is not None}
+    for name in [name for name in call if name in _NOTHING]:
+        if not any(call[name] is nothing or call[name] == nothing for nothing in _NOTHING[name]):
+            fail(name, "nothing beside a shard" if not _NOTHING[name] else repr(_NOTHING[name][0]), repr(call[name]))
+        del call[name]
+    unknown = [name for name in call if name not in _TAKEN]
+    if unknown:
+        fail("arguments", f"only {', '.join(_TAKEN)} beside {KEY}", ", ".join(unknown))
+    shape = shard.batch, shard.length
+    for name in ("input_ids", "inputs_embeds", "shift_labels"):
+        if name in call and tuple(call[name].shape[:2]) != shape:
+            fail(name, f"the shape {list(shape)} of the shard", list(call[name].shape))
+    if "position_ids" not in call:
+        fail("position_ids", "those that shard returned", None)
+    if "shift_labels" in call:
+        causal.check_loss(model)
+        if shard.counted is None and "num_items_in_batch" not in call:
+            fail("shift_labels", "labels that shard made", "labels for a batch without labels")
+    return call

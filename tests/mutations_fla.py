@@ -1,0 +1,67 @@
+# ruff: noqa: E501 (texts of code are kept whole)
+"""Changes of flexsp/integrations/fla that tests/mutate.py makes, most of them where that library is; see
+tests/mutations.py."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["FLA"]
+
+_MODELS = "tests/test_fla.py::test_some_models_equal_the_whole_ones"
+_LAYERS = "tests/test_fla.py::test_some_layers_equal_the_whole_ones"
+_FUNCTIONS = "tests/test_fla_functions.py::"
+_CHECKS = "tests/test_fla_checks.py::"
+
+FLA = [
+    *_in(
+        "flexsp/integrations/fla/functions.py",
+        ("return convolve(x, weight, bias, sequence.cu_seqlens)", "return convolve(x, weight, bias)",
+         "convolutions reach into another document", _FUNCTIONS + "test_two_ranks_equal_one[documents]"),
+        ("with sequence_parallel(sequence.sp):", "with sequence_parallel(None):", "convolutions begin at the shard",
+         _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
+        ("positions(q.shape[1], sequence.cu_seqlens, sequence.sp, q.device)", "positions(q.shape[1], None, None, q.device)",
+         "positions begin at the shard", _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
+        ("window=None if before < 0 else before + 1", "window=None if before < 0 else before", "windows are a token short",
+         _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("q[:, steps - 1 :: steps]", "q[:, ::steps]", "queries of other steps",
+         _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("None if g is None else g[:, ::steps]", "None if g is None else g[:, steps - 1 :: steps]", "gates of other steps",
+         _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("y = module.norm(y, gate) if module.rmsnorm", "y = module.norm(y) if module.rmsnorm", "Mamba-2 has no gate",
+         _FUNCTIONS + "test_mamba"),
+        ("True, module.dt_limit,", "True, (0.0, float(\"inf\")),", "steps have no limits", _LAYERS),
+    ),
+    *_in(
+        "flexsp/integrations/fla/mixers.py",
+        ("        \"causal_conv1d\": causal_conv1d,\n", "", "Gated DeltaNet's fused convolution reads one rank's tokens", _MODELS),
+    ),
+    *_in(
+        "flexsp/integrations/fla/model.py",
+        ("    del kwargs[KEY]\n    _check_parts(module)\n", "    del kwargs[KEY]\n", "a convolution that came later, in a model",
+         _CHECKS + "test_a_mixer_that_came_later"),
+        ("        _check_parts(module)\n        with on_ranks", "        with on_ranks", "a convolution that came later",
+         _CHECKS + "test_a_mixer_that_came_later"),
+        ("on_ranks(sp, shard.cu_seqlens, shard.cu_seqlens_cpu)", "on_ranks(sp, None)", "documents of a batch are forgotten",
+         _MODELS),
+        ("        with on_ranks(sp, cu_seqlens):", "        with on_ranks(sp, None):", "documents of a layer's call are forgotten",
+         _LAYERS),
+        ("        if x is not None and x is not False:", "        if x is None:", "a layer takes masks",
+         _CHECKS + "test_refused_calls"),
+    ),
+    *_in(
+        "flexsp/nn/exactness.py",
+        ("    if path in allow or runs_over_ranks(module):\n", "    if path in allow:\n",
+         "layers of an integration are refused in a wrapped model",
+         _FUNCTIONS + "test_the_wrapper_takes_layers_that_run_over_ranks"),
+    ),
+    *_in(
+        "flexsp/integrations/fla/check.py",
+        ("if getattr(model.config, \"use_l2warp\", False):", "if False:", "another gradient of logits is taken",
+         _CHECKS + "test_refused_models_name_everything"),
+        ("if \"forward\" in vars(module) and (name in mixers or inside or not name):", "if \"forward\" in vars(module) and not name:",
+         "convolutions that are replaced are taken", _CHECKS + "test_refused_models_name_everything"),
+        ("        elif inside and kind in PARTS:", "        elif kind in PARTS:", "a convolution outside of layers is taken",
+         _CHECKS + "test_refused_models_name_everything"),
+    ),
+]

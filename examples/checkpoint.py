@@ -258,19 +258,25 @@ class Metrics:
             with suppress(OSError):  # what could not be written is still in its buffer
                 self.file.close()
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, unit: str = "bits per byte", scale: float = 1 / math.log(2)) -> None:
+        """Draws the loss, which is in nats, times ``scale``, and the learning rate."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        figure, axes = plt.subplots(figsize=(7, 4))
+        figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(7, 5), height_ratios=(3, 1))
         for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held out")):
-            points = [(row["step"], row[key] / math.log(2)) for row in self.rows if key in row]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend()
+            points = [(row["step"], row[key] * scale) for row in self.rows if key in row]
+            if points:
+                upper.plot([x for x, _ in points], [y for _, y in points], style, label=label)
+        rates = [(row["step"], row["lr"]) for row in self.rows if "lr" in row]
+        lower.plot([x for x, _ in rates], [y for _, y in rates])
+        upper.set(ylabel=unit, ylim=(0, None))
+        lower.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+        upper.legend()
+        for axes in (upper, lower):
+            axes.grid(alpha=0.3)
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         plt.close(figure)

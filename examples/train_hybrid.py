@@ -173,8 +173,8 @@ class TrainingRun:
         s, mesh, tokens = self.settings, self.mesh, self.tokens
         parameters = sum(p.numel() for p in self.model.parameters()) / 1e6
         return (f"{self.model.config.model_type}, {parameters:.2f} M parameters, {len(tokens) / 1e6:.2f} M tokens of "
-                f"{tokens.source}, dp {mesh.rows} x sp {mesh.sp.world_size} on {mesh.sp.device.type}, {s.batch} sequences "
-                f"of {s.tokens} tokens a step")  # fmt: skip
+                f"{tokens.source}, dp {mesh.rows} x sp {mesh.sp.world_size} on {mesh.sp.device.type}, {s.batch} "
+                f"sequences of {s.tokens} tokens a step")  # fmt: skip
 
     def batches(self, step: int) -> list[dict[str, Any]]:
         """This row's sequences of a step."""
@@ -300,6 +300,9 @@ def read_tokens(
 
 def run(options: argparse.Namespace, mesh: Mesh) -> int:
     """One invocation: start or resume, train, save, export. The signal that ended it, or 0."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     config, tokenizer = read_config(options.model), read_tokenizer(options.model)
     settings, path, about = choose(options, config, mesh)
     tokens = read_tokens(options, tokenizer, settings, about, mesh)

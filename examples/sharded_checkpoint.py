@@ -32,20 +32,31 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def find_checkpoint(folder: Path, resume: bool | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint and what its run.json says. None: the run starts anew, with ``resume`` False, or None and
-    no checkpoint there. Collective."""
+    no checkpoint there. Collective.
+
+    Raises:
+        UserError: on all ranks, where there is none with ``resume`` True, or it cannot be read.
+    """
 
     def find() -> tuple[Path, dict[str, Any]] | None:
-        found = checkpoints(folder)
-        if resume is False:
-            for path in found:
-                shutil.rmtree(path)
-        elif found:
+        found = [] if resume is False else checkpoints(folder)
+        if found:
             return found[0], read_about(found[0])
-        elif resume:
+        if resume:
             raise UserError(f"--resume: expected a checkpoint, got none in {folder}")
         return None
 
     return from_first_rank(on_first_rank(find, ranks), ranks)
+
+
+def remove_checkpoints(folder: Path, ranks: Ranks) -> None:
+    """The oldest first, so that the newest is there until none is. Collective."""
+
+    def remove() -> None:
+        for path in reversed(checkpoints(folder)):
+            shutil.rmtree(path)
+
+    on_first_rank(remove, ranks)
 
 
 def read_about(path: Path) -> dict[str, Any]:

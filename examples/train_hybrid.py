@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import ADVICE, Metrics, Ranks, UserError, agree, file_errors, open_metrics
+from checkpoint import ADVICE, Metrics, Ranks, UserError, agree, file_errors, on_first_rank, open_metrics
 from pretrained import TINY, config_digest, export, make_model, read_config, read_tokenizer, set_first_weights
-from sharded_checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from sharded_checkpoint import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
 from token_data import DTYPES as TOKEN_DTYPES
 from token_data import IGNORED, Tokens, make_batch, open_tokens
 from torch import nn
@@ -52,7 +52,7 @@ class Settings:
     tokens: int = setting(2048, "tokens of a sequence, over its ranks")
     context: int = setting(0, "tokens of a document at most, 0 for as many as a sequence has")
     batch: int = setting(2, "sequences of a step; rows of ranks that are fewer take several, one after another")
-    lr: float = setting(2e-3, "highest learning rate")
+    lr: float = setting(1e-3, "highest learning rate")
     warmup: int = setting(10, "steps in which the rate rises to that")
     decay: int = setting(40, "steps at the end in which it falls to zero")
     clip: float = setting(1.0, "largest norm of the gradient")
@@ -176,18 +176,23 @@ class TrainingRun:
                 f"{tokens.source}, dp {mesh.rows} x sp {mesh.sp.world_size} on {mesh.sp.device.type}, {s.batch} "
                 f"sequences of {s.tokens} tokens a step")  # fmt: skip
 
-    def batches(self, step: int) -> list[dict[str, Any]]:
-        """This row's sequences of a step."""
-        s, vocabulary = self.settings, self.model.config.vocab_size
+    def batches(self, step: int) -> tuple[list[dict[str, Any]], float]:
+        """This row's sequences of a step; and how many labels count in the step, over the number of rows."""
+        s, vocabulary, world = self.settings, self.model.config.vocab_size, self.mesh.world
         first = step * s.batch + self.mesh.row
         windows = [self.tokens.window(first + i * self.mesh.rows, s.tokens, s.seed) for i in range(self.parts)]
+        made = [make_batch(window, s.context or s.tokens, self.tokens.separator) for window in windows]
         largest = max(int(window.max()) for window in windows)
-        problem = f"--data: expected tokens below the model's {vocabulary}, got {largest} in {self.tokens.source}"
-        agree(problem if largest >= vocabulary else "", self.mesh.world)
-        return [make_batch(window, s.context or s.tokens, self.tokens.separator) for window in windows]
+        mine = sum(int((batch["shift_labels"] != IGNORED).sum()) for batch in made)
+        counted, wrong = over_ranks([mine, largest >= vocabulary], dist.ReduceOp.SUM, world)
+        if wrong:
+            problem = f"--data: expected tokens below the model's {vocabulary}, got {largest} in {self.tokens.source}"
+            agree(problem if largest >= vocabulary else "", world)
+        return made, max(1.0, counted / world.world_size)  # the ranks of a row count the same labels
 
     def loss(self, batch: dict[str, Any], counted: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of one sequence, of which every rank's mean gradient is taken; and what routers add to it."""
+        """This rank's share of a sequence's loss, and what routers add to it. The sum over the row's sequences, and of
+        that the mean over ranks, is the step's."""
         out = self.model(**shard({**batch, "num_items_in_batch": counted}, self.mesh.sp))
         aux = out.get("aux_loss")
         return out.loss, None if aux is None else aux.detach() * self.router
@@ -196,13 +201,12 @@ class TrainingRun:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(step)
         torch.manual_seed((self.settings.seed << 20) + step * self.mesh.world.world_size + self.mesh.world.rank)
-        batches = self.batches(step)
-        counted = sum(int((batch["shift_labels"] != IGNORED).sum()) for batch in batches)
-        total = over_ranks([counted], dist.ReduceOp.SUM, self.mesh.world)[0] / self.mesh.world.world_size
-        total, losses, added = max(1.0, total), [], []  # labels of a step over the rows; ranks' gradients are averaged
+        batches, counted = self.batches(step)
+        losses: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
         self.optimizer.zero_grad()
         for batch in batches:
-            loss, aux = self.loss(batch, total)
+            loss, aux = self.loss(batch, counted)
             loss.backward()
             losses.append(loss.detach())
             if aux is not None:
@@ -260,15 +264,19 @@ def train(
 # ---------------------------------------------------------------- start or resume
 
 
-def choose(options: argparse.Namespace, config: Any, mesh: Mesh) -> tuple[Settings, Path | None, dict[str, Any]]:
-    """Settings; the checkpoint to go on from, if there is one, and what it says of the run. Collective."""
+def choose(options: argparse.Namespace, config: str, mesh: Mesh) -> tuple[Settings, Path | None, dict[str, Any]]:
+    """Settings; the checkpoint to go on from, if there is one, and what it says of the run. Collective.
+
+    Args:
+        config: the digest of the model's.
+    """
     found = find_checkpoint(options.folder / "checkpoints", options.resume, mesh.world)
     path, about = found if found else (None, {})
     held = about.get("settings")
     settings = settings_of(Settings, options, held, path or options.folder, free=("steps", "decay"))
     if held:
         settings.check_longer(Settings(**held), about["step"])
-    if held and about["model"] != config_digest(config):
+    if held and about["model"] != config:
         raise UserError(f"--model: expected the config that {path} was trained with, got another; {ADVICE}")
     if settings.batch % mesh.rows:
         ranks = f"{mesh.rows * mesh.sp.world_size} ranks by --sp {mesh.sp.world_size}"
@@ -304,17 +312,21 @@ def run(options: argparse.Namespace, mesh: Mesh) -> int:
 
     disable_progress_bar()
     config, tokenizer = read_config(options.model), read_tokenizer(options.model)
-    settings, path, about = choose(options, config, mesh)
-    tokens = read_tokens(options, tokenizer, settings, about, mesh)
+    same = config_digest(config)  # models change their config
+    settings, path, about = choose(options, same, mesh)
     model = make_model(config, mesh.sp, mesh.everyone, DTYPES[settings.dtype], options.checkpointing)
+    tokens = read_tokens(options, tokenizer, settings, about, mesh)
     optimizer = make_optimizer(model, settings.lr)
     if path:
         load_checkpoint(path, model, optimizer, mesh.world)
     else:
         set_first_weights(model, options.model, config, settings.seed, options.nudge, mesh.world)
+    if options.resume is False:
+        remove_checkpoints(options.folder / "checkpoints", mesh.world)
+    on_first_rank(lambda: options.folder.mkdir(parents=True, exist_ok=True), mesh.world)
     step = about["step"] if about else 0
     metrics = open_metrics(options.folder / "metrics.jsonl", step, mesh.world)
-    held = {"settings": asdict(settings), "data": tokens.digest, "model": config_digest(config)}
+    held = {"settings": asdict(settings), "data": tokens.digest, "model": same}
 
     def save(step: int) -> None:
         if metrics and metrics.problem:

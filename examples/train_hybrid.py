@@ -211,6 +211,9 @@ class TrainingRun:
             losses.append(loss.detach())
             if aux is not None:
                 added.append(aux)
+        for parameter in self.model.parameters():  # an expert's that no token chose
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         sums = [float(sum(losses)), float(sum(added))]

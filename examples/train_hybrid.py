@@ -165,9 +165,9 @@ class TrainingRun:
     ) -> None:
         self.model, self.optimizer, self.tokens, self.settings, self.mesh = model, optimizer, tokens, settings, mesh
         self.parts = settings.batch // mesh.rows  # sequences of this row in a step
-        self.router = getattr(model, "router_aux_loss_coef", 0.0) / self.parts
-        if self.router:
-            model.router_aux_loss_coef = self.router  # the mean over a step's sequences, where the model would sum
+        for name in ("router_aux_loss_coef", "z_loss_coefficient"):  # means over a row's sequences, whose losses add up
+            if getattr(model, name, 0.0):
+                setattr(model, name, getattr(model, name) / self.parts)
 
     def describe(self) -> str:
         s, mesh, tokens = self.settings, self.mesh, self.tokens
@@ -195,12 +195,13 @@ class TrainingRun:
         that the mean over ranks, is the step's."""
         out = self.model(**shard({**batch, "num_items_in_batch": counted}, self.mesh.sp))
         aux = out.get("aux_loss")
-        return out.loss, None if aux is None else aux.detach() * self.router
+        return out.loss, None if aux is None else aux.detach() * self.model.router_aux_loss_coef
 
     def take(self, step: int) -> Step:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(step)
-        torch.manual_seed((self.settings.seed << 20) + step * self.mesh.world.world_size + self.mesh.world.rank)
+        world = self.mesh.world  # dropout differs on every rank and in every step
+        torch.manual_seed((self.settings.seed * 1_000_003 + step * world.world_size + world.rank) % (1 << 63))
         batches, counted = self.batches(step)
         losses: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
@@ -217,7 +218,7 @@ class TrainingRun:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         sums = [float(sum(losses)), float(sum(added))]
-        mean, aux_mean = (x / self.mesh.world.world_size for x in over_ranks(sums, dist.ReduceOp.SUM, self.mesh.world))
+        mean, aux_mean = (x / world.world_size for x in over_ranks(sums, dist.ReduceOp.SUM, world))
         if not bool(norm.isfinite()):
             advice = f"try a lower --lr than {self.settings.lr}"
             raise UserError(f"the gradient's norm is {float(norm)} in step {step + 1}: {advice}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def agree(one: Path, other: Path, nudged: Path) -> None:
         rows = [dict(enumerate(column(folder, key), 1)) for folder in (one, other, nudged)]
         compared = hybrid("compare_runs").compare(*rows)
         assert all(off <= bound for _, off, bound in compared), (key, compared)
-        assert compared[1][2] < 1e-3 * rows[0][2]  # it can fail
+        assert compared[1][2] < 1e-2 * rows[0][2]  # it can fail
     left, right, apart = exported(one), exported(other), exported(nudged)
     drift = sum(float((apart[name] - x).square().sum()) for name, x in left.items())
     assert 0 < sum(float((right[name] - x).square().sum()) for name, x in left.items()) < 8 * drift
@@ -202,7 +202,7 @@ def fresh(place: Path, run_folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", "zamba2", "mamba2", "kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid"]
+    "name", ["qwen3_5_text", "zamba2", "mamba2", "bamba", "kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid"]
 )
 def test_other_models(place: Path, name: str) -> None:
     """Tied embeddings, layers that share a block, a head of another dtype: one rank and four, and both export."""
@@ -446,6 +446,22 @@ def test_an_epoch_takes_every_window_once() -> None:
     assert orders[0] != orders[1] != orders[2]
     assert int(tokens.window(4, 10, 7)[0]) == orders[0][4]  # whatever was taken before
     assert [int(tokens.window(i, 10, 8)[0]) for i in range(9)] != orders[0]
+
+
+def test_steps_take_one_sequence_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of ranks share those of a step."""
+    script, tokens = hybrid(), tokens_of(2000)
+    monkeypatch.setattr(script, "over_ranks", lambda values, *_: values)
+    model, settings = SimpleNamespace(config=SimpleNamespace(vocab_size=5000)), script.Settings(tokens=10, batch=4)
+    for step in range(3):
+        taken = []
+        for row in range(2):
+            mesh = script.Mesh(script.World(0, 1), None, None, row, 2)
+            batches, counted = script.TrainingRun(model, None, tokens, settings, mesh).batches(step)
+            taken.append([int(batch["input_ids"][0, 0]) for batch in batches])
+            assert counted == 20
+        expected = [int(tokens.window(4 * step + i, 10, 0)[0]) for i in range(4)]
+        assert taken == [expected[0::2], expected[1::2]]
 
 
 def test_documents_of_a_window() -> None:

@@ -114,7 +114,7 @@ def open_tokens(
         paths = [from_first_rank(on_first_rank(lambda: write_tokens(data, tokenizer, separator, folder), ranks), ranks)]
     with file_errors():
         shards = tuple(open_shard(path, token_dtype) for path in paths)
-    return Tokens(shards, separator, source, digest_of(paths, shards))
+    return Tokens(shards, separator, source, digest_of(paths, shards, separator))
 
 
 def shard_paths(data: str | None) -> list[Path]:
@@ -143,8 +143,8 @@ def open_shard(path: Path, token_dtype: str) -> np.ndarray:
     return shard
 
 
-def digest_of(paths: list[Path], shards: tuple[np.ndarray, ...]) -> str:
-    found = hashlib.sha256()
+def digest_of(paths: list[Path], shards: tuple[np.ndarray, ...], separator: int | None) -> str:
+    found = hashlib.sha256(f"separator {separator}\n".encode())
     for path, shard in zip(paths, shards, strict=True):
         edge = EDGE // shard.itemsize
         found.update(f"{path.name} {shard.dtype} {len(shard)}\n".encode(errors="surrogateescape"))

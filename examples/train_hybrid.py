@@ -256,9 +256,7 @@ def train(
                 metrics.add(step=step, **row, lr=settings.learning_rate(step - 1), tokens_per_s=round(speed),
                             peak_gib=round(memory / 2**30, 3), seconds=round(budget.elapsed(), 2),
                             ranks=mesh.world.world_size, sp=mesh.sp.world_size)  # fmt: skip
-            if problem:
-                agree(metrics.problem if metrics else "", mesh.world)
-            if wanted or step == end or step % options.save_every == 0:
+            if wanted or problem or step == end or step % options.save_every == 0:
                 save(step)
             if wanted:
                 return step, int(wanted)
@@ -333,8 +331,7 @@ def run(options: argparse.Namespace, mesh: Mesh) -> int:
     held = {"settings": asdict(settings), "data": tokens.digest, "model": same}
 
     def save(step: int) -> None:
-        if metrics and metrics.problem:
-            raise UserError(metrics.problem)
+        agree(metrics.problem if metrics else "", mesh.world)
         about = {**held, "step": step}
         save_checkpoint(options.folder / "checkpoints", model, optimizer, about, options.keep, mesh.world)
 

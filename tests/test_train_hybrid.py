@@ -334,6 +334,31 @@ def test_a_failed_save_keeps_the_last_good_one(place: Path, what: str) -> None:
     same_bits(place / "whole", place / "run")
 
 
+def full_metrics(sp: Any, argv: list[str]) -> int | str:
+    """A run whose metrics cannot be written from the second step on, which rank 0 alone notices."""
+    files, step = hybrid("checkpoint"), [0]
+    add = files.Metrics.add
+
+    def fail(self: Any, **row: Any) -> None:
+        self.problem = "metrics.jsonl: No space left on device" if row["step"] >= 2 else ""
+        step[0] = row["step"]
+        add(self, **row)
+
+    files.Metrics.add = fail
+    try:
+        return f"{train(sp, argv)} after {step[0]}"
+    finally:
+        files.Metrics.add = add
+
+
+@pytest.mark.slow
+def test_metrics_that_cannot_be_written_end_the_run(place: Path) -> None:
+    said = run_ranks(full_metrics, 2, arguments(place, "run", "--no-export"), whole_world=True, timeout=60)
+    assert said[0] == "metrics.jsonl: No space left on device after 3"
+    assert said[1] == "metrics.jsonl: No space left on device after 0"
+    assert not (place / "run" / "checkpoints").exists()
+
+
 @pytest.mark.slow
 def test_damaged_and_foreign_checkpoints(place: Path) -> None:
     run(2, arguments(place, "run", "--stop-after", "2"))
@@ -488,6 +513,14 @@ def test_text_becomes_tokens_once(place: Path) -> None:
     assert (again.digest, path.stat().st_mtime_ns) == (tokens.digest, before)
     files[0].write_text("other")
     assert data.open_tokens(str(place / "texts"), None, None, "uint16", place / "run", world).digest != tokens.digest
+
+
+def test_tokens_are_others_with_another_separator(tmp_path: Path) -> None:
+    data, world = hybrid("token_data"), hybrid().World(0, 1)
+    for name in ("0.npy", "1.npy"):
+        np.save(tmp_path / name, np.arange(50, dtype=np.uint16))
+    found = [data.open_tokens(str(tmp_path), None, x, "uint16", tmp_path, world).digest for x in (None, 1, 2, 1)]
+    assert found[1] == found[3] and len(set(found)) == 3
 
 
 # ---------------------------------------------------------------- comparison

@@ -38,7 +38,7 @@ demo: $(VENV)/.demo
 
 # dp 2 x sp 2 on 4 ranks. The same on one rank, and once more with its first weights changed by a rounding: how far these
 # two drift apart is what the ranks may differ by.
-HYBRID_STEPS ?= 60
+HYBRID_STEPS ?= 45
 HYBRID := examples/train_hybrid.py --runs runs/hybrid --device cpu --dtype float32 --steps $(HYBRID_STEPS) \
     --decay 15 $(if $(DATA),--data "$(DATA)")
 

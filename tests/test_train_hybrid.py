@@ -263,8 +263,8 @@ def test_the_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     alone = printed(1)
     assert len(alone) == 6 and float(alone[4].split()[3]) < float(alone[0].split()[3]) - 0.5
-    assert [printed(2), printed(2, "2"), printed(4, "2")] == [alone] * 3
-    assert printed(4, "2", "trained/checkpoint-2") == alone
+    assert printed(4, "2") == alone
+    assert printed(2, "1", "trained/checkpoint-2") == alone
 
 
 def printed(ranks: int, *arguments: str) -> list[str]:

@@ -1,4 +1,5 @@
 # make demo      trains a small language model, one sequence cut over 4 CPU processes
+# make demo-hybrid  trains a small Qwen3-Next of transformers on 4 CPU processes, and compares it with one; some minutes
 # make test      the CPU suite                      make lint       ruff and mypy
 # make test-all  the CPU suite with its slow cases
 # make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
@@ -29,12 +30,26 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    examples/train_lm.py --name $(NAME) --minutes $(MINUTES) $(if $(DATA),--data "$(DATA)")
+
+# dp 2 x sp 2 on 4 ranks. The same on one rank, and once more with its first weights changed by a rounding: how far these
+# two drift apart is what the ranks may differ by.
+HYBRID_STEPS ?= 45
+HYBRID := examples/train_hybrid.py --runs runs/hybrid --device cpu --dtype float32 --steps $(HYBRID_STEPS) \
+    --decay 15 $(if $(DATA),--data "$(DATA)")
+
+demo-hybrid: $(VENV)/.hybrid
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	    $(HYBRID) --name many_ranks --sp 2
+	@export OMP_NUM_THREADS=1; echo "the same on one rank"; \
+	$(BIN)/python $(HYBRID) --name nudged --nudge --no-export > /dev/null & nudged=$$!; \
+	$(BIN)/python $(HYBRID) --name one_rank --no-export && wait $$nudged
+	$(BIN)/python examples/compare_runs.py runs/hybrid/one_rank runs/hybrid/many_ranks --nudged runs/hybrid/nudged
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
     --durations=10
@@ -73,11 +88,16 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(PIP) "$(TORCH)" -e ".[demo]"
 	@touch $@
 
+$(VENV)/.hybrid: pyproject.toml | $(BIN)/python
+	@echo "installing flexsp, $(TORCH), transformers and what the demo needs into $(VENV)"
+	$(PIP) "$(TORCH)" -e ".[hybrid]"
+	@touch $@
+
 # Triton is named here, not in pyproject.toml: a CPU wheel of torch brings none, and the tests interpret the kernels.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing flexsp and what the checks need into $(VENV)"
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]" triton
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.hybrid
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"

@@ -12,19 +12,30 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-import flexsp
-
 ADVICE = "use another --name or --no-resume"
 PARTS = {"settings": dict, "text": str, "step": int, "model": dict, "optimizer": dict}
 T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Ranks that exchange messages: those of a SequenceParallel, or all there are."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def global_ranks(self) -> Sequence[int]: ...
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None: ...
 
 
 class UserError(Exception):
@@ -61,7 +72,7 @@ def replace_file(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def agree(problem: str, sp: flexsp.SequenceParallel) -> None:
+def agree(problem: str, sp: Ranks) -> None:
     """Raises on every rank what went wrong on any of them: the others would wait for it in the next exchange."""
     problems: list[Any] = [problem]
     if sp.world_size > 1:
@@ -72,7 +83,7 @@ def agree(problem: str, sp: flexsp.SequenceParallel) -> None:
             raise UserError(found)
 
 
-def on_first_rank(work: Callable[[], T], sp: flexsp.SequenceParallel) -> T | None:
+def on_first_rank(work: Callable[[], T], sp: Ranks) -> T | None:
     """What ``work`` gives on rank 0, None on the others. Whatever it raises, none of them waits for rank 0."""
     result, failure, problem = None, None, ""
     if sp.rank == 0:
@@ -91,7 +102,7 @@ def on_first_rank(work: Callable[[], T], sp: flexsp.SequenceParallel) -> T | Non
     return result
 
 
-def from_first_rank(value: Any, sp: flexsp.SequenceParallel) -> Any:
+def from_first_rank(value: Any, sp: Ranks) -> Any:
     box = [value]
     if sp.world_size > 1:
         dist.broadcast_object_list(box, src=sp.global_ranks[0], group=sp.cpu_group)
@@ -175,7 +186,7 @@ def restore(path: Path, state: Mapping[str, Any], model: torch.nn.Module, optimi
     optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
 
 
-def load_checkpoint(path: Path, resume: bool | None, sp: flexsp.SequenceParallel) -> dict[str, Any] | None:
+def load_checkpoint(path: Path, resume: bool | None, sp: Ranks) -> dict[str, Any] | None:
     """The checkpoint on every rank. None: the run starts anew, with ``resume`` False, or None and no file there."""
 
     def read() -> dict[str, Any] | None:
@@ -188,7 +199,7 @@ def load_checkpoint(path: Path, resume: bool | None, sp: flexsp.SequenceParallel
     return from_first_rank(on_first_rank(read, sp), sp)
 
 
-def save_checkpoint(path: Path, state: Mapping[str, Any], metrics: Metrics | None, sp: flexsp.SequenceParallel) -> None:
+def save_checkpoint(path: Path, state: Mapping[str, Any], metrics: Metrics | None, sp: Ranks) -> None:
     """Writes the checkpoint, which counts only with the ``metrics`` of its steps: their problem is raised first."""
 
     def write() -> None:
@@ -247,24 +258,30 @@ class Metrics:
             with suppress(OSError):  # what could not be written is still in its buffer
                 self.file.close()
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, unit: str = "bits per byte", scale: float = 1 / math.log(2)) -> None:
+        """Draws the loss, which is in nats, times ``scale``, and the learning rate."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        figure, axes = plt.subplots(figsize=(7, 4))
+        figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(7, 5), height_ratios=(3, 1))
         for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held out")):
-            points = [(row["step"], row[key] / math.log(2)) for row in self.rows if key in row]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend()
+            points = [(row["step"], row[key] * scale) for row in self.rows if key in row]
+            if points:
+                upper.plot([x for x, _ in points], [y for _, y in points], style, label=label)
+        rates = [(row["step"], row["lr"]) for row in self.rows if "lr" in row]
+        lower.plot([x for x, _ in rates], [y for _, y in rates])
+        upper.set(ylabel=unit, ylim=(0, None))
+        lower.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+        upper.legend()
+        for axes in (upper, lower):
+            axes.grid(alpha=0.3)
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
 
-def open_metrics(path: Path, step: int, sp: flexsp.SequenceParallel) -> Metrics | None:
+def open_metrics(path: Path, step: int, sp: Ranks) -> Metrics | None:
     """Rank 0's Metrics; None on the others."""
     return on_first_rank(lambda: Metrics(path, step), sp)

@@ -16,11 +16,9 @@ import io
 import math
 import os
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,17 @@ from checkpoint import (
     save_checkpoint,
 )
 from torch.nn.parallel import DistributedDataParallel
+from training import (
+    Budget,
+    Screen,
+    add_settings,
+    make_optimizer,
+    mean_over_ranks,
+    one_line_errors,
+    read_files,
+    setting,
+    settings_of,
+)
 
 import flexsp
 from flexsp.exceptions import NotAvailable
@@ -53,10 +62,6 @@ SECONDS_BETWEEN_CHECKPOINTS = 60.0
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LARGEST_HEAD = 256  # of SimpleGLA
 LIMIT = 1e18  # more is a slip, which would end in an overflow
-
-
-def setting(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": f"{meaning} (default: {default}, or the checkpoint's)"})
 
 
 @dataclass(frozen=True)
@@ -107,24 +112,9 @@ class Text:
         return hashlib.sha256(self.train.numpy().tobytes() + self.held_out.numpy().tobytes()).hexdigest()[:16]
 
 
-def standard_library() -> list[Path]:
-    """The .py files Python itself came with, tests left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts))
-
-
 def read_text(data: str | None, tokens: int) -> Text:
     """Reads ``data`` (None: the standard library) and holds out every 20th file, or the end of fewer than 20 files."""
-    with file_errors():
-        if data is None:
-            paths, source = standard_library(), "Python's standard library"
-        else:
-            path, source = Path(data), data
-            if not path.exists():
-                raise UserError(f"--data: expected a text file or a folder, got {data!r}, which does not exist")
-            paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        files = [content for content in (p.read_bytes() for p in paths) if content and b"\0" not in content]
+    files, source = read_files(data)
     if len(files) >= 20:
         held = b"\n".join(files[10::20])
         train = b"\n".join(content for i, content in enumerate(files) if i % 20 != 10)
@@ -231,14 +221,6 @@ def shard_loss(model: nn.Module, window: torch.Tensor, sp: flexsp.SequenceParall
     return sp.token_mean(loss)
 
 
-def mean_over_ranks(values: list[float], sp: flexsp.SequenceParallel) -> list[float]:
-    if sp.world_size == 1:
-        return values
-    summed = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(summed, group=sp.cpu_group)
-    return (summed / sp.world_size).tolist()
-
-
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Text, count: int, tokens: int, sp: flexsp.SequenceParallel) -> float:
     """Mean loss (nats a byte) over ``count`` held-out sequences."""
@@ -252,19 +234,7 @@ def held_out_loss(model: nn.Module, text: Text, count: int, tokens: int, sp: fle
 
 
 def choose_settings(options: argparse.Namespace, state: dict[str, Any] | None) -> Settings:
-    """The checkpoint's, which the command line may repeat but not change; of a new run, the command line's."""
-    given = {f.name: getattr(options, f.name) for f in fields(Settings) if getattr(options, f.name) is not None}
-    if state is None:
-        return Settings(**given)
-    try:
-        settings = Settings(**state["settings"])
-    except (TypeError, UserError) as error:
-        raise UserError(f"{options.checkpoint}: settings: {error}; {ADVICE}") from error
-    for name, value in given.items():
-        if getattr(settings, name) != value:
-            raise UserError(f"--{name}: expected {getattr(settings, name)}, which {options.checkpoint} was trained "
-                            f"with, got {value}; leave it out, or {ADVICE}")
-    return settings
+    return settings_of(Settings, options, state["settings"] if state else None, options.checkpoint)
 
 
 def read_same_text(options: argparse.Namespace, tokens: int, state: dict[str, Any] | None,
@@ -288,65 +258,6 @@ def read_same_text(options: argparse.Namespace, tokens: int, state: dict[str, An
 # ---------------------------------------------------------------- training
 
 
-class Screen:
-    """Progress on rank 0: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, enabled: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self.console = Console(quiet=not enabled)
-        columns = (BarColumn(bar_width=30), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, console=self.console, disable=not (enabled and self.console.is_terminal))
-        self.task = self.bar.add_task("first step ...", total=1.0)
-        self.enabled, self.next_line = enabled, 0.0
-
-    def update(self, done: float, step: int, loss: float, speed: float, left: float) -> None:
-        clock = f"{int(left) // 60}:{int(left) % 60:02d}"
-        line = f"step {step}  loss {loss:.3f}  {speed:,.0f} tokens/s  {clock} left"
-        self.bar.update(self.task, completed=done, description=line)
-        if self.enabled and not self.console.is_terminal and time.monotonic() >= self.next_line:
-            print(line, flush=True)
-            self.next_line = time.monotonic() + 15
-
-    def table(self, title: str, header: list[str], rows: Iterable[list[str]]) -> None:
-        from rich.table import Table
-
-        table = Table(title=title, title_justify="left")
-        for i, name in enumerate(header):
-            table.add_column(name, justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
-
-
-class Budget:
-    """How far this invocation is, 0 to 1: by steps, by minutes, whichever is further. Starts with the first step."""
-
-    def __init__(self, first_step: int, options: argparse.Namespace) -> None:
-        self.first, self.steps, self.seconds = first_step, options.steps, options.minutes * 60
-        self.start = time.monotonic()
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def fraction(self, step: int) -> float:
-        by_steps = (step - self.first) / max(1, self.steps - self.first) if self.steps else 0.0
-        return min(1.0, max(by_steps, self.elapsed() / self.seconds))
-
-    def left(self, step: int) -> float:
-        """Estimated seconds."""
-        fraction = self.fraction(step)
-        return self.elapsed() * (1 - fraction) / fraction if fraction else 0.0
-
-
-def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, settings: Settings,
           options: argparse.Namespace, step: int, sp: flexsp.SequenceParallel, save: Callable[[int], None],
           metrics: Metrics | None, screen: Screen) -> int:
@@ -354,7 +265,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, settin
     wrapped: nn.Module = SequenceParallelLA(model, sp)
     if sp.world_size > 1:
         wrapped = DistributedDataParallel(wrapped)
-    budget, saved = Budget(step, options), time.monotonic()
+    budget, saved = Budget(step, options.steps, options.minutes * 60), time.monotonic()
     done = budget.fraction(step) if not options.steps or step < options.steps else 1.0
     while done < 1.0:
         started = time.monotonic()
@@ -507,18 +418,6 @@ def run(options: argparse.Namespace, sp: flexsp.SequenceParallel) -> None:
         report(model, settings, text, options, step, metrics, screen, sp)
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Ends the process with the message of a UserError, which rank 0 alone prints."""
-    try:
-        yield
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            raise SystemExit(f"train_lm: {error}") from None
-        time.sleep(2)  # torchrun stops the others once one has ended: rank 0 first gets to speak
-        raise SystemExit(1) from None
-
-
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -528,8 +427,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", action=argparse.BooleanOptionalAction, help="insist on a checkpoint, or ignore it")
     add("--minutes", type=float, help="training time of this invocation (default: 4, without limit beside --steps)")
     add("--steps", type=int, help="stop after this step, earlier invocations of the run counted in")
-    for f in fields(Settings):
-        add(f"--{f.name}", type=type(f.default), help=f.metadata["help"])
+    add_settings(parser, Settings)
     add("--eval-windows", type=int, default=16, help="held-out sequences (default: 16)")
     add("--sample", type=int, default=400, help="bytes to generate at the end (default: 400)")
     add("--prompt", default="def ", type=os.fsencode, help="what the sample starts from (default: 'def ')")
@@ -562,7 +460,7 @@ def start_ranks(options: argparse.Namespace) -> flexsp.SequenceParallel:
 def main(argv: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what no encoding has
-    with one_line_errors():
+    with one_line_errors("train_lm"):
         options = parse_options(argv)
         sp = start_ranks(options)
         try:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (texts of code are kept whole)
-"""Changes of flexsp/integrations that tests/mutate.py makes; see tests/mutations.py."""
+"""Changes of flexsp/integrations and its example that tests/mutate.py makes; see tests/mutations.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = ["TRANSFORMERS"]
 _MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
 _TRAINING = "tests/test_transformers_training.py::"
 _BATCH = "tests/test_transformers_batch.py::"
+_EXAMPLE = "tests/test_train_hybrid.py::"
 
 TRANSFORMERS = [
     *_in(
@@ -66,5 +67,19 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/check.py",
         ('_BY_LENGTH = ("dynamic", "longrope")', '_BY_LENGTH = ("longrope",)', "dynamic rotary embeddings are taken",
          _BATCH + "test_refused_models_name_everything"),
+    ),
+    *_in(
+        "examples/token_data.py",
+        ("labels[inputs == separator] = IGNORED", "pass", "a separator predicts the next document",
+         _EXAMPLE + "test_documents_of_a_window"),
+        ("default_rng([seed, epoch])", "default_rng([seed])", "every epoch has the same order",
+         _EXAMPLE + "test_an_epoch_takes_every_window_once"),
+    ),
+    *_in(
+        "examples/train_hybrid.py",
+        ("first = step * s.batch + self.mesh.row", "first = self.mesh.row", "every step takes the same sequences",
+         _EXAMPLE + "test_steps_take_one_sequence_after_another"),
+        ("(self.steps - step) / (self.decay + 1)", "(self.steps - step) / max(1, self.decay)", "the rate falls late",
+         _EXAMPLE + "test_stopped_and_resumed_equals_not_stopped"),
     ),
 ]

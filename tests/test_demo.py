@@ -34,8 +34,9 @@ def module(name: str) -> ModuleType:
 
 
 def demo() -> ModuleType:
-    """The script, after the file that it imports by its bare name as scripts do."""
+    """The script, after the files that it imports by their bare names as scripts do."""
     module("checkpoint")
+    module("training")
     return module("train_lm")
 
 

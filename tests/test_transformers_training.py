@@ -239,7 +239,7 @@ def printed(_: Any, script: str) -> list[str]:
 
 def test_the_guide_runs(tmp_path: Any) -> None:
     """Its script prints the same losses on one rank and on several."""
-    assert save_scripts("transformers.md", tmp_path) == ({"finetune.py"}, [])
+    assert save_scripts("transformers.md", tmp_path) == ({"finetune.py", "trainer.py"}, [])
     script = str(tmp_path / "finetune.py")
     alone, cut = printed(None, script), run_ranks(printed, RANKS, script, whole_world=True)
     assert cut == [alone, [], [], []]

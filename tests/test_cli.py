@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLAGS = {
     "doctor": ["--no-test", "--ranks"],
+    "plan": [
+        "--model", "--tokens", "--gpus", "--gpus-per-host", "--gpu", "--gpu-memory", "--sequences", "--parameters",
+        "--optimizer", "--no-checkpointing", "--network", "--json",
+    ],
     "bench op": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--ops",
         "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",

@@ -256,6 +256,7 @@ def _kept(
         return _HALF * _chosen(module, config) * outputs
     if "Norm" in type(module).__name__ and hasattr(module, "weight"):
         width = module.weight.numel()
-        over_heads = [x.heads * width for x in (*linear, *softmax) if width in (x.key_size, x.value_size)]
+        mixers: list[LinearMixer | SoftmaxMixer] = [*linear, *softmax]
+        over_heads = [x.heads * width for x in mixers if width in (x.key_size, x.value_size)]
         return (2 * 4 + _HALF) * (max(over_heads) if over_heads and width < config.hidden_size else width)
     return 0

@@ -20,14 +20,13 @@ from flexsp.planner.step_time import step_flops
 __all__ = ["as_json", "report", "run"]
 
 _GIB = 2**30
-_STATES = ("parameters", "gradients", "optimizer")
 # Column of the table -> the parts that it adds up.
 _MEMORY = {
-    "states": _STATES,
+    "states": ("parameters", "gradients", "optimizer states"),
     "gathered": ("gathered parameters",),
-    "activations": ("hidden states", "kept activations", "a layer at work", "logits"),
-    "reserved": ("reserved",),
-}
+    "activations": ("hidden states", "a layer's activations", "its linear operators", "its softmax attention",
+                    "kept activations", "kept by linear operators", "a layer's backward pass", "logits"),
+}  # fmt: skip
 _TIME = {
     "operators": ("linear operators",),
     "products": ("matrix products", "experts"),
@@ -107,6 +106,7 @@ def _split_table(plans: Sequence[Plan]) -> Iterator[str]:
                 kinds.setdefault(kind, []).append(name)
     text = "; ".join(f"{kind.value}: {', '.join(kinds[kind])}" for kind in Kind if kind in kinds)
     yield f"  {text}, and all sums"
+    yield "  A prediction cannot tell rates apart that differ by less than a tenth."
 
 
 def _part_table(parts: Sequence[Part], unit: float) -> Iterator[str]:
@@ -164,7 +164,8 @@ def as_json(model: ModelSizes, setup: Setup, plans: Sequence[Plan]) -> dict[str,
     found: dict[str, Any] = {
         "model": {"model_type": model.model_type, "class": model.class_name, "parameters": model.parameters,
                   "active_parameters": model.active},
-        "setup": asdict(setup), "available_bytes": available(setup), "plans": [_plan_json(model, setup, x) for x in plans],
+        "setup": asdict(setup), "available_bytes": available(setup),
+        "plans": [_plan_json(model, setup, x) for x in plans],
         "sources": sources(model), "not_modelled": not_modelled(model, setup),
     }  # fmt: skip
     if not any(x.fits for x in plans):

@@ -1,4 +1,4 @@
-"""The splits (dp, sp) of some GPUs, each with its memory and its time, the best first; and what would fit if none does."""
+"""The splits (dp, sp) of some GPUs, each with its memory and its time, the best first; what would fit if none does."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ products, and launches between them. Assumed."""
 EXPERTS = 0.5
 """The same of products of experts, which have few rows each. Assumed."""
 ATTENTION = 0.44
-"""Rate of softmax attention over that of one large product. FlashAttention-2, which torch runs, reaches 35% of an H100's
-peak of 989 TFLOP/s (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608), and a large product about 80%."""
+"""Rate of softmax attention over that of one large product. FlashAttention-2, which torch runs, reaches 35% of an
+H100's peak of 989 TFLOP/s (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608), and a large product about 80%."""
 BACKWARD = 2.5
 """Products of attention's backward pass over those of its forward pass: five in place of two, as it keeps no scores."""
 KEPT_MOVES = 2, 4
@@ -176,10 +176,11 @@ def _parameters(model: ModelSizes, setup: Setup, count: int, busy: float) -> lis
     numbers = numbers_of_rank(model.all_shapes, setup.gpus)
     moved = numbers * (3 * DTYPES[setup.parameters] + 4 * DTYPES[setup.optimizer])
     text = f"bytes over {_link_gb_s():.0f} GB/s, between hosts {setup.network_gb_s:g} GB/s"
+    memory = f"bytes over {setup.device.bandwidth * 1e-6:g} TB/s"
     return [
         Part("FSDP, exposed", fsdp - hidden, Kind.PREDICTED, f"{text}, less what computing hides"),
         Part("FSDP, overlapped", hidden, Kind.PREDICTED, "runs beside the computing, not in the sum"),
-        Part("optimizer", _memory_ms(moved, setup), Kind.PREDICTED, f"bytes over {setup.device.bandwidth * 1e-6:g} TB/s"),
+        Part("optimizer", _memory_ms(moved, setup), Kind.PREDICTED, memory),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_kernels import KERNELS
+from tests.mutations_planner import PLANNER
 from tests.mutations_transformers import TRANSFORMERS
 
 __all__ = ["MUTATIONS"]
@@ -580,5 +581,5 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS]
+MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *PLANNER]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -29,7 +29,7 @@ FLAGS = {
     ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--case",
-        "--T-local", "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches",
+        "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states", "--state-batches",
         "--state-segments",
     ],
     "bench host": [

@@ -324,6 +324,16 @@ def test_ranks_add_what_the_cost_model_says() -> None:
     assert step_time.exposed(parts) == pytest.approx(sum(values(parts).values()) - values(parts)["FSDP, overlapped"])
 
 
+def test_gathers_that_computing_does_not_hide_are_exposed() -> None:
+    parts = step_time.time_parts(TOY, Setup(64, 4), Split(2, 2))
+    busy = sum(x.value for x in parts[:5])
+    moved = TOY.parameters * 8 * 0.75 / measured.fitted()["all_gather"].link_gb_s * 1e-6
+    large = replace(TOY, parameters=1000 * TOY.parameters)
+    found = values(step_time.time_parts(large, Setup(64, 4), Split(2, 2)))
+    assert 0 < busy < 1000 * moved
+    assert found["FSDP, overlapped"] == busy and found["FSDP, exposed"] == pytest.approx(1000 * moved - busy)
+
+
 def test_softmax_layers_exchange_their_heads() -> None:
     """Of 16 query heads and 4 key heads over 4 ranks, three quarters of what a rank has travel."""
     found = values(step_time.time_parts(HYBRID, Setup(65536, 4), Split(1, 4)))["heads or keys between ranks"]
@@ -364,8 +374,8 @@ def test_splits_are_all_divisors() -> None:
 
 def test_hosts_of_a_group() -> None:
     """Against ranks that are numbered host by host."""
-    for host in (1, 2, 4, 8):
-        for hosts in (1, 2, 4):
+    for host in (1, 2, 4, 6, 8):
+        for hosts in (1, 2, 3, 4, 6):
             for split in splits(host * hosts):
                 groups = [range(i * split.sp, (i + 1) * split.sp) for i in range(split.dp)]
                 assert split.hosts(host) == max(len({rank // host for rank in group}) for group in groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -114,9 +115,8 @@ class Split:
 
     def hosts(self, host: int) -> int:
         """Hosts that a group of sp ranks lies on at most, ranks being numbered host by host."""
-        if self.sp % host == 0 or host % self.sp == 0:
-            return max(1, self.sp // host)
-        return -(-(self.sp - 1) // host) + 1
+        last_start = host - math.gcd(self.sp, host)  # groups begin at multiples of this divisor
+        return -(-(last_start + self.sp) // host)
 
 
 def parse_tokens(text: str) -> int:

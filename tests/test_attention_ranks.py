@@ -295,6 +295,7 @@ def test_a_hybrid_model(env: dict[str, str]) -> None:
         torch.testing.assert_close(sum(grads[name] for _, grads in got), p.grad, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_example() -> None:
     alone, cut = (
         run_script(ROOT / "examples" / "hybrid.py", ranks, "--layers", "4", "--length", "60", "--steps", "10")

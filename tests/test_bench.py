@@ -378,6 +378,7 @@ def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_bench_scale_of_several_operators_and_world_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "200"]
     done = _torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)
@@ -417,7 +418,7 @@ def test_one_status_of_several_world_sizes(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace(returncode=[0, 3, 0][len(started) - 1])
 
     monkeypatch.setattr(scale.subprocess, "run", start)
-    assert scale._under_torchrun([1, 2, 4], ["bench", "scale"]) == 3
+    assert scale.under_torchrun([1, 2, 4], ["bench", "scale"]) == 3
     assert started == ["--nproc-per-node=1", "--nproc-per-node=2", "--nproc-per-node=4"]
 
 

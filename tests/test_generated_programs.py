@@ -275,6 +275,7 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
         assert reason.startswith(f"no kernel is made of {name}") and ", at <string>:" in reason, (name, reason)
 
 
+@pytest.mark.slow
 def test_kernels_are_made_for_all_sizes_or_not_at_all() -> None:
     """What a number of tokens or channels makes is refused: a trace may hold for the sizes of the trace alone."""
     for feature in OF_SOME_SIZES:

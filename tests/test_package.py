@@ -278,6 +278,7 @@ def test_the_guide_to_hybrid_models_runs(tmp_path: Path) -> None:
     run_python("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks))
 
 
+@pytest.mark.slow
 def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
     """Its transport, under the interpreter; and it is what sends: one that doubles tiles gives another result."""
     assert save_scripts("add-a-transport.md", tmp_path) == ({"staged.py", "run.py"}, [])
@@ -290,6 +291,7 @@ def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
         run_script(tmp_path / "run.py", 2, **interpreted)
 
 
+@pytest.mark.slow
 def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
     """Its engine, under the interpreter; and it is what runs: other kept states give other gradients."""
     assert save_scripts("add-an-engine.md", tmp_path) == ({"keeping.py", "compare.py"}, [])

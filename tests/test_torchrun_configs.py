@@ -74,6 +74,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_one_host_without_triton(one_rank: Path) -> None:
     blocker = one_rank.parent / "blocked"
     blocker.mkdir()

@@ -151,12 +151,12 @@ def run_whole(model: Any, batch: dict[str, Any], chunk_size: int = 16) -> Found:
     return {"loss": loss.detach(), **gradients(model)}
 
 
-def run_documents(model: Any, batch: dict[str, Any]) -> Found:
+def run_documents(model: Any, batch: dict[str, Any], chunk_size: int = 16) -> Found:
     """The same of packed documents: one call of the unmodified model each, and the losses put together from its logits
     and the places of experts."""
     bounds, losses, squares, routers = batch["cu_seq_lens_q"].tolist(), [], [], []
     config, module = model.config, sys.modules[type(model).__module__]
-    with chunks(model, 16), precision(next(model.parameters()).dtype):
+    with chunks(model, chunk_size), precision(next(model.parameters()).dtype):
         for start, stop in zip(bounds, bounds[1:], strict=False):
             tokens, labels = batch["input_ids"][:, start:stop], batch["labels"][0, start + 1 : stop]
             out = model(input_ids=tokens)

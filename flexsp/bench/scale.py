@@ -30,7 +30,7 @@ from flexsp.bench.timing import synchronize
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["run"]
+__all__ = ["run", "under_torchrun"]
 
 Row = dict[str, Any]
 TARGETS_US = {4: {"fwd": 25.0, "fwd_bwd": 50.0}, 8: {"fwd": 45.0, "fwd_bwd": 90.0}}
@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.schedules:
         split_schedule(name, args.transport)
     if args.ranks and "WORLD_SIZE" not in os.environ:
-        return _under_torchrun(args.ranks, args.argv)
+        return under_torchrun(args.ranks, args.argv)
     opened = open_schedules(args.schedules, args.transport, args.timeout)
     aligned = Aligned(next(iter(opened.values())))
     choose(args, aligned.sp.device.type)
@@ -301,7 +301,7 @@ def _close(sps: dict[str, SequenceParallel]) -> None:
         dist.destroy_process_group()
 
 
-def _under_torchrun(world_sizes: list[int], argv: list[str]) -> int:
+def under_torchrun(world_sizes: list[int], argv: list[str]) -> int:
     """The same command on so many local ranks, one world size after another; the first status that is not zero."""
     gpus = torch.cuda.device_count()
     wrong = [ranks for ranks in world_sizes if ranks < 1 or 0 < gpus < ranks]

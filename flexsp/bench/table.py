@@ -11,8 +11,8 @@ from typing import Any
 from flexsp.bench.record import case_of, load, spread_of
 
 __all__ = [
-    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "op_table", "run",
-    "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
+    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "model_table", "op_table",
+    "run", "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -199,9 +199,20 @@ def cases_table(result: Result) -> str:
     return grid(["op", "T", "forward, ms", "forward + backward, ms", "peak GiB"], lines)
 
 
+def model_table(result: Result) -> str:
+    """Training steps of a whole model."""
+    lines = []
+    for row in result["rows"]:
+        who = f"{row['size']}{', unmodified' if row['unmodified'] else ''}"
+        found = ["did not fit", "", ""] if "error" in row else []
+        found = found or [f"{row['step_s']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}"]
+        lines.append([who, str(row["T"]), str(row["world_size"]), *found])
+    return grid(["model", "tokens of the sequence", "GPUs", "s a step", "tokens/s", "peak GiB a GPU"], lines)
+
+
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
-    "beside": beside_table, "cases": cases_table,
+    "beside": beside_table, "cases": cases_table, "model": model_table,
 }  # fmt: skip
 
 

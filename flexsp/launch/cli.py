@@ -167,6 +167,28 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=("tiny", "1b"), default="1b", help="of the Qwen3-Next model (default 1b)")
+    parser.add_argument(
+        "--T",
+        type=_listed(int),
+        default=[32768, 131072],
+        metavar="N,N",
+        help="tokens of the sequence (default 32768,131072)",
+    )
+    parser.add_argument("--unmodified", action="store_true", help="the model as transformers has it, on one rank")
+    parser.add_argument(
+        "--ranks",
+        type=_listed(int),
+        metavar="N,N",
+        help="start so many local ranks, one world size after another (default: the ranks of torchrun)",
+    )
+    parser.add_argument("--warmup", type=int, default=2, help="steps before timing (default 2)")
+    parser.add_argument("--iterations", type=int, default=3, help="timed steps; their median is taken (default 3)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="wait for a rank (default 300)")
+    parser.add_argument("--out", default="benchmarks/results", help="folder of the JSON (default benchmarks/results)")
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     root = argparse.ArgumentParser(prog="flexsp", description=sys.modules["flexsp"].__doc__)
@@ -193,6 +215,7 @@ def parser() -> argparse.ArgumentParser:
     traffic.add_argument("--T", type=int, default=65536, help="tokens (default 65536)")
     traffic.add_argument("--timeout", type=float, default=300, help="seconds for ncu (default 300)")
     traffic.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    _model_arguments(bench.add_parser("model", help="training steps of a whole model, one sequence over the ranks"))
     table = bench.add_parser("table", help="Markdown tables of result files")
     table.add_argument("results", nargs="+")
     document = bench.add_parser("document", help="write the measured parts of documents anew from result files")
@@ -220,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flexsp.bench.op import run
     elif args.bench == "scale":
         from flexsp.bench.scale import run
+    elif args.bench == "model":
+        from flexsp.bench.model import run
     elif args.bench == "host":
         from flexsp.bench.host import run
     elif args.bench == "traffic":

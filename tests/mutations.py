@@ -9,6 +9,7 @@ from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_fla import FLA
 from tests.mutations_kernels import KERNELS
+from tests.mutations_planner import PLANNER
 from tests.mutations_transformers import TRANSFORMERS
 
 __all__ = ["MUTATIONS"]
@@ -581,5 +582,5 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA]
+MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER]
 # ruff: noqa: E501 (texts of code are kept whole)

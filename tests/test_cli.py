@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLAGS = {
     "doctor": ["--no-test", "--ranks"],
+    "plan": [
+        "--model", "--tokens", "--gpus", "--gpus-per-host", "--gpu", "--gpu-memory", "--sequences", "--parameters",
+        "--optimizer", "--no-checkpointing", "--network", "--json",
+    ],
     "bench op": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--ops",
         "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
@@ -25,13 +29,14 @@ FLAGS = {
     ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--case",
-        "--T-local", "--schedules", "--transport", "--ranks", "--timeout", "--no-states", "--state-batches",
+        "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states", "--state-batches",
         "--state-segments",
     ],
     "bench host": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
         "--repeats", "--child",
     ],
+    "bench model": ["--size", "--T", "--unmodified", "--ranks", "--warmup", "--iterations", "--timeout", "--out"],
     "bench traffic": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--op", "--T",
         "--timeout", "--child",

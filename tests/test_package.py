@@ -37,6 +37,7 @@ BELOW = {
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
     "integrations": {"exceptions", "comm", "ops", "nn"},
+    "planner": {"exceptions", "devices", "scan", "nn", "integrations"},
     "launch": {"exceptions", "comm", "scan"},
 }
 ABOVE_ALL = {"flexsp", "__main__", "bench", "testing", "launch.cli", "launch.doctor"}

@@ -1,6 +1,6 @@
-"""The `flexsp` command: `doctor`, which reports and tests, and `bench`, which measures and shows what was measured.
+"""The `flexsp` command: `doctor` reports and tests, `plan` predicts, and `bench` measures and shows what was measured.
 
-The top of the import tree: a benchmark and the self-test are imported only inside the function that runs them.
+The top of the import tree: what a command runs is imported only inside the function that runs it.
 """
 
 from __future__ import annotations
@@ -148,6 +148,25 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="that has a config.json of transformers")
+    parser.add_argument("--tokens", required=True, metavar="N", help="of one sequence, such as 262144, 128k or 1M")
+    parser.add_argument("--gpus", required=True, type=int, metavar="N", help="GPUs in all")
+    parser.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of a host (default 8)")
+    parser.add_argument("--gpu", default="h200", choices=("h100", "h200"), help="kind of GPU (default h200)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU (default: as torch reports it)")
+    parser.add_argument("--sequences", type=int, metavar="N", help="of a step (default: one for each dp rank)")
+    text = "dtype that parameters and gradients are kept in; layers compute in bfloat16 (default float32)"
+    parser.add_argument("--parameters", default="float32", choices=dtypes, help=text)
+    text = "dtype of AdamW's two states (default float32)"
+    parser.add_argument("--optimizer", default="float32", choices=dtypes, help=text)
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    text = "between hosts, of each GPU (default 50)"
+    parser.add_argument("--network", type=float, default=50.0, metavar="GB/S", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("tiny", "1b"), default="1b", help="of the Qwen3-Next model (default 1b)")
     parser.add_argument(
@@ -177,6 +196,8 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works on this machine, and a self-test of under a minute")
     doctor.add_argument("--no-test", action="store_true", help="report only")
     doctor.add_argument("--ranks", type=int, metavar="N", help="GPU ranks of the self-test (default: up to 4)")
+    text = "memory and step time of a model of transformers on some GPUs, and how to split them"
+    _plan_arguments(commands.add_parser("plan", help=text))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
     _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --ranks"))
@@ -216,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = words
     if args.command == "doctor":
         from flexsp.launch.doctor import run
+    elif args.command == "plan":
+        from flexsp.planner.report import run
     elif args.bench == "op":
         from flexsp.bench.op import run
     elif args.bench == "scale":

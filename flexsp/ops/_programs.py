@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler import LinearAttention
 
-__all__ = ["Call", "clamped", "final_state", "initial_state", "matrix_loop", "run", "run_matrix", "run_vector", "vector_loop", "wide"]
+__all__ = [
+    "Call", "clamped", "final_state", "initial_state", "matrix_loop", "run_matrix", "run_vector", "vector_loop", "wide",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -84,7 +86,7 @@ def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
     return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
 
 
-def run(
+def _run(
     name: str, sizes: tuple[float, ...], inputs: dict[str, Tensor], initial: Optional, call: Call,
     group: SequenceParallel | None,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
@@ -113,7 +115,7 @@ def run_matrix(
     factor = check.check_scale(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    o, final = run(name, (H, K, V, factor), inputs, initial, call, group)
+    o, final = _run(name, (H, K, V, factor), inputs, initial, call, group)
     return o, final_state(final, call)
 
 
@@ -133,7 +135,7 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     heads = (D // K, K)
     inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
     prev_s = None if initial is None else initial.unflatten(-1, heads)
-    o, final = run("vector_state", (*heads, 0), inputs, prev_s, call, group)
+    o, final = _run("vector_state", (*heads, 0), inputs, prev_s, call, group)
     return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
 
 

@@ -28,8 +28,8 @@ def chunk_hgrn(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h_t = e^{g_t} h_{t-1} + x_t, o_t = h_t, in chunks; every channel by itself.
 
-    Qin et al. 2023, Hierarchically Gated Recurrent Network (arXiv 2311.04823), with real numbers for complex ones. As in
-    flash-linear-attention the caller has multiplied the inputs by 1 - e^{g_t} already.
+    Qin et al. 2023, Hierarchically Gated Recurrent Network (arXiv 2311.04823), with real numbers for complex ones. As
+    in flash-linear-attention the caller has multiplied the inputs by 1 - e^{g_t} already.
 
     Args:
         x: [B, T, D], float16, bfloat16, float32 or float64, any strides. Kernels take D in parts of equal size of at

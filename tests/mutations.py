@@ -413,7 +413,10 @@ _FACES = [
         ("x.unflatten(-1, (self._steps, *sizes)).flatten(1, 2)",
          "x.unflatten(-1, (*sizes[:1], self._steps, *sizes[1:])).transpose(2, 3).flatten(1, 2)",
          "a checkpoint's steps are read as heads", "tests/test_delta_layers.py::test_formulas"),
-        ("torch.cat([q.bias, k.bias, v.bias])", "torch.cat([k.bias, q.bias, v.bias])",
+    ),
+    *_in(
+        "flexsp/nn/recurrent.py",
+        ("torch.cat(biases)", "torch.cat([biases[1], biases[0], *biases[2:]])",
          "q has the bias of k's convolution", "tests/test_delta_layers.py::test_formulas"),
     ),
     *_in(

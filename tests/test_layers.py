@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
         GatedLinearAttention,
         {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "expand_k": 1, "use_short_conv": True}, 16,
     ),
-    "hgrn2": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
+    "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "attention": (

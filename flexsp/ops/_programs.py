@@ -99,16 +99,16 @@ def _run(
 
 
 def run_matrix(
-    name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call
+    name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call, first: str = "q"
 ) -> tuple[Tensor, Optional]:
     """An op whose states are matrices: what is left to check, and the call of its program.
 
     Args:
         sizes: B, T, H, K and V.
-        inputs: the program's tensors, of which the first one is q.
+        inputs: the program's tensors, q among them.
+        first: what the op calls q.
     """
-    _, _, H, K, V = sizes
-    first, x = next(iter(inputs.items()))
+    (_, _, H, K, V), x = sizes, inputs["q"]
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, first, group)
     initial = initial_state((H, K, V), "H, K, V", call, group, x)

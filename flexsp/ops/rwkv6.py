@@ -63,8 +63,8 @@ def chunk_rwkv6(
     """
     sizes = _checked(r, k, v, w, u)
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    inputs = {"r": r, "k": k, "v": v, "w": programs.clamped(w, r), "u": u}
-    return programs.run_matrix("rwkv6", sizes, inputs, scale, call)
+    inputs = {"q": r, "k": k, "v": v, "g": programs.clamped(w, r), "u": u}
+    return programs.run_matrix("rwkv6", sizes, inputs, scale, call, first="r")
 
 
 def recurrent_rwkv6(

@@ -289,7 +289,7 @@ def on_ranks(sp: Any, name: str, lengths: list[int], bounds: list[int] | None, s
     initial = torch.randn(n, H, *VARIANTS[name].state, dtype=torch.float64, generator=generator)
     cotangents = [
         torch.randn(shape, dtype=torch.float64, generator=generator)
-        for shape in ((len(tokens["g" if "g" in tokens else "q"]), sum(lengths), H, V if "v" in tokens else K), initial.shape)
+        for shape in ((len(next(iter(tokens.values()))), sum(lengths), H, V if "v" in tokens else K), initial.shape)
     ]
     sp.set_lengths(lengths)
     start, stop, _ = sp.shard_range(lengths[sp.rank])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
+from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -583,5 +584,5 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS]
+MUTATIONS = [*KERNELS, *ASSEMBLY, *GATES, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS]
 # ruff: noqa: E501 (texts of code are kept whole)

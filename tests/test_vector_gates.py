@@ -227,6 +227,7 @@ def test_no_tokens(name: str) -> None:
     for op in (OPS[name].chunk, OPS[name].step):
         o, state = op(**inputs, output_final_state=True)
         assert o.shape[1] == 0 and torch.equal(state, inputs["initial_state"])
+        assert state.data_ptr() != inputs["initial_state"].data_ptr()
         assert torch.equal(torch.autograd.grad(state.sum(), inputs["initial_state"])[0], torch.ones_like(state))
 
 

@@ -41,11 +41,6 @@ GATES = [
         ("torch.where(closed, 1.0, x).sqrt()", "x.sqrt()", "a gate that underflowed has no gradient", _SIZES),
     ),
     *_in(
-        "flexsp/compiler/graphs/differentiate.py",
-        ('_{i}", i == last)', '_{i}", False)', "computed running gates are rounded to the inputs' type",
-         "tests/test_generated.py::test_packed[rwkv6]"),
-    ),
-    *_in(
         "flexsp/nn/recurrent.py",
         ("*self._taps(), cu_seqlens)", "*self._taps())", "convolutions reach across documents",
          "tests/test_gated_layers.py::test_documents_are_separate"),

@@ -15,6 +15,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
+from tests.marks import quick
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -189,7 +190,7 @@ def assert_alike(got: list[torch.Tensor], want: list[torch.Tensor], bound: float
 
 
 @every_op
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64, torch.float32))
 def test_against_the_token_loop(name: str, dtype: torch.dtype) -> None:
     """More tokens than a chunk has, and one; of channels numbers with and without large divisors."""
     for T, K, V in ((random.choice((67, 91)), random.choice((20, 137)), 11), (1, 16, 5)):
@@ -248,7 +249,7 @@ def test_parts_equal_the_whole(name: str) -> None:
 
 
 @every_op
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64, torch.float32))
 def test_token_by_token(name: str, dtype: torch.dtype) -> None:
     inputs = draw(name, 2, 21, states=2)
     check_op(OPS[name].step, OPS[name].oracle, inputs, dtype=dtype, wide=KEPT_WIDE)
@@ -291,7 +292,7 @@ def test_gates_of_all_sizes(name: str, dtype: torch.dtype) -> None:
     assert all(x.isfinite().all() for x in (*found, *gradients(found, low, cotangents)))
 
 
-@every_op
+@pytest.mark.parametrize("name", quick(OPS, "gla"))
 def test_one_graph(name: str) -> None:
     """torch.compile breaks the op nowhere."""
     inputs = with_gradients(draw(name, 2, 9, states=2))
@@ -311,10 +312,11 @@ SHARDS = {
 }
 
 
-def over_ranks(sp: SequenceParallel, seed: int) -> dict[Any, Any]:
+def over_ranks(sp: SequenceParallel, seed: int, kinds: tuple[str, ...]) -> dict[Any, Any]:
     results = {}
     for name in OPS:
-        for kind, (lengths, bounds) in SHARDS.items():
+        for kind in kinds:
+            lengths, bounds = SHARDS[kind]
             n = 2 if bounds is None else len(bounds) - 1
             whole = draw(name, 2 if bounds is None else 1, 75, states=n, seed=seed)
             start = sum(lengths[: sp.rank])
@@ -339,12 +341,14 @@ def cotangents_of(seed: int, name: str, packed: bool, n: int) -> list[torch.Tens
     return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
 
 
-def test_ranks_equal_one_rank() -> None:
+@pytest.mark.parametrize("kinds", [("uneven", "documents"), pytest.param((*SHARDS,), marks=pytest.mark.slow)])
+def test_ranks_equal_one_rank(kinds: tuple[str, ...]) -> None:
     """Uneven and empty shards, documents across them: outputs, final states, gradients; those of parameters add up."""
     seed = random.randrange(2**31)
-    answers, wrong = run_ranks(over_ranks, 4, seed), {}
+    answers, wrong = run_ranks(over_ranks, 4, seed, kinds), {}
     for name, op in OPS.items():
-        for kind, (_, bounds) in SHARDS.items():
+        for kind in kinds:
+            _, bounds = SHARDS[kind]
             n = 2 if bounds is None else len(bounds) - 1
             whole = with_gradients(draw(name, 2 if bounds is None else 1, 75, states=n, seed=seed))
             cu = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}

@@ -35,9 +35,9 @@ def chunk_gla(
     Yang et al. 2023, Gated Linear Attention (arXiv 2312.06635), eq. 3 with a gate for each key channel.
 
     Args:
-        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs of 1..128.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..256, on GPUs of 1..128 where K is more than 128.
         g: natural-log gates [B, T, H, K] <= 0; q's dtype or float32. Values below -104 (-800 for float64 inputs) act
             as that, a decay of 0, and have no gradient.
         scale: factor on q; None means K**-0.5.
@@ -53,7 +53,7 @@ def chunk_gla(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
-        NotAvailable: on a GPU, heads that no kernel holds, such as K of more than 128.
+        NotAvailable: on a GPU, K and V of both more than 128.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)

@@ -278,6 +278,20 @@ def test_ranks_exchange_one_halo(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 1 and off(y, layer(x)) < 1e-15
 
 
+@pytest.mark.slow
+@every_case
+def test_one_graph(name: str) -> None:
+    """torch.compile breaks it nowhere."""
+    layer, x = make(name), inputs(9)
+    given = context(name, layer)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    y, want, dy = compiled(x, **given), layer(x, **given), torch.randn_like(x)
+    assert off(y, want) < 1e-12
+    parameters = list(layer.parameters())
+    pairs = zip(torch.autograd.grad(y, parameters, dy), torch.autograd.grad(want, parameters, dy), strict=True)
+    assert all(off(a, b) < 1e-12 for a, b in pairs)
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 # Names and shapes of flash-linear-attention 0.6.0, and of RecurrentGemma's block in transformers, for a width of 12.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_fla import FLA
+from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
 from tests.mutations_planner import PLANNER
 from tests.mutations_transformers import TRANSFORMERS
@@ -415,7 +416,10 @@ _FACES = [
         ("x.unflatten(-1, (self._steps, *sizes)).flatten(1, 2)",
          "x.unflatten(-1, (*sizes[:1], self._steps, *sizes[1:])).transpose(2, 3).flatten(1, 2)",
          "a checkpoint's steps are read as heads", "tests/test_delta_layers.py::test_formulas"),
-        ("torch.cat([q.bias, k.bias, v.bias])", "torch.cat([k.bias, q.bias, v.bias])",
+    ),
+    *_in(
+        "flexsp/nn/recurrent.py",
+        ("torch.cat(biases)", "torch.cat([biases[1], biases[0], *biases[2:]])",
          "q has the bias of k's convolution", "tests/test_delta_layers.py::test_formulas"),
     ),
     *_in(
@@ -582,5 +586,5 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER]
+MUTATIONS = [*KERNELS, *ASSEMBLY, *GATES, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER]
 # ruff: noqa: E501 (texts of code are kept whole)

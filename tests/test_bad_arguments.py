@@ -16,10 +16,14 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.nn import (
+    HGRN,
+    HGRN2,
+    RGLRU,
     Attention,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaProduct,
+    GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
     Mamba2,
@@ -67,6 +71,7 @@ OPTIONAL = {
     "no size": [x for x in [*SIZE, 3] if x is not None], "limit": [x for x in SIZE if x is not None],
     "base": [x for x in POSITIVE if x is not None], "zero": [*NUMBER, None, 0.1, 1],
     "none": [*FLAG[:2], 0.0, torch.ones(2)],
+    "name": ["tanh", True, 0, 1.5, "SiLU", ["silu"]],
     "module": [3, None, "a", nn.Linear, torch.ones(2)],
     "dtype": ["float32", torch.int64, 3, torch.complex64],
 }  # fmt: skip
@@ -81,7 +86,9 @@ def bounds() -> torch.Tensor:
 
 
 COMMON = {"scale": "number", "output_final_state": "flag", "sp": "sp"}
+OF_CHANNELS = {**COMMON, "state_v_first": "flag"}
 PACKED = {"initial_state": torch.zeros(2, H, K, V), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
+VECTOR = {"initial_state": torch.zeros(2, D), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
 SSD = {
     "x": torch.rand(B, T, H, V), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.rand(B, T, 1, K),
     "C": torch.rand(B, T, 1, K), "D": torch.rand(H), "dt_bias": torch.rand(H),
@@ -96,6 +103,8 @@ MAMBA2 = Mamba2(D, 16, 16)
 DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
+    "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
+    "RGLRU": RGLRU(D),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -164,6 +173,43 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         scaled_dot_product_attention, {**qkv(), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
         {"scale": "number", "sp": "sp", "is_causal": "flag", "window": "limit", "backend": "choice",
          "exchange": "choice", "dropout_p": "zero", "softcap": "none", "sinks": "none"}, {},
+    ),
+    "chunk_gla": (ops.chunk_gla, {**qkv(), "g": -torch.rand(B, T, H, K), **PACKED}, OF_CHANNELS, {}),
+    "chunk_hgrn2": (
+        ops.chunk_hgrn2, {"q": qkv()["q"], "v": qkv()["v"], "g": -torch.rand(B, T, H, K), **PACKED}, OF_CHANNELS, {},
+    ),
+    "chunk_rwkv6": (
+        ops.chunk_rwkv6,
+        {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "u": torch.rand(H, K),
+         **PACKED},
+        COMMON, {},
+    ),
+    "chunk_hgrn": (
+        ops.chunk_hgrn, {"x": X, "g": -torch.rand(B, T, D), **VECTOR}, {"output_final_state": "flag", "sp": "sp"}, {},
+    ),
+    "rg_lru": (
+        ops.rg_lru, {"x": X, "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D), **VECTOR},
+        {"output_final_state": "flag", "sp": "sp", "c": "positive"}, {},
+    ),
+    "recurrent_gla": (
+        ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, "state_v_first": "flag"}, {},
+    ),
+    "GatedLinearAttention()": (
+        GatedLinearAttention, {}, {"hidden_size": "size", "num_heads": "size", "num_kv_heads": "no size",
+        "expand_k": "share", "expand_v": "share", "feature_map": "name", "gate_fn": "choice", "use_output_gate": "flag",
+        "fuse_norm": "flag", "gate_logit_normalizer": "positive", "gate_low_rank_dim": "size", "clamp_min": "bound",
+        **CONVOLVED},
+        {"hidden_size": D, "num_heads": 2},
+    ),
+    "HGRN2()": (
+        HGRN2, {}, {"hidden_size": "size", "num_heads": "limit", "expand_ratio": "limit", **CONVOLVED},
+        {"hidden_size": D, "expand_ratio": 8},
+    ),
+    "HGRN()": (HGRN, {}, {"hidden_size": "size", "expand_ratio": "share", **CONVOLVED}, {"hidden_size": D}),
+    "RGLRU()": (
+        RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
+        {"hidden_size": D},
     ),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),

@@ -454,7 +454,8 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "expected a flexsp result file" in capsys.readouterr().err
     (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
     assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
-    expected = "z.json: expected a result of kind op, scale, host, traffic, sanitize, beside, cases, model, got 'experiments'"
+    kinds = "op, scale, host, traffic, sanitize, beside, cases, model"
+    expected = f"z.json: expected a result of kind {kinds}, got 'experiments'"
     assert expected in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))
     with pytest.raises(ValueError, match="expected files of `flexsp bench scale`"):

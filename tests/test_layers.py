@@ -15,10 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexsp.comm.group import sequence_parallel
 from flexsp.nn import (
+    HGRN,
+    HGRN2,
+    RGLRU,
     Attention,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaProduct,
+    GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
     Mamba2,
@@ -47,6 +51,13 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     "gated-delta": (GatedDeltaNet, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
     "kda": (KimiDeltaAttention, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
     "delta-product": (GatedDeltaProduct, {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}, 16),
+    "vector-gla": (
+        GatedLinearAttention,
+        {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "expand_k": 1, "use_short_conv": True}, 16,
+    ),
+    "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
+    "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
+    "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "attention": (
         Attention, {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}, 16,
     ),

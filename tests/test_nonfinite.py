@@ -20,6 +20,7 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import test_grammar, test_triton_engine, variants
+from tests.marks import quick
 from tests.test_custom_mask import MASKS
 from tests.test_custom_mask import draw as draw_mask
 
@@ -29,7 +30,10 @@ LENGTHS = [[60, 90, 81], [150, 0, 81], [7, 200, 24]]
 ENV = test_triton_engine.ENV
 ALL = CASES | DELTA_CASES
 FLEX = ["retnet", "delta_rope", "gla, a gate a channel"]
-SUBJECTS = [*ALL, *(f"variant {name}" for name in variants.VARIANTS), *(f"flex {name}" for name in FLEX), "mask half"]
+SUBJECTS = [
+    *ALL, *quick([f"variant {name}" for name in variants.VARIANTS], *(f"variant {name}" for name in variants.OFTEN)),
+    *(f"flex {name}" for name in FLEX), "mask half",
+]  # fmt: skip
 WIDE = ("g", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
 OVER_RANKS = ["simple_gla", "variant gla", "variant gated_deltanet", "mask half"]
 

@@ -132,7 +132,7 @@ def check_parts(step: Step, sizes: dict[str, int], values: Tensors, want: Tensor
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", variants.USUAL)
 def test_variants(name: str) -> None:
     check_step(variants.load(name).make(2, 8, 8).program)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
+from tests.marks import quick
+
 H, K, V = 2, 5, 4
 Tensors = dict[str, torch.Tensor]
 Function = Callable[..., Any]
@@ -65,6 +67,14 @@ def _hgrn(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return _gated(S, x, p) + (1 - x["g"].exp()) * x["x"]
 
 
+def _hgrn2(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
+    return _gated(S, x, p) + _outer(1 - x["g"].exp(), x["v"])
+
+
+def _added(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
+    return _gated(S, x, p) + x["x"]
+
+
 def _scaled(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return K**-0.5 * _read(x["q"], S)
 
@@ -74,9 +84,14 @@ def _with_own_bias(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return K**-0.5 * (_read(x["q"], S) + own.unsqueeze(-1) * x["v"])
 
 
+def _with_bonus(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
+    return K**-0.5 * _read(x["q"], S + p["u"].unsqueeze(-1) * _outer(x["k"], x["v"]))
+
+
 @dataclass(frozen=True)
 class Variant:
-    """`step(S, x, params)` is the recurrence of one token, `read(S, x, params)` its output."""
+    """`step(S, x, params)` is the recurrence of one token, `read(S, x, params)` its output, of the state after it or
+    before it."""
 
     step: Callable[..., torch.Tensor]
     tokens: Sequence[str]
@@ -84,6 +99,7 @@ class Variant:
     read: Callable[..., torch.Tensor] = _scaled
     state: Sequence[int] = (K, V)
     transition: str = "none"
+    before: bool = False
 
 
 VARIANTS = {
@@ -96,7 +112,14 @@ VARIANTS = {
     "gated_deltanet": Variant(_delta, ["q", "k", "v", "beta", "g"], transition="dense"),
     "vector_gated_delta": Variant(_delta, ["q", "k", "v", "beta", "G"], transition="dense"),
     "hgrn": Variant(_hgrn, ["q", "x", "G"], read=lambda S, x, p: x["q"] * S, state=(K,), transition="vector"),
+    "hgrn2": Variant(_hgrn2, ["q", "v", "G"], transition="vector"),
+    "rwkv6": Variant(_diagonal, ["q", "k", "v", "G"], ["U"], read=_with_bonus, transition="vector", before=True),
+    "vector_state": Variant(_added, ["x", "G"], read=lambda S, x, p: S, state=(K,), transition="vector"),
 }
+
+OFTEN = [name for name in VARIANTS if name not in ("hgrn2", "rwkv6", "vector_state")]
+USUAL = quick(VARIANTS, *OFTEN)
+"""For the loops that CI runs: the latest ones, which are put together like others, are slow tests."""
 
 
 def state_sizes(name: str) -> tuple[int, ...]:
@@ -105,7 +128,10 @@ def state_sizes(name: str) -> tuple[int, ...]:
 
 
 def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
-    """(tokens, params) in float64; "G" above is a gate a channel. Keys of delta rules have length 1."""
+    """(tokens, params) in float64; "G" is a gate a channel, "U" a number a channel.
+
+    Keys of delta rules have length 1.
+    """
     variant, made = VARIANTS[name], torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -121,7 +147,10 @@ def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
             tokens[key] = normal(B, T, H, V if key == "v" else K)
     if variant.step is _delta:
         tokens["k"] = normalize(tokens["k"], dim=-1)
-    params = {key: logsigmoid(normal(H)) if key == "log_gamma" else normal(H) for key in variant.params}
+    params = {
+        key.lower(): logsigmoid(normal(H)) if key == "log_gamma" else normal(H, K) if key == "U" else normal(H)
+        for key in variant.params
+    }
     return tokens, params
 
 
@@ -130,15 +159,16 @@ def token_loop(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, final states) of states [N, H, ...]; N = B, or the number of documents at `bounds`."""
     variant = VARIANTS[name]
-    T = tokens["q"].shape[1]
+    T = next(iter(tokens.values())).shape[1]
     o, finals = [], []
     spans = [(0, T)] if bounds is None else list(zip(bounds, bounds[1:], strict=False))
     for n, (begin, end) in enumerate(spans):
         S = initial if bounds is None else initial[n : n + 1]
         for t in range(begin, end):
             x = {key: value[:, t] for key, value in tokens.items()}
-            S = variant.step(S, x, params)
-            o.append(variant.read(S, x, params))
+            after = variant.step(S, x, params)
+            o.append(variant.read(S if variant.before else after, x, params))
+            S = after
         finals.append(S)
     return torch.stack(o, dim=1), torch.cat(finals)
 

@@ -3,17 +3,22 @@
 from flexsp.nn.attention import Attention, AttentionCache
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
 from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = [
+    "HGRN",
+    "HGRN2",
+    "RGLRU",
     "Attention",
     "AttentionCache",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaProduct",
+    "GatedLinearAttention",
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerCache",

@@ -7,7 +7,6 @@ Parameters are named and laid out as in flash-linear-attention, so a state_dict 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.conv import ShortConvolution, convolve, convolve_prompt, convolve_token
-from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
-from flexsp.nn.norm import GatedRMSNorm, RMSNorm, accumulation_dtype, check_choice, check_eps, check_input
+from flexsp.nn.layers import _wide
+from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
+from flexsp.nn.recurrent import RecurrentLayer
 from flexsp.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
@@ -30,16 +29,15 @@ from flexsp.ops import (
 )
 from flexsp.ops._validate import MAX_HEAD_DIM
 
-_Op = Callable[..., tuple[Tensor, Tensor | None]]
 
+class _DeltaLayer(RecurrentLayer):
+    """What the layers share: projections, convolutions, output norm and gate.
 
-class _DeltaLayer(nn.Module):
-    """What the layers share: projections, convolutions, forward, step and cache, output norm and gate.
-
-    Constructors call `_add_projections`, `_add_convolutions` and `_add_output`; `_tokens` gives an op its arguments.
+    Constructors call `_add_projections`, `_add_qkv_convolutions` and `_add_output`; `_tokens` gives an op its
+    arguments.
     """
 
-    _ops: tuple[_Op, _Op]  # over the whole sequence, token by token
+    _branches = ("q", "k", "v")
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -55,21 +53,13 @@ class _DeltaLayer(nn.Module):
         self.num_heads, self.num_v_heads = heads
         self.head_k_dim, self.head_v_dim = head_dims
         self.key_dim, self.value_dim = heads[0] * head_dims[0], heads[1] * head_dims[1]
-        self._steps, self._widths = steps, (self.key_dim, self.key_dim * steps, self.value_dim * steps)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, n, bias=False) for n in self._widths)
+        self._steps = steps
+        self._add_branches((self.key_dim, self.key_dim * steps, self.value_dim * steps))
 
-    def _add_convolutions(
+    def _add_qkv_convolutions(
         self, use_short_conv: bool, size: int, bias: bool, qk_activation: str | None = "silu"
     ) -> None:
-        check_flag("use_short_conv", use_short_conv)
-        size = check_integer("conv_size", size, least=1)
-        check_flag("conv_bias", bias)
-        self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, size, bias
-        if use_short_conv:
-            q, k, v = self._widths
-            self.q_conv1d = ShortConvolution(q, size, bias, qk_activation)
-            self.k_conv1d = ShortConvolution(k, size, bias, qk_activation)
-            self.v_conv1d = ShortConvolution(v, size, bias)
+        self._add_convolutions(use_short_conv, size, bias, (qk_activation, qk_activation, "silu"))
 
     def _add_output(self, gate: nn.Module | None, norm_eps: float, activation: str = "silu") -> None:
         eps = check_eps("norm_eps", norm_eps)
@@ -80,83 +70,11 @@ class _DeltaLayer(nn.Module):
             self.o_norm = GatedRMSNorm(self.head_v_dim, eps, activation=activation)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor | tuple[Tensor, LayerCache]:
-        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
-
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
-
-        Raises:
-            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
-        """
-        check_input("x", x, (None, None, self.hidden_size))
-        if cache is not None:
-            self._check_cache(cache, x.shape[0])
-        qkv, conv_cache = self._projected(x), None
-        if cache is not None:
-            _refuse_cache_under_sp(cu_seqlens)
-            if self.use_short_conv:
-                assert cache.conv is not None
-                qkv, conv_cache = convolve_prompt(qkv, cache.conv, *self._taps())
-        elif self.use_short_conv:
-            qkv = convolve(qkv, *self._taps(), cu_seqlens)
-        o, state = self._ops[0](
-            **self._tokens(*self._heads(qkv), x),
-            initial_state=None if cache is None else cache.state,
-            output_final_state=cache is not None,
-            cu_seqlens=cu_seqlens,
-        )
-        y = self._output(o, x)
-        if cache is None:
-            return y
-        assert state is not None
-        return y, LayerCache(state, conv_cache)
-
-    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
-        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
-        token = _check_token(x, self.hidden_size)
-        self._check_cache(cache, x.shape[0])
-        qkv, conv_cache = self._projected(token), None
-        if self.use_short_conv:
-            assert cache.conv is not None
-            mixed, conv_cache = convolve_token(qkv.squeeze(1), cache.conv, *self._taps())
-            qkv = mixed.unsqueeze(1)
-        o, state = self._ops[1](
-            **self._tokens(*self._heads(qkv), token), initial_state=cache.state, output_final_state=True
-        )
-        assert state is not None
-        return self._output(o, token).reshape(x.shape), LayerCache(state, conv_cache)
-
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text: a state [B, HV, K, V], and the inputs [B, D, W] of the convolutions of q, k and v
-        side by side."""
-        weight = self.q_proj.weight
-        shape = self._state_shape(check_integer("batch", batch, least=1))
-        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        if not self.use_short_conv:
-            return LayerCache(state, None)
-        taps = self.q_conv1d.weight
-        return LayerCache(state, taps.new_zeros(batch, sum(self._widths), self.conv_size))
-
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
 
-    def _check_cache(self, cache: Any, batch: int) -> None:
-        _check_cache(cache, self._state_shape(batch), None)
-        if self.use_short_conv:
-            check_input("cache.conv", cache.conv, (batch, sum(self._widths), self.conv_size))
-
-    def _projected(self, x: Tensor) -> Tensor:
-        return torch.cat([_project(self.q_proj, x), self.k_proj(x), self.v_proj(x)], dim=-1)
-
-    def _taps(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of one convolution over q, k and v, so that ranks exchange one halo."""
-        q, k, v = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        weight = torch.cat([q.taps, k.taps, v.taps])
-        if q.bias is None or k.bias is None or v.bias is None:
-            return weight, None
-        return weight, torch.cat([q.bias, k.bias, v.bias])
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+        return self._tokens(*self._heads(mixed), x)
 
     def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return F.silu(qkv).split(self._widths, dim=-1)
@@ -239,7 +157,7 @@ class DeltaNet(_DeltaLayer):
         V = _share("expand_v", hidden_size, expand_v, num_heads)
         self._add_projections(hidden_size, (num_heads, num_heads), (K, V))
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
-        self._add_convolutions(use_short_conv, conv_size, conv_bias, "silu" if qk_activation == "silu" else None)
+        self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias, "silu" if qk_activation == "silu" else None)
         self._add_output(nn.Linear(hidden_size, self.value_dim, bias=False) if use_gate else None, norm_eps)
 
     def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -316,7 +234,7 @@ class GatedDeltaNet(_DeltaLayer):
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_gate else None
         self._add_output(gate, norm_eps, "sigmoid" if output_gate_activation == "sigmoid" else "silu")
         self.reset_parameters()
@@ -383,7 +301,7 @@ class KimiDeltaAttention(_DeltaLayer):
         _check_bound(safe_gate, lower_bound)
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
         self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gates, V = self.num_v_heads * self.head_k_dim, self.head_v_dim
         self.f_proj = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, gates, bias=False))
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
@@ -467,7 +385,7 @@ class GatedDeltaProduct(_DeltaLayer):
             self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
             self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
             self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_output_gate else None
         self._add_output(gate, norm_eps)
         self.reset_parameters()

@@ -105,12 +105,15 @@ _MOVING = frozenset({
 })  # fmt: skip
 
 _IN_ITS_PLACE = (
+    (r"\w*RecurrentBlock",
+     "flexsp.nn.RGLRU is that block of Griffin (the parameters have the same names; it weighs the first token too)"),
     (r"\w*(Model|LMHead\w*|For[A-Z]\w*|Block|Layer)",
      "put its parts into a module of your own, whose code treats tokens one by one"),
     (r"\w*Mamba2?(Mixer|$)|BambaMixer|FalconH1Mixer",
      "flexsp.nn.Mamba2 is that layer of Mamba-2 (n_groups = 1: the parameters have the same names)"),
-    (r"(Gated)?DeltaNet|KimiDeltaAttention|GatedDeltaProduct",
+    (r"(Gated)?DeltaNet|KimiDeltaAttention|GatedDeltaProduct|GatedLinearAttention",
      "flexsp.nn has that layer under the same name (the parameters of fla's have the same names)"),
+    (r"HGRN2?Attention", "flexsp.nn has that layer as HGRN or HGRN2 (the parameters of fla's have the same names)"),
     (r"\w*(Delta|GatedLinearAttention|GLA|HGRN|RetNet|Retention|Lightning|RWKV|Rwkv|LSTM|Mamba|Rglru|RecurrentBlock)\w*",
      "write the layer on flexsp.ops, flexsp.grammar.FlexLinearAttention or flexsp.compiler.LinearAttention"),
     (r"\w*(ShortConv|Convolution)\w*", "use flexsp.nn.ShortConvolution"),

@@ -19,6 +19,7 @@ from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
+from flexsp.ops._programs import clamped
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -28,7 +29,6 @@ __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
 
 
 class Heads(NamedTuple):
@@ -168,11 +168,6 @@ def prepared(
     return heads, tokens
 
 
-def _clamped(g: Tensor, like: Tensor) -> Tensor:
-    """Gates so large that differences of their sums keep what follows; e^x is 0 already."""
-    return _wide(g, like).clamp(min=_MIN_LOG_DECAY[check.accumulation_dtype(like)])
-
-
 def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
     """Whether the kernels that run this call clamp gates themselves. Graphs fuse the clamp with other steps."""
     return name != "deltanet" and _on_engine(heads, q)
@@ -237,7 +232,7 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     scale = check.check_scale(call.scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
-        tokens = tokens | {"g": _clamped(tokens["g"], q)}
+        tokens = tokens | {"g": clamped(tokens["g"], q)}
     apart = steps > 1 and not _on_engine(heads, q)
     if apart:
         tokens = tokens | _by_key(tokens, steps)
@@ -268,7 +263,7 @@ def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 
     _, initial = _state(heads, call, None, q)
     wide = check.accumulation_dtype(q)
     scale = check.check_scale(call.scale, heads.K)
-    decay = None if g is None else _clamped(g, q).exp()
+    decay = None if g is None else clamped(g, q).exp()
     q_t, k_t, v_t, b_t = q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide)
     state = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
     o = []

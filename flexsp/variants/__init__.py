@@ -1,4 +1,4 @@
-"""Nine variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`."""
+"""Twelve variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`."""
 
 from flexsp.variants import (
     deltanet,
@@ -6,10 +6,13 @@ from flexsp.variants import (
     gla,
     gla_own_bias,
     hgrn,
+    hgrn2,
     linear,
     retnet,
+    rwkv6,
     simple_gla,
     vector_gated_delta,
+    vector_state,
 )
 
 __all__ = [
@@ -18,8 +21,11 @@ __all__ = [
     "gla",
     "gla_own_bias",
     "hgrn",
+    "hgrn2",
     "linear",
     "retnet",
+    "rwkv6",
     "simple_gla",
     "vector_gated_delta",
+    "vector_state",
 ]

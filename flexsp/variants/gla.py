@@ -18,7 +18,9 @@ def merge(q, k, v, g, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
+def make(
+    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
+) -> LinearAttention:
     h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
     meta = {
         "q": SymbTensor(["T", h, k], dtype),
@@ -26,6 +28,6 @@ def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) 
         "v": SymbTensor(["T", h, v], dtype),
         "g": SymbTensor(["T", h, k]),
         "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5,
+        "scale": K**-0.5 if scale is None else scale,
     }
     return LinearAttention(meta, chunk, decay, merge, **options)

@@ -449,9 +449,9 @@ class _Keeper:
 
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)
-        wide = kind == "inverse"
+        last = len(node.args) - 1  # the matrix to invert, or the running gates of scores, which stay in float32
         args = tuple(
-            self._name(x, f"f32_arg{n}" if wide else f"arg{n}_{i}", wide) for i, x in enumerate(node.args)
+            self._name(x, f"f32_arg{n}" if i == last else f"arg{n}_{i}", i == last) for i, x in enumerate(node.args)
         )  # fmt: skip
         if kind == "scores_grad":
             parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}

@@ -1,0 +1,167 @@
+"""What the ops with vector gates share: calls of a program of `flexsp.variants`, and the token loop of decoding."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flexsp.comm.tracing import constant_in_graphs
+from flexsp.compiler import graph
+from flexsp.compiler.elsewhere import elsewhere
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.compiler import LinearAttention
+
+__all__ = [
+    "Call", "clamped", "final_state", "initial_state", "matrix_loop", "run_matrix", "run_vector", "vector_loop", "wide",
+]  # fmt: skip
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
+_MOST_CHANNELS = 128  # of a head of a vector state: kernels keep one in registers
+
+
+class Call(NamedTuple):
+    """Arguments that every one of these ops has."""
+
+    initial_state: Optional
+    output_final_state: bool
+    state_v_first: bool = False
+    cu_seqlens: Optional = None
+    cu_seqlens_cpu: Optional = None
+    sp: SequenceParallel | bool | None = False
+
+
+def wide(x: Tensor, like: Tensor) -> Tensor:
+    """x in the accumulation dtype of ``like``."""
+    return x.to(check.accumulation_dtype(like))
+
+
+def clamped(g: Tensor, like: Tensor) -> Tensor:
+    """Log gates so large that differences of their sums keep what follows; e^x is 0 already."""
+    return wide(g, like).clamp(min=_MIN_LOG_DECAY[check.accumulation_dtype(like)])
+
+
+def initial_state(
+    sizes: tuple[int, ...], dims: str, call: Call, group: SequenceParallel | None, x: Tensor
+) -> Optional:  # fmt: skip
+    """The initial states, checked: [N, *sizes] with K before V. ``dims`` names the sizes, such as "H, K, V"."""
+    check.check_flag("output_final_state", call.output_final_state)
+    check.check_flag("state_v_first", call.state_v_first)
+    if call.state_v_first:
+        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), "H, V, K"
+    N = check.number_of_states(x.shape[0], call.cu_seqlens)
+    check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
+    swap = call.state_v_first and call.initial_state is not None
+    return call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
+
+
+def final_state(state: Optional, call: Call) -> Optional:
+    """The final states in the layout that the caller asked for, or None."""
+    if state is None or not call.output_final_state:
+        return None
+    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
+
+
+@functools.lru_cache(maxsize=64)
+def _program(name: str, *sizes: float) -> LinearAttention:
+    """flexsp.variants.NAME of H heads, K, V and, for states that are matrices, the scale."""
+    module = importlib.import_module(f"flexsp.variants.{name}")
+    H, K, V, *scale = sizes
+    options = {"scale": scale[0]} if scale else {}
+    made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, **options))
+    made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
+    return made
+
+
+@constant_in_graphs
+def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
+    """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
+    return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
+
+
+def _run(
+    name: str, sizes: tuple[float, ...], inputs: dict[str, Tensor], initial: Optional, call: Call,
+    group: SequenceParallel | None,
+) -> tuple[Tensor, Optional]:  # fmt: skip
+    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``: H, K, V and the scale."""
+    if torch.compiler.is_compiling():
+        made, names = _made_for_graphs(name, *sizes)
+        return graph.call(made, [inputs[x] for x in names], initial, call.cu_seqlens, group, True)
+    program = _program(name, *sizes)
+    return program(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=False if group is None else group, **inputs)
+
+
+def run_matrix(
+    name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call, first: str = "q"
+) -> tuple[Tensor, Optional]:
+    """An op whose states are matrices: what is left to check, and the call of its program.
+
+    Args:
+        sizes: B, T, H, K and V.
+        inputs: the program's tensors, q among them.
+        first: what the op calls q.
+    """
+    (_, _, H, K, V), x = sizes, inputs["q"]
+    group = check.resolve(call.sp, x)
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, first, group)
+    initial = initial_state((H, K, V), "H, K, V", call, group, x)
+    factor = check.check_scale(scale, K)
+    N = check.number_of_states(x.shape[0], call.cu_seqlens)
+    check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
+    o, final = _run(name, (H, K, V, factor), inputs, initial, call, group)
+    return o, final_state(final, call)
+
+
+def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
+    """An op whose states are vectors, of inputs and log gates [B, T, D]: what is left to check, and the program's call.
+
+    Args:
+        op: its name, by which ranks compare their calls.
+    """
+    D = x.shape[2]
+    group = check.resolve(call.sp, x)
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, "x", group)
+    initial = initial_state((D,), "D", call, group, x)
+    N = check.number_of_states(x.shape[0], call.cu_seqlens)
+    check.same_call(group, op, x, D, N, call.cu_seqlens is None)
+    K = next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)
+    heads = (D // K, K)
+    inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
+    prev_s = None if initial is None else initial.unflatten(-1, heads)
+    o, final = _run("vector_state", (*heads, 0), inputs, prev_s, call, group)
+    return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
+
+
+def matrix_loop(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Optional, bonus: Optional = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = decay_t S_{t-1} + k_t v_t^T, one token after the other; o_t = q_t S_t in v's dtype.
+
+    With ``bonus`` [H, K], o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
+    """
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    S, v_t, o = q.new_zeros(B, H, K, V) if state is None else state, v.to(q.dtype), []
+    for t in range(T):
+        written = k[:, t, :, :, None] * v_t[:, t, :, None, :]
+        new = S * decay[:, t, :, :, None] + written
+        read = new if bonus is None else S + bonus[:, :, None] * written
+        o.append((q[:, t, :, :, None] * read).sum(-2))  # no matmul: autocast would round the state
+        S = new
+    out = torch.stack(o, dim=1) if o else v_t
+    return out.to(v.dtype), S.clone() if S is state else S
+
+
+def vector_loop(x: Tensor, decay: Tensor, state: Optional) -> tuple[Tensor, Tensor]:
+    """h_t = decay_t h_{t-1} + x_t of x [B, T, D], one token after the other: all h_t and the last one."""
+    h, o = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state, []
+    for t in range(x.shape[1]):
+        h = h * decay[:, t] + x[:, t]
+        o.append(h)
+    return torch.stack(o, dim=1) if o else x, h.clone() if h is state else h

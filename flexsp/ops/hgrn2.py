@@ -1,0 +1,98 @@
+"""HGRN2: gated linear attention whose keys are what the gates forget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.comm.group import ranks_call
+from flexsp.ops import _programs as programs
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["chunk_hgrn2", "recurrent_hgrn2"]
+
+
+@ranks_call
+def chunk_hgrn2(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = diag(e^{g_t}) S_{t-1} + (1 - e^{g_t}) v_t^T, o_t = scale q_t S_t, in chunks.
+
+    Qin et al. 2024, HGRN2 (arXiv 2404.07904), section 3: `chunk_gla` whose keys are 1 - e^{g_t}. They are made from
+    the gates where they are used, so that gates near 0 lose no digits.
+
+    Args:
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        v: the layer's inputs [B, T, H, V] in the same dtype; V of 1..256, on GPUs of 1..128 where K is more than 128.
+        g: natural-log gates [B, T, H, K] <= 0; q's dtype or float32. Values below -104 (-800 for float64 inputs) act
+            as that, a decay of 0, and have no gradient.
+        scale: factor on q; None means K**-0.5.
+        initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
+        output_final_state: also return the state after the last token.
+        state_v_first: states are [N, H, V, K].
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+
+    Returns:
+        o [B, T, H, V] in the inputs' dtype and the final state, or None, by the same rules as `chunk_simple_gla`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        NotAvailable: on a GPU, K and V of both more than 128.
+
+    Example:
+        >>> q, v, f = torch.randn(3, 2, 100, 4, 64).unbind(0)
+        >>> o, state = chunk_hgrn2(q, v, torch.nn.functional.logsigmoid(f), output_final_state=True)
+    """
+    sizes = _checked(q, v, g)
+    call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
+    return programs.run_matrix("hgrn2", sizes, {"q": q, "v": v, "g": programs.clamped(g, q)}, scale, call)
+
+
+def recurrent_hgrn2(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence of `chunk_hgrn2` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
+    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, v, f = torch.randn(3, 2, 1, 4, 64).unbind(0)
+        >>> o, state = recurrent_hgrn2(q, v, torch.nn.functional.logsigmoid(f), output_final_state=True)
+    """
+    _, _, H, K, V = _checked(q, v, g)
+    call = programs.Call(initial_state, output_final_state, state_v_first)
+    state = programs.initial_state((H, K, V), "H, K, V", call, None, q)
+    reads, gates = programs.wide(q, q) * check.check_scale(scale, K), programs.clamped(g, q)
+    o, state = programs.matrix_loop(reads, -gates.expm1(), v, gates.exp(), state)
+    return o, programs.final_state(state, call)
+
+
+def _checked(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> tuple[int, int, int, int, int]:
+    sizes = check.check_qkv(q, q, v)
+    check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
+    return sizes

@@ -1,0 +1,120 @@
+"""The real-gated linear recurrent unit (RG-LRU) of Hawk and Griffin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.comm.group import ranks_call
+from flexsp.exceptions import check_number
+from flexsp.ops import _programs as programs
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["recurrent_rg_lru", "rg_lru"]
+
+
+@ranks_call
+def rg_lru(
+    x: torch.Tensor,
+    r: torch.Tensor,
+    i: torch.Tensor,
+    Lambda: torch.Tensor,
+    c: float = 8.0,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t, a_t = exp(-c softplus(Lambda) sigmoid(r_t)), o_t = h_t.
+
+    De et al. 2024, Griffin (arXiv 2402.19427), eq. 1-4; every channel by itself. The first token of a sequence is
+    weighed like all others; some implementations take it with a weight of 1 instead.
+
+    Args:
+        x: [B, T, D], float16, bfloat16, float32 or float64, any strides. Kernels take D in parts of equal size of at
+            most 128 channels, so on a GPU a D with no large divisor, such as a prime, is slow.
+        r: recurrence gates before their sigmoid, [B, T, D]; x's dtype or float32.
+        i: input gates before their sigmoid, [B, T, D]; x's dtype or float32.
+        Lambda: [D], x's dtype or float32. The natural log decay is -c softplus(Lambda) sigmoid(r); below -104 (-800
+            for float64 inputs) it acts as that, a decay of 0, and has no gradient.
+        c: a number above 0.
+        initial_state: [N, D] in float32 (float64 for float64 inputs); N = B, or the number of documents.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+
+    Returns:
+        o [B, T, D] in x's dtype and the final state [N, D], or None, by the same rules as `chunk_simple_gla`. Under
+        ``sp`` the gradient of Lambda is this rank's share; their sum over ranks is the gradient.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> x, r, i = torch.randn(3, 2, 100, 256).unbind(0)
+        >>> o, state = rg_lru(x, r, i, torch.randn(256), output_final_state=True)
+    """
+    inputs, gates = _gated(x, r, i, Lambda, c)
+    call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    o, state = programs.run_vector("rg_lru", inputs, gates, call)
+    return o.to(x.dtype), state
+
+
+def recurrent_rg_lru(
+    x: torch.Tensor,
+    r: torch.Tensor,
+    i: torch.Tensor,
+    Lambda: torch.Tensor,
+    c: float = 8.0,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence of `rg_lru` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through `rg_lru` and its final state here.
+    Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> x, r, i = torch.randn(3, 2, 1, 256).unbind(0)
+        >>> o, state = recurrent_rg_lru(x, r, i, torch.randn(256), output_final_state=True)
+    """
+    inputs, gates = _gated(x, r, i, Lambda, c)
+    call = programs.Call(initial_state, output_final_state)
+    state = programs.initial_state((x.shape[2],), "D", call, None, x)
+    o, state = programs.vector_loop(inputs, gates.exp(), state)
+    return o.to(x.dtype), programs.final_state(state, call)
+
+
+def _gated(
+    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments checked; what is added to the state and the log gates, both in the accumulation dtype."""
+    check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
+    B, _, D = x.shape
+    if B < 1 or D < 1:
+        check.fail("x", "at least one batch row and one channel", list(x.shape))
+    dtypes = (x.dtype, torch.float32)
+    for name, gate in (("r", r), ("i", i)):
+        check.check_tensor(name, gate, tuple(x.shape), "[B, T, D]", dtypes=dtypes, device=x.device)
+    check.check_tensor("Lambda", Lambda, (D,), "[D]", dtypes=dtypes, device=x.device)
+    if check_number("c", c) <= 0:
+        check.fail("c", "a number above 0", repr(c))
+    strength, recurrence, entry = F.softplus(programs.wide(Lambda, x)), programs.wide(r, x), programs.wide(i, x)
+    g = programs.clamped(-c * strength * recurrence.sigmoid(), x)
+    return _root(-torch.expm1(2 * g)) * entry.sigmoid() * programs.wide(x, x), g
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """sqrt(x), with a gradient of 0 where x is 0: there the gate has underflowed, and its gradient is 0 too."""
+    closed = x < torch.finfo(x.dtype).tiny
+    return torch.where(closed, 0.0, torch.where(closed, 1.0, x).sqrt())

@@ -1,0 +1,40 @@
+"""RWKV-6: a gate for each key channel, and a bonus with which a token reads what it wrote itself (Peng et al. 2024):
+
+o_t = scale q_t (S_{t-1} + diag(u) k_t v_t^T), S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T.
+"""
+
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, identity
+
+
+def chunk(k, v, g):
+    return (k * (g.sum(0) - g.cumsum(0)).exp()).T @ v
+
+
+def decay(prev_s, chunk_state, g):
+    return prev_s * g.sum(0).exp()[:, None] + chunk_state
+
+
+def merge(q, k, v, g, u, chunk_state, scale):
+    b = g.cumsum(0) - g  # a token reads the state before its own decay
+    lower = identity(k, k.size(0)).cumsum(0)
+    delay = lower.tril(-1) - lower.tril(-2)  # moves rows down by one
+    own = (q * u * k).sum(-1)
+    return (decayed_scores(q, delay @ k, b) @ (delay @ v) + own[:, None] * v + (q * b.exp()) @ chunk_state) * scale
+
+
+def make(
+    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
+) -> LinearAttention:
+    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
+    meta = {
+        "q": SymbTensor(["T", h, k], dtype),
+        "k": SymbTensor(["T", h, k], dtype),
+        "v": SymbTensor(["T", h, v], dtype),
+        "g": SymbTensor(["T", h, k]),
+        "u": SymbTensor([h, k]),
+        "prev_s": SymbTensor(["NS", h, k, v]),
+        "scale": K**-0.5 if scale is None else scale,
+    }
+    return LinearAttention(meta, chunk, decay, merge, **options)

@@ -1,0 +1,398 @@
+"""Ops with vector gates and vector states against token loops that stand here: values, gradients, documents, ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from flexsp import ops
+from flexsp.comm.group import SequenceParallel
+from flexsp.testing.compare import WIDE, check_op, relative_error
+from flexsp.testing.oracles import token_loop
+from flexsp.testing.ranks import run_ranks
+from tests.marks import quick
+
+EXACT = 1e-12
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+KEPT_WIDE = (*WIDE, "w", "u", "Lambda")
+CHUNK = 64
+Tensors = dict[str, torch.Tensor]
+
+
+def accumulated(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# The recurrences ------------------------------------------------------------------------------------------------------
+
+
+def matrix_tokens(q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any) -> Any:
+    """S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T and q_t S_t, or with a bonus q_t (S_{t-1} + diag(bonus) k_t v_t^T)."""
+    o = []
+    for t in range(q.shape[1]):
+        new = torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        after = g[:, t].exp()[..., None] * S + new
+        read = after if bonus is None else S + bonus[..., None] * new
+        o.append(torch.einsum("bhk,bhkv->bhv", q[:, t], read))
+        S = after
+    return (torch.stack(o, 1) if o else v), S
+
+
+def matrix_chunks(q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any) -> Any:
+    """The same from whole chunks, with a running sum of the gates in each: what sound chunks round."""
+    o = [v[:, :0]]
+    for at in range(0, q.shape[1], CHUNK):
+        q_c, k_c, v_c, g_c = (x[:, at : at + CHUNK] for x in (q, k, v, g))
+        g_c = g_c.clamp(min=-104)
+        b, total = g_c.cumsum(1), g_c.sum(1)
+        reads = b if bonus is None else b - g_c
+        earlier = torch.ones(b.shape[1], b.shape[1]).tril(0 if bonus is None else -1).bool()[None, :, :, None, None]
+        pairs = torch.where(earlier, reads[:, :, None] - b[:, None], -torch.inf).exp()
+        scores = torch.einsum("bihk,bjhk,bijhk->bijh", q_c, k_c, pairs)
+        if bonus is not None:
+            scores = scores + torch.diag_embed((q_c * bonus * k_c).sum(-1).transpose(1, 2)).permute(0, 2, 3, 1)
+        read = torch.einsum("bihk,bhkv->bihv", q_c * reads.exp(), S)
+        o.append(torch.einsum("bijh,bjhv->bihv", scores, v_c) + read)
+        written = torch.einsum("bjhk,bjhv->bhkv", k_c * (total[:, None] - b).exp(), v_c)
+        S = total.exp()[..., None] * S + written
+    return torch.cat(o, 1), S
+
+
+def vector_tokens(x: Any, g: Any, h: Any) -> Any:
+    o = []
+    for t in range(x.shape[1]):
+        h = g[:, t].exp() * h + x[:, t]
+        o.append(h)
+    return (torch.stack(o, 1) if o else x), h
+
+
+def by_document(call: Callable[..., Any], tokens: list[torch.Tensor], state: torch.Tensor, bounds: Any) -> Any:
+    """call(*tokens, state) of each document by itself."""
+    if bounds is None:
+        return call(*tokens, state)
+    parts = [
+        call(*(x[:, a:b] for x in tokens), state[n : n + 1])
+        for n, (a, b) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:], strict=False))
+    ]
+    return torch.cat([o for o, _ in parts], 1), torch.cat([last for _, last in parts])
+
+
+def matrix_oracle(
+    q: Any, k: Any, v: Any, g: Any, bonus: Any, scale: Any, initial_state: Any, cu: Any, engine: Any
+) -> Any:
+    loop = matrix_tokens if engine is token_loop or q.dtype == torch.float64 else matrix_chunks
+    wide = [accumulated(x) for x in (q, k, v, g)]
+    wide[0] = wide[0] * (q.shape[-1] ** -0.5 if scale is None else scale)
+    N = q.shape[0] if cu is None else len(cu) - 1
+    state = wide[0].new_zeros(N, *k.shape[2:], v.shape[-1]) if initial_state is None else initial_state
+    bonus = None if bonus is None else accumulated(bonus)
+    o, last = by_document(lambda *x: loop(*x, bonus), wide, state, cu)
+    return o.to(v.dtype), last
+
+
+def gla(q: Any, k: Any, v: Any, g: Any, scale: Any = None, initial_state: Any = None, cu_seqlens: Any = None,
+        engine: Any = None) -> Any:  # fmt: skip
+    return matrix_oracle(q, k, v, g, None, scale, initial_state, cu_seqlens, engine)
+
+
+def hgrn2(q: Any, v: Any, g: Any, engine: Any = None, **rest: Any) -> Any:
+    return gla(q, -torch.expm1(accumulated(g)), v, g, engine=engine, **rest)
+
+
+def rwkv6(r: Any, k: Any, v: Any, w: Any, u: Any, scale: Any = None, initial_state: Any = None, cu_seqlens: Any = None,
+          engine: Any = None) -> Any:  # fmt: skip
+    return matrix_oracle(r, k, v, w, u, scale, initial_state, cu_seqlens, engine)
+
+
+def hgrn(x: Any, g: Any, initial_state: Any = None, cu_seqlens: Any = None, engine: Any = None) -> Any:
+    N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    wide = [accumulated(x), accumulated(g)]
+    state = wide[0].new_zeros(N, x.shape[2]) if initial_state is None else initial_state
+    o, last = by_document(vector_tokens, wide, state, cu_seqlens)
+    return o.to(x.dtype), last
+
+
+def rg_lru(x: Any, r: Any, i: Any, Lambda: Any, c: float = 8.0, engine: Any = None, **rest: Any) -> Any:
+    """Griffin's equations 1 to 4."""
+    x_w, r_w, i_w, of_channel = (accumulated(t) for t in (x, r, i, Lambda))
+    recurrence, entry = 1 / (1 + torch.exp(-r_w)), 1 / (1 + torch.exp(-i_w))
+    log_a = -c * torch.log1p(torch.exp(of_channel)) * recurrence
+    o, last = hgrn((-torch.expm1(2 * log_a)).sqrt() * entry * x_w, log_a, **rest)
+    return o.to(x.dtype), last
+
+
+# The ops --------------------------------------------------------------------------------------------------------------
+
+
+class Op(NamedTuple):
+    """`tokens` have an entry a token; what is left of the inputs are parameters, and the initial state."""
+
+    chunk: Callable[..., Any]
+    step: Callable[..., Any]
+    oracle: Callable[..., Any]
+    tokens: str
+    gate: str
+    matrix: bool = True
+
+
+OPS = {
+    "gla": Op(ops.chunk_gla, ops.recurrent_gla, gla, "q k v g", "g"),
+    "hgrn2": Op(ops.chunk_hgrn2, ops.recurrent_hgrn2, hgrn2, "q v g", "g"),
+    "rwkv6": Op(ops.chunk_rwkv6, ops.recurrent_rwkv6, rwkv6, "r k v w", "w"),
+    "hgrn": Op(ops.chunk_hgrn, ops.recurrent_hgrn, hgrn, "x g", "g", matrix=False),
+    "rg_lru": Op(ops.rg_lru, ops.recurrent_rg_lru, rg_lru, "x r i", "r", matrix=False),
+}
+every_op = pytest.mark.parametrize("name", OPS)
+
+
+def draw(name: str, B: int, T: int, states: int = 0, K: int = 9, V: int = 7, seed: int | None = None) -> Tensors:
+    """Arguments in float64 of two heads, or of 2 K channels."""
+    made = torch.Generator().manual_seed(random.randrange(2**31) if seed is None else seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made, dtype=torch.float64)
+
+    op, found = OPS[name], {}
+    for x in op.tokens.split():
+        found[x] = normal(B, T, 2, V if x == "v" else K) if op.matrix else normal(B, T, 2 * K)
+        if x in ("g", "w"):
+            found[x] = logsigmoid(found[x] + 1)
+    if name == "rwkv6":
+        found["u"] = normal(2, K)
+    if name == "rg_lru":
+        found["Lambda"] = normal(2 * K) - 2
+    if states:
+        found["initial_state"] = normal(states, 2, K, V) if op.matrix else normal(states, 2 * K)
+    return found
+
+
+def part(name: str, inputs: Tensors, at: slice) -> Tensors:
+    tokens = OPS[name].tokens.split()
+    return {key: x[:, at] if key in tokens else x for key, x in inputs.items()}
+
+
+def gradients(outputs: Any, inputs: Tensors, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(list(outputs), list(inputs.values()), cotangents))
+
+
+def with_gradients(inputs: Tensors) -> Tensors:
+    return {key: x.detach().clone().requires_grad_() for key, x in inputs.items()}
+
+
+def assert_alike(got: list[torch.Tensor], want: list[torch.Tensor], bound: float = EXACT) -> None:
+    errors = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    assert max(errors) < bound, errors
+
+
+@every_op
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64, torch.float32))
+def test_against_the_token_loop(name: str, dtype: torch.dtype) -> None:
+    """More tokens than a chunk has, and one; of channels numbers with and without large divisors."""
+    for T, K, V in ((random.choice((67, 91)), random.choice((20, 137)), 11), (1, 16, 5)):
+        inputs = draw(name, 2, T, states=2, K=K, V=V)
+        check_op(OPS[name].chunk, OPS[name].oracle, inputs, dtype=dtype, wide=KEPT_WIDE)
+
+
+@every_op
+def test_no_states_and_scale(name: str) -> None:
+    inputs, op = draw(name, 3, 70), OPS[name]
+    other = {"scale": 0.3} if op.matrix else {"c": 2.0} if name == "rg_lru" else {}
+    for given in ({}, other):
+        want, _ = op.oracle(**inputs, **given, engine=token_loop)
+        o, state = op.chunk(**inputs, **given)
+        assert relative_error(o, want) < EXACT and state is None
+        assert relative_error(op.step(**inputs, **given)[0], want) < EXACT
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_documents_and_strides(name: str, dtype: torch.dtype) -> None:
+    """Empty documents at the ends and between, of tensors whose last axis does not lie together in memory."""
+    inputs = draw(name, 1, 83, states=6)
+    inputs["cu_seqlens"] = torch.tensor([0, 0, 1, 37, 37, 83, 83], dtype=random.choice((torch.int32, torch.int64)))
+    check_op(
+        OPS[name].chunk, OPS[name].oracle, inputs, dtype=dtype, wide=KEPT_WIDE,
+        arrange=lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    )  # fmt: skip
+
+
+@every_op
+def test_no_tokens(name: str) -> None:
+    """The state passes through, and so does its gradient."""
+    inputs = with_gradients(draw(name, 2, 0, states=2))
+    for op in (OPS[name].chunk, OPS[name].step):
+        o, state = op(**inputs, output_final_state=True)
+        assert o.shape[1] == 0 and torch.equal(state, inputs["initial_state"])
+        assert state.data_ptr() != inputs["initial_state"].data_ptr()
+        assert torch.equal(torch.autograd.grad(state.sum(), inputs["initial_state"])[0], torch.ones_like(state))
+
+
+@every_op
+def test_parts_equal_the_whole(name: str) -> None:
+    """A text in two calls and then token by token: states and gradients pass through them."""
+    inputs, op = with_gradients(draw(name, 2, 75, states=2)), OPS[name]
+    whole = op.chunk(**inputs, output_final_state=True)
+    cotangents = [torch.randn_like(x) for x in whole]
+    cut, state, o = random.randrange(1, 70), inputs["initial_state"], []
+    prompt = [(slice(0, cut), op.chunk), (slice(cut, 70), op.chunk)]
+    for at, call in (*prompt, *((slice(t, t + 1), op.step) for t in range(70, 75))):
+        out, state = call(**(part(name, inputs, at) | {"initial_state": state}), output_final_state=True)
+        o.append(out)
+    parts = torch.cat(o, 1), state
+    want = [*whole, *gradients(whole, inputs, cotangents)]
+    assert_alike([*parts, *gradients(parts, inputs, cotangents)], want)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64, torch.float32))
+def test_token_by_token(name: str, dtype: torch.dtype) -> None:
+    inputs = draw(name, 2, 21, states=2)
+    check_op(OPS[name].step, OPS[name].oracle, inputs, dtype=dtype, wide=KEPT_WIDE)
+    if dtype == torch.float32:
+        plain = {key: x.float() for key, x in inputs.items()}
+        want = OPS[name].step(**plain, output_final_state=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = OPS[name].step(**plain, output_final_state=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gla", "hgrn2"])
+def test_states_with_values_first(name: str) -> None:
+    inputs = draw(name, 2, 20, states=2)
+    turned = inputs | {"initial_state": inputs["initial_state"].mT.contiguous(), "state_v_first": True}
+    for call in (OPS[name].chunk, OPS[name].step):
+        (o, state), (want, last) = (call(**x, output_final_state=True) for x in (turned, inputs))
+        assert torch.equal(o, want) and torch.equal(state.mT, last)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gates_of_all_sizes(name: str, dtype: torch.dtype) -> None:
+    """Gates of 0, nearly 0, closed and far below what e^x tells from 0: outputs and gradients are right."""
+    inputs, gate = draw(name, 2, 70, states=2), OPS[name].gate
+    kinds = (torch.randint(0, 24, inputs[gate].shape) - 20).clamp(min=0)  # most are as drawn
+    if name == "rg_lru":  # a gate is -c softplus(Lambda) sigmoid(r)
+        inputs["Lambda"][::3], inputs["Lambda"][1::3] = 40.0, -25.0
+        inputs["r"] = torch.stack([inputs["r"], inputs["r"] - 60, inputs["r"] + 30, inputs["r"] - 20])
+        inputs["r"] = inputs["r"].gather(0, kinds[None])[0]
+    else:
+        sizes = torch.stack([inputs[gate], inputs[gate] * 0, inputs[gate] * 1e-12, inputs[gate].clamp(max=-0.1) * 1e4])
+        inputs[gate] = sizes.gather(0, kinds[None])[0]
+    check_op(OPS[name].chunk, OPS[name].oracle, inputs, dtype=dtype, wide=KEPT_WIDE)
+    closed = inputs | {gate: torch.full_like(inputs[gate], -1e4 if name != "rg_lru" else -1e3)}
+    low = with_gradients({key: x.to(dtype if key not in KEPT_WIDE else torch.promote_types(dtype, torch.float32))
+                          for key, x in closed.items()})  # fmt: skip
+    found = OPS[name].chunk(**low, output_final_state=True)
+    cotangents = [torch.ones_like(x) for x in found]
+    assert all(x.isfinite().all() for x in (*found, *gradients(found, low, cotangents)))
+
+
+@pytest.mark.parametrize("name", quick(OPS, "gla"))
+def test_one_graph(name: str) -> None:
+    """torch.compile breaks the op nowhere."""
+    inputs = with_gradients(draw(name, 2, 9, states=2))
+    compiled = torch.compile(OPS[name].chunk, backend="aot_eager", fullgraph=True)
+    want, got = (call(**inputs, output_final_state=True) for call in (OPS[name].chunk, compiled))
+    cotangents = [torch.randn_like(x) for x in want]
+    assert_alike([*got, *gradients(got, inputs, cotangents)], [*want, *gradients(want, inputs, cotangents)])
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+SHARDS = {
+    "uneven": ((30, 0, 41, 4), None),
+    "one rank has all": ((0, 75, 0, 0), None),
+    "documents": ((30, 0, 41, 4), (0, 0, 12, 50, 50, 75)),
+    "documents that end with shards": ((20, 20, 0, 35), (0, 20, 40, 75, 75)),
+}
+
+
+def over_ranks(sp: SequenceParallel, seed: int, kinds: tuple[str, ...]) -> dict[Any, Any]:
+    results = {}
+    for name in OPS:
+        for kind in kinds:
+            lengths, bounds = SHARDS[kind]
+            n = 2 if bounds is None else len(bounds) - 1
+            whole = draw(name, 2 if bounds is None else 1, 75, states=n, seed=seed)
+            start = sum(lengths[: sp.rank])
+            mine = with_gradients(part(name, whole, slice(start, start + lengths[sp.rank])))
+            if bounds is None and sp.rank:
+                del mine["initial_state"]
+            cu = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+            sp.set_lengths(lengths if kind == "uneven" else None)
+            o, state = OPS[name].chunk(**mine, **cu, output_final_state=True, sp=sp)
+            assert (state is None) == (bounds is None and not sp.is_last)
+            outputs = [x for x in (o, state) if x is not None]
+            drawn = cotangents_of(seed, name, bounds is not None, n)
+            cotangents = [drawn[0][:, start : start + lengths[sp.rank]], drawn[1]][: len(outputs)]
+            found = dict(zip(mine, gradients(outputs, mine, cotangents), strict=True))
+            results[name, kind] = o.detach(), None if state is None else state.detach(), found
+    return results
+
+
+def cotangents_of(seed: int, name: str, packed: bool, n: int) -> list[torch.Tensor]:
+    B, made = 1 if packed else 2, torch.Generator().manual_seed(seed + 1)
+    shapes = [(B, 75, 2, 7), (n, 2, 9, 7)] if OPS[name].matrix else [(B, 75, 18), (n, 18)]
+    return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("kinds", [("uneven", "documents"), pytest.param((*SHARDS,), marks=pytest.mark.slow)])
+def test_ranks_equal_one_rank(kinds: tuple[str, ...]) -> None:
+    """Uneven and empty shards, documents across them: outputs, final states, gradients; those of parameters add up."""
+    seed = random.randrange(2**31)
+    answers, wrong = run_ranks(over_ranks, 4, seed, kinds), {}
+    for name, op in OPS.items():
+        for kind in kinds:
+            _, bounds = SHARDS[kind]
+            n = 2 if bounds is None else len(bounds) - 1
+            whole = with_gradients(draw(name, 2 if bounds is None else 1, 75, states=n, seed=seed))
+            cu = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+            want = op.chunk(**whole, **cu, output_final_state=True, sp=False)
+            cotangents = cotangents_of(seed, name, bounds is not None, n)
+            expected = dict(zip(whole, gradients(want, whole, cotangents), strict=True))
+            each = [answer[name, kind] for answer in answers]
+            pairs = {"o": (torch.cat([x[0] for x in each], 1), want[0])}
+            pairs["final"] = sum(x[1] for x in each if x[1] is not None), want[1]
+            for key, gradient in expected.items():
+                parts = [x[2][key] for x in each if key in x[2]]
+                pairs[key] = torch.cat(parts, 1) if key in op.tokens.split() else sum(parts), gradient
+            errors = {(name, kind, key): relative_error(*pair) for key, pair in pairs.items()}
+            wrong |= {where: error for where, error in errors.items() if not error < EXACT}
+    assert not wrong
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_a_wrong_argument_is_named(name: str) -> None:
+    op, inputs, packed = OPS[name], draw(name, 1, 6, states=2), {"cu_seqlens": torch.tensor([0, 2, 6])}
+    first, one = op.tokens.split()[0], inputs | {"initial_state": inputs["initial_state"][:1]}
+    for call, given in ((op.chunk, inputs | packed), (op.step, one)):
+        call(**given)
+        for key in inputs:
+            # The sizes of the first tensor, and V of v, decide what the others must be.
+            sets_sizes = key in (first, "v")
+            for bad in (given[key].to(torch.complex64), given[key].tolist(), given[key][None], given[key].to_sparse()):
+                with pytest.raises(ValueError, match=f"^{key}: expected .*, got "):
+                    call(**(given | {key: bad}))
+            with pytest.raises(ValueError, match=r"^\w+: expected " if sets_sizes else f"^{key}: expected .*, got "):
+                call(**(given | {key: given[key][..., :-1]}))
+        if name != "rg_lru":
+            above = given | {op.gate: torch.ones_like(given[op.gate])}
+            with pytest.raises(ValueError, match=f"^{op.gate}: expected natural-log gates <= 0, got a largest"):
+                call(**above)
+        with pytest.raises(ValueError, match=r"^output_final_state: expected"):
+            call(**given, output_final_state=1)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a last entry of 6"):
+        op.chunk(**inputs, cu_seqlens=torch.tensor([0, 2, 5]))
+    with pytest.raises(ValueError, match=r"^initial_state: expected shape \[N, "):
+        op.chunk(**inputs)
+    if name == "rg_lru":
+        with pytest.raises(ValueError, match=r"^c: expected a number above 0, got -1"):
+            op.chunk(**inputs, **packed, c=-1)

@@ -28,7 +28,7 @@ def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(scale, "_operator", lambda case, sp, mode, inputs: lambda: torch.ones(4))
     off = {"fla": (lambda x: x["q"], lambda x: torch.ones(4) * 1.01), "flashqla": None}
-    monkeypatch.setattr(scale, "peer_over_ranks", lambda peer, case, T, world: off[peer])
+    monkeypatch.setattr(scale, "peer_over_ranks", lambda peer, case, T, world, heads: off[peer])
     args = parser().parse_args(["bench", "scale", *TOY, "--peers", "fla,flashqla"])
     rows = scale._scale_rows(aligned, {"chain": sp}, args, scale.CASES["kda"], 64)  # type: ignore[arg-type]
     found = {row["schedule"]: row for row in rows if row["mode"] == "fwd_bwd"}
@@ -42,7 +42,7 @@ def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatc
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["bench", "scale", *TOY, "--peers", "fla"]) == 1
     assert "--peers: expected GPUs, got ranks on cpu" in capsys.readouterr().err
-    assert peer_over_ranks("flashqla", "kda", 64, 2) is None and peer_over_ranks("fla", "delta_rule", 64, 2) is None
+    assert all(peer_over_ranks(*x, 64, 2, 4) is None for x in (("flashqla", "kda"), ("fla", "delta_rule")))
     monkeypatch.setattr("flexsp.bench.peers.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="peers: expected the module 'flash_qla' of 'flashqla'"):
-        peer_over_ranks("flashqla", "gated_delta_rule", 64, 2)
+        peer_over_ranks("flashqla", "gated_delta_rule", 64, 2, 4)

@@ -207,6 +207,52 @@ def test_nan_stays_in_its_document_where_segments_have_two(decays: bool) -> None
     assert not wrong, wrong
 
 
+def leaked_between_ranks(sp: Any, decays: bool, cuts: list[tuple[tuple[int, ...], int]]) -> list[str]:
+    """What of one document changes on this rank with NaN in the other, where each document begins on the rank before or
+    after: `cuts` are lengths of shards, and where the second document begins."""
+    from flexsp.ops import chunk_delta_rule, chunk_gated_delta_rule
+
+    wrong = []
+    for lengths, first in cuts:
+        made, T = torch.Generator().manual_seed(0), sum(lengths)
+        x = {name: torch.randn(1, T, 1, 16, generator=made) for name in ("q", "k", "v", "do")}
+        x |= {"beta": torch.rand(1, T, 1, generator=made)} | ({"g": torch.full((1, T, 1), -0.01)} if decays else {})
+        x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+        start = sum(lengths[: sp.rank])
+        here, bounds = slice(start, start + lengths[sp.rank]), torch.tensor([0, first, T])
+        sp.set_lengths(list(lengths))
+
+        def passes(name: str = "", at: int = 0, x=x, here=here, bounds=bounds) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+            given = {key: y.clone() for key, y in x.items()}
+            if name:
+                given[name][0, at] = torch.nan
+            do = given.pop("do")[:, here]
+            leaves = {key: y[:, here].clone().requires_grad_() for key, y in given.items()}
+            with poisoned(MANY_SEGMENTS, 1):
+                op = chunk_gated_delta_rule if decays else chunk_delta_rule
+                o, _ = op(**leaves, cu_seqlens=bounds, sp=sp)  # type: ignore[operator]
+                grads = torch.autograd.grad(o, [*leaves.values()], do)
+            return {"o": o.detach()} | {f"d{key}": dx for key, dx in zip(leaves, grads, strict=True)}
+
+        want = passes()
+        at = torch.arange(here.start, here.stop)
+        for name, place in (("v", 10), ("k", 10), ("do", T - 10), ("k", T - 10)):
+            got, other = passes(name, place), at >= first if place < first else at < first
+            wrong += [
+                f"{key} of {lengths} on rank {sp.rank}, NaN in {name} of token {place}" for key, y in got.items()
+                if not torch.equal(y[:, other], want[key][:, other])
+            ]  # fmt: skip
+    return wrong
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_nan_stays_in_its_document_over_ranks(decays: bool) -> None:
+    """NaN two ranks from where the other document begins; and on that rank, of one segment and of several."""
+    cuts = [((40, 60, 40), 70), ((40, 130, 4), 80), ((130, 300, 5), 250)]
+    found = run_ranks(leaked_between_ranks, 3, decays, cuts, transport="posix", env=ENV)
+    assert not any(found), found
+
+
 def large_keys(sp: Any) -> str:
     """Gates that close by far, and one key again and again, so large that the state grows by more along it."""
     torch.manual_seed(0)

@@ -74,8 +74,9 @@ def convolved(x: Tensor, taps: nn.Module | None) -> Tensor:
     """bias + sum_j weight[:, W - 1 - j] x_{t - j} of x [T, N]."""
     if taps is None:
         return x
-    W = taps.weight.shape[1]
-    rows = [sum(taps.weight[:, W - 1 - j] * x[t - j] for j in range(min(W, t + 1))) for t in range(len(x))]
+    weight = taps.weight.squeeze(1)
+    W = weight.shape[1]
+    rows = [sum(weight[:, W - 1 - j] * x[t - j] for j in range(min(W, t + 1))) for t in range(len(x))]
     return torch.stack(rows) + (0 if taps.bias is None else taps.bias)
 
 
@@ -355,7 +356,7 @@ def test_checkpoints_load(name: str) -> None:
     layer.load_state_dict(theirs, strict=True)
     ours = layer.state_dict()
     for key, x in theirs.items():
-        assert torch.equal(ours[key], x.squeeze(1) if "conv" in key and key.endswith("weight") else x)
+        assert torch.equal(ours[key], x)
 
 
 def test_initialisation() -> None:

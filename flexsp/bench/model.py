@@ -81,9 +81,11 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, sp: S
 
 
 def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: bool) -> Row:
-    """Seconds of steps and peak memory, of the slowest and fullest rank; the error if the sequence does not fit."""
+    """Seconds of steps and peak memory, of the slowest and fullest rank; on one rank, the error of a sequence that does
+    not fit."""
+    device = sp.device
     row: Row = {"size": args.size, "T": T, "world_size": sp.world_size, "unmodified": unmodified}
-    model, device = _make(args.size, sp, unmodified), sp.device
+    model = _make(args.size, sp, unmodified)
     row["parameters"] = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     ids = torch.randint(SIZES[args.size]["vocab_size"], (1, T), generator=torch.Generator().manual_seed(1)).to(device)
@@ -98,6 +100,8 @@ def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: boo
             synchronize(device)
             seconds.append(time.perf_counter() - began)
     except torch.OutOfMemoryError as error:
+        if sp.world_size > 1:  # the other ranks wait for this one, until torchrun ends them
+            raise
         return row | {"error": str(error).split(". ")[0]}
     loss = torch.stack(losses).double()
     worst = torch.tensor([*seconds, _peak_gib(device)], dtype=torch.float64, device=device)
@@ -128,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--unmodified: expected one rank, got {sp.world_size}")
     result: Row = {"kind": "model", "environment": environment(sp.device, args.argv) | {"world_size": sp.world_size},
               "rows": []}  # fmt: skip
-    out = Path(args.out) / f"{file_stem('model', result['environment'])}.json"
+    kind = "model_unmodified" if args.unmodified else "model"
+    out = Path(args.out) / f"{file_stem(kind, result['environment'])}.json"
     for T in args.T:
         row = _row(args, T, sp, args.unmodified)
         result["rows"].append(row)

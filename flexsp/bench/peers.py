@@ -17,6 +17,8 @@ from flexsp.bench.cases import Inputs
 
 __all__ = ["peer_over_ranks"]
 
+_Op = Callable[[Inputs], torch.Tensor]
+
 _MODULES = {"fla": "fla", "flashqla": "flash_qla"}
 """By name, the module that is imported."""
 _OVER_RANKS = {
@@ -26,8 +28,9 @@ _OVER_RANKS = {
 """Cases of `flexsp.bench.cases` that a library runs over ranks, and the op's name there."""
 
 
-def peer_over_ranks(peer: str, case: str, T: int, world: int) -> tuple[Callable[[Inputs], torch.Tensor], ...] | None:
-    """The op on one rank, and over all of them with T tokens each; None where the library has it not.
+def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tuple[_Op, ...] | None:
+    """The op on one rank, and over all of them with T tokens each; None where the library has it not. On one rank
+    flash-linear-attention calls FlashQLA where that is installed, over ranks its own kernels.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -44,7 +47,10 @@ def peer_over_ranks(peer: str, case: str, T: int, world: int) -> tuple[Callable[
         cut = importlib.import_module("fla.ops.cp").build_cp_context(ends, group=dist.group.WORLD)
     else:
         own = importlib.import_module("flash_qla.ops.gated_delta_rule.chunk.cp")
-        cut = own.build_cp_context(ends, enable_inter=True, group=dist.group.WORLD)
+        cut = own.build_cp_context(
+            ends, enable_inter=True, enable_intra=True, group=dist.group.WORLD, num_v_heads=heads, chunk_size=64,
+            is_train=True,
+        )  # fmt: skip
 
     def run(x: Inputs, **how: Any) -> torch.Tensor:
         o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **how)[0]

@@ -53,9 +53,9 @@ def _call(op: Op, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], ob
     return forward if mode == "fwd" else lambda: forward_backward(op, inputs)
 
 
-def _others(peers: list[str], case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
+def _others(args: argparse.Namespace, case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
     """Other libraries' ops on one rank and over ranks, of those that have this one."""
-    found = {peer: peer_over_ranks(peer, case.name, T, world) for peer in peers if world > 1}
+    found = {peer: peer_over_ranks(peer, case.name, T, world, args.H) for peer in args.peers}
     return {peer: ops for peer, ops in found.items() if ops is not None}
 
 
@@ -90,7 +90,7 @@ def _scale_rows(
     for sp in sps.values():
         sp.set_lengths([T] * world)
     apart = _disagreement(aligned, case, sps, inputs)
-    others = _others(args.peers, case, T, world)
+    others = _others(args, case, T, world)
     for name, (_, over_ranks) in others.items():
         mine = _operator(case, next(iter(sps.values())), "fwd", inputs)()
         theirs = _call(over_ranks, "fwd", inputs)()
@@ -235,6 +235,8 @@ def run(args: argparse.Namespace) -> int:
     choose(args, aligned.sp.device.type)
     if args.peers and aligned.sp.device.type != "cuda":
         raise ValueError(f"--peers: expected GPUs, got ranks on {aligned.sp.device}")
+    if args.peers and aligned.sp.world_size == 1:
+        raise ValueError("--peers: expected several ranks, got one")
     sps = opened if aligned.sp.world_size > 1 else {}
     result = _empty_result(args, aligned.sp, sps)
     out = Path(args.out) / f"{file_stem(_kind(args.case), result['environment'])}.json"

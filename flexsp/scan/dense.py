@@ -33,10 +33,10 @@ def load_dense(
 
 @triton.jit
 def _add_product(
-    new, A, from_, stride, rows, cols, i, live, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    new, some, A, from_, stride, rows, cols, i, live, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """new + what rows i.. of S add to A S, to A^T S if REVERSE."""
+    """new + what rows i.. of S add to A S, to A^T S if REVERSE; and `some` + how many numbers of A are not 0."""
     inner = i + tl.arange(0, BLOCK)
     if REVERSE:
         place = inner[None, :] * K + rows[:, None]
@@ -45,7 +45,8 @@ def _add_product(
     a = tl.load(A + place, mask=(rows < K)[:, None] & (inner < K)[None, :] & live, other=0.0)
     inside = (inner < K)[:, None] & (cols < V)[None, :]
     s = tl.load(from_ + inner[:, None] * stride, mask=inside, other=0.0, cache_modifier=".cg")
-    return tl.dot(a, s, new, input_precision="tf32x3")
+    some += tl.sum(tl.sum((a != 0).to(tl.int32), 1), 0)
+    return tl.dot(a, s, new, input_precision="tf32x3"), some
 
 
 @triton.jit
@@ -56,14 +57,16 @@ def through(
     """A S + F, A^T S + F if REVERSE; S where not `live`.
 
     S [BK, BV] is read again, in blocks of rows, from where it was loaded (pointers [1, BV] `from_`, rows `stride`
-    apart): A as a whole would not fit the registers.
+    apart): A as a whole would not fit the registers. What is zero everywhere, as where a document begins, lets nothing
+    pass, not NaN either.
     """
     BLOCK: tl.constexpr = min(BK, _BLOCK)
     new = F
+    some = 0
     if BK > _UNROLLED:  # the blocks of all rounds would not fit either
         for i in range(0, BK, BLOCK):
-            new = _add_product(new, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
+            new, some = _add_product(new, some, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
     else:
         for i in tl.static_range(0, BK, BLOCK):
-            new = _add_product(new, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
-    return tl.where(live, new, S)
+            new, some = _add_product(new, some, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
+    return tl.where(live, tl.where(some > 0, new, F), S)

@@ -10,6 +10,7 @@ the median of some batches, or of more. Prints one line a check on rank 0; exit 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import traceback
@@ -90,14 +91,23 @@ def add_ratios(
         ratios.setdefault(key, []).append(error / (max(x[key] for x in own) + LEAST[dtype]))
 
 
+def same_on_all_ranks(value: float, sp: SequenceParallel) -> float:
+    """The largest of all ranks, which go on together."""
+    largest = torch.tensor(value, dtype=torch.float64, device=sp.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def check(sp: SequenceParallel, name: str, dtype: torch.dtype, lengths: list[int] | None) -> str:
     ratios: dict[str, list[float]] = {}
     for count in (FEW, MANY):
         for _ in range(count):
             add_ratios(sp, name, dtype, lengths, len(ratios.get("loss", ())), ratios)
+        unknown = sorted(key for key, of in ratios.items() if not all(map(math.isfinite, of)))
+        assert not unknown, f"NaN or infinite: {unknown}"
         typical = {key: statistics.median(of) for key, of in ratios.items()}
         worst = max(typical, key=typical.__getitem__)
-        if typical[worst] < TIMES[dtype]:
+        if same_on_all_ranks(typical[worst], sp) < TIMES[dtype]:
             break
     assert typical[worst] < TIMES[dtype], f"{worst}: {ratios[worst]}"
     return f"worst {typical[worst]:.2f} of the model's own error, {worst}; batches {len(ratios['loss'])}"

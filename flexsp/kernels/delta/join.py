@@ -65,6 +65,7 @@ def join(
     inside = (rows < K)[:, None] & (cols < width)[None, :]
     at = rows[:, None] * width + cols[None, :]
     tl.store(place + at, S, mask=inside)
+    passes = True
     for n in range(0, n_seg):
         s = n_seg - 1 - n if REVERSE else n
         slot = states + (s if REVERSE else s + 1) * H * K * V
@@ -72,8 +73,9 @@ def join(
         lives = True
         if GATED:
             lives = tl.load(alive + (b * n_seg + s) * H + h) != 0
+        passes = passes & lives  # what is behind such a segment may be NaN, and the product is zero for good
         tl.debug_barrier()  # the state is read again by other threads than those that stored it
-        if lives:
+        if lives & (of_state | passes):
             new += _through(A + s * H * K * K, place, rows, cols, width, K, BK, BV, REVERSE)
         if WHOLE:
             tl.debug_barrier()

@@ -178,7 +178,7 @@ class DeltaCall:
     @property
     def _alive(self) -> str | None:
         """Which segments' matrices count: not where states decay to nothing, or a document begins."""
-        return "@alive" if self.gate is not None or (self.plan.docs and self.plan.n_seg > 1) else None
+        return "@alive" if self.gate is not None or (self.plan.docs and self.plan.scanned) else None
 
     @property
     def _keys(self) -> list[str]:

@@ -145,6 +145,11 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 @_without_state
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None) -> Tensor:
+    return _reference("gla", "naive_recurrent_gla")(q, k, v, gk if g is None else g)[0]
+
+
+@_without_state
 def linear_attn(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Tensor:
     return _reference("linear_attn", "naive_recurrent_linear_attn")(q, k, v, normalize=normalize)[0]
 
@@ -156,8 +161,14 @@ _OPERATORS: dict[str, dict[str, Op]] = {
     "gated_deltaproduct": {"chunk_gated_delta_product": gated_delta_product},
     "multiscale_retention": {"chunk_retention": retention, "fused_recurrent_retention": retention},
     "simple_gla": {"chunk_simple_gla": simple_gla, "fused_recurrent_simple_gla": simple_gla},
+    **dict.fromkeys(("gla", "hgrn2"), {"chunk_gla": gla, "fused_recurrent_gla": gla}),
     "linear_attn": {"chunk_linear_attn": linear_attn, "fused_recurrent_linear_attn": linear_attn},
 }
+
+
+def rms_norm_linear(x: Tensor, weight: Tensor, bias: None, linear: Tensor, linear_bias: Tensor | None) -> Tensor:
+    assert bias is None
+    return F.linear(F.rms_norm(x, x.shape[-1:], weight, 1e-5), linear, linear_bias)
 
 
 @functools.cache
@@ -182,6 +193,8 @@ def in_pytorch() -> Any:
     import_module("fla.modules.rotary.ops").rotary_embedding = rotary_embedding
     import_module("fla.modules.activations.ops").ACT2FN.update(silu=F.silu, swish=F.silu)
     import_module("fla.layers.attn").flash_attn_func = flash_attention
+    hgrn2 = import_module("fla.layers.hgrn2")
+    hgrn2.swish, hgrn2.rms_norm_linear = F.silu, rms_norm_linear
     for file in ("delta_net", "linear_attn"):
         import_module(f"fla.layers.{file}").elu_p1 = lambda x: F.elu(x) + 1
     naive = import_module("fla.ops.attnres.naive").naive_attnres
@@ -230,6 +243,14 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
          "fuse_norm": False, "feature_map": "relu"},
     ),
     "simple gla": ("simple_gla.SimpleGatedLinearAttention", {"num_heads": 2}),
+    "gla": ("GatedLinearAttention", {"num_heads": 2}),
+    "gla, convolved": (
+        "GatedLinearAttention",
+        {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "use_short_conv": True, "conv_bias": True,
+         "feature_map": "relu", "clamp_min": -0.2, "fuse_norm": False},
+    ),
+    "hgrn2": ("HGRN2Attention", {"expand_ratio": 4}),
+    "hgrn2, convolved": ("HGRN2Attention", {"expand_ratio": 6, "use_short_conv": True}),
     "linear attention": ("LinearAttention", {"num_heads": 2}),
     "linear attention, normalised": (
         "LinearAttention", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "elu", "do_feature_map_norm": True},
@@ -249,6 +270,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "KDA": {**_SIZES, **_HEADS, "tie_word_embeddings": True},
     "GatedDeltaProduct": {**_SIZES, **_HEADS, "num_householder": 2, "use_forget_gate": True, "fuse_norm": False},
     "Mamba2": {**_SIZES, "head_dim": 8, "state_size": 10, "chunk_size": 16},
+    "GLA": {**_SIZES, "num_heads": 2, "attn": _SOFTMAX},
+    "HGRN2": {**_SIZES, "expand_ratio": 6, "use_lower_bound": True},
     "RetNet": {**_SIZES, "num_heads": 2, "attn": _SOFTMAX, "fuse_swiglu": False},
     "Transformer": {**_SIZES, "num_heads": 4, "qk_norm": True},
 }

@@ -13,7 +13,10 @@ from tests.fla_models import LAYERS, D, make_layer, run_layer
 from tests.transformers_models import Found, assert_exact, gradients, precision
 
 pytest.importorskip("fla")
-_SAME = {"DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct"}
+_SAME = {
+    "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct", "GatedLinearAttention", "HGRN2Attention",
+}  # fmt: skip
+_OURS = {"HGRN2Attention": "HGRN2"}  # where the names differ
 _OPTIONS = {"window_size": "window"}  # theirs: ours
 _LACKING = {"mamba, other"}  # options that the layer of flexsp does not have
 PAIRS = [name for name in LAYERS if LAYERS[name][0] in _SAME | {"Mamba2", "Attention"} and name not in _LACKING]
@@ -22,7 +25,7 @@ PAIRS = [name for name in LAYERS if LAYERS[name][0] in _SAME | {"Mamba2", "Atten
 def make_ours(name: str, **changes: Any) -> nn.Module:
     kind, options = LAYERS[name]
     given = {_OPTIONS.get(key, key): x for key, x in {**options, **changes}.items()}
-    return getattr(layers, kind)(D, **given).double()
+    return getattr(layers, _OURS.get(kind, kind))(D, **given).double()
 
 
 def run_ours(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Found:
@@ -55,4 +58,4 @@ def test_groups_of_mamba_load() -> None:
 
 
 def test_there_are_pairs() -> None:
-    assert {LAYERS[name][0] for name in PAIRS} == _SAME | {"Mamba2", "Attention"} and len(PAIRS) == 13
+    assert {LAYERS[name][0] for name in PAIRS} == _SAME | {"Mamba2", "Attention"} and len(PAIRS) == 17

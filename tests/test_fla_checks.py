@@ -180,14 +180,10 @@ def test_classes_that_are_not_known() -> None:
             parallelize(model, ONE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from fla.layers import GatedLinearAttention
-        from fla.models import GLAConfig, GLAForCausalLM, LinearAttentionConfig, LinearAttentionForCausalLM
+        from fla.models import LinearAttentionConfig, LinearAttentionForCausalLM
 
         sizes: dict[str, Any] = {"hidden_size": D, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 9}
-        gla, linear = GLAForCausalLM(GLAConfig(**sizes)), LinearAttentionForCausalLM(LinearAttentionConfig(**sizes))
-    for model in (gla, GatedLinearAttention(hidden_size=D, num_heads=2)):
-        with pytest.raises(NotAvailable, match=r"\. GatedLinearAttention needs the operator chunk_gla, which"):
-            parallelize(model, ONE)
+        linear = LinearAttentionForCausalLM(LinearAttentionConfig(**sizes))
     with pytest.raises(NotAvailable, match=r"\. LinearAttentionForCausalLM hands no keyword arguments to its layers"):
         parallelize(linear, ONE)
     with pytest.raises(NotAvailable, match=r"Mamba2ForCausalLM of fla\.models\.mamba2\.modeling_mamba2 is not among"):

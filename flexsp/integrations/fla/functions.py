@@ -21,11 +21,11 @@ from flexsp.integrations.transformers.functions import limited_scan, without_sta
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.nn.attention.layer import turned
 from flexsp.nn.conv import convolve, positions
-from flexsp.ops import chunk_gated_delta_product
+from flexsp.ops import chunk_gated_delta_product, chunk_gla
 
 __all__ = [
-    "causal_conv1d", "convolution_forward", "flash_attention", "mamba2_forward", "on_ranks", "over_ranks",
-    "recurrent_product", "rotary_forward",
+    "causal_conv1d", "convolution_forward", "flash_attention", "gated_by_channel", "mamba2_forward", "on_ranks",
+    "over_ranks", "recurrent_product", "rotary_forward",
 ]  # fmt: skip
 
 
@@ -80,6 +80,11 @@ def over_ranks(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         return op(**given, **_sequence().call)[0], None
 
     return run
+
+
+def gated_by_channel(*, g: Tensor | None = None, gk: Tensor | None = None, **given: Any) -> tuple[Tensor, None]:
+    """`chunk_gla` over ranks. The recurrent operator calls the gates gk."""
+    return over_ranks(chunk_gla)(g=gk if g is None else g, **given)
 
 
 def recurrent_product(steps: int) -> Callable[..., tuple[Tensor, None]]:

@@ -12,6 +12,7 @@ from flexsp.integrations.fla.functions import (
     causal_conv1d,
     convolution_forward,
     flash_attention,
+    gated_by_channel,
     mamba2_forward,
     over_ranks,
     recurrent_product,
@@ -30,6 +31,8 @@ def qualified_name(module: nn.Module) -> str:
 def _by(op: Callable[..., Any], *names: str) -> dict[str, Any]:
     return dict.fromkeys(names, over_ranks(op))
 
+
+_GLA = dict.fromkeys(("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"), gated_by_channel)
 
 # For each layer, of a module the names in its file that are replaced, and by what.
 MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -52,6 +55,8 @@ MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "fla.layers.simple_gla.SimpleGatedLinearAttention": lambda module: _by(
         ops.chunk_simple_gla, "chunk_simple_gla", "fused_recurrent_simple_gla"
     ),
+    "fla.layers.gla.GatedLinearAttention": lambda module: _GLA,
+    "fla.layers.hgrn2.HGRN2Attention": lambda module: _GLA,
     "fla.layers.linear_attn.LinearAttention": lambda module: _by(
         ops.chunk_linear_attn, "chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"
     ),
@@ -69,8 +74,8 @@ PARTS: dict[str, Callable[..., Any]] = {
 }
 
 _FAMILIES = {
-    "delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "gated_deltaproduct": "GatedDeltaProduct", "kda": "KDA",
-    "mamba2": "Mamba2", "retnet": "RetNet", "transformer": "Transformer",
+    "delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "gated_deltaproduct": "GatedDeltaProduct",
+    "gla": "GLA", "hgrn2": "HGRN2", "kda": "KDA", "mamba2": "Mamba2", "retnet": "RetNet", "transformer": "Transformer",
 }  # fmt: skip
 
 
@@ -89,10 +94,7 @@ LOCAL = MODELS | _in_models("Block") | _in_models("Model") | {
     "torch.nn.modules.normalization.RMSNorm",
 }  # fmt: skip
 
-_NO_GLA = "needs the operator chunk_gla, which flexsp.ops does not have"
 UNAVAILABLE = {
-    "fla.layers.gla.GatedLinearAttention": _NO_GLA,
-    "fla.layers.hgrn2.HGRN2Attention": _NO_GLA,
     "fla.models.linear_attn.modeling_linear_attn.LinearAttentionForCausalLM": (
         "hands no keyword arguments to its layers, so these would not get the shard; the layer alone can be cut"
     ),

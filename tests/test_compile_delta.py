@@ -73,7 +73,7 @@ QUICK = ["bf16 128", "bf16 128, no decay", "bf16 128, packed", "bf16 128, gates 
 SHARED = ["many heads, gates of channels"]
 IN_TRITON = ["in Triton"]
 OVER_RANKS = ["over ranks"]
-LARGE = ["bf16 256", "bf16 256, gates of channels"]
+LARGE = ["bf16 256, gates of channels"]
 GROUPS = ([*QUICK, *OVER_RANKS], IN_TRITON, LARGE, SHARED)
 """One child each; ranks have most kernels in common with the first."""
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]

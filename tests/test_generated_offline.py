@@ -34,8 +34,8 @@ SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden" / "gla.py"
 CONFIGS = [
     ("gla", "whole"),
-    ("deltanet", "ranks"),
     *slow(
+        ("deltanet", "ranks"),
         ("simple_gla", "packed"),
         ("simple_gla", "whole"),
         ("deltanet", "whole"),

@@ -21,7 +21,11 @@ def test_table_and_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     shown = table.model_table({"rows": [fits, row | {"world_size": 1, "unmodified": True, "error": "out of memory"}]})
     assert "| 1b | 32768 | 2 | 0.50 | 65,536 | 12.3 |" in shown
     assert "| 1b, unmodified | 32768 | 1 | did not fit |  |  |" in shown
+    with monkeypatch.context() as without:
+        without.setattr(model, "find_spec", lambda name: None)
+        assert main([*SMALL]) == 1 and "transformers: expected it to be installed" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(model, "find_spec", lambda name: name)
     group = SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     monkeypatch.setattr("flexsp.launch.bootstrap.init_sequence_parallel", lambda **how: group)
     assert main([*SMALL, "--unmodified"]) == 1

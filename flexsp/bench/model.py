@@ -10,6 +10,7 @@ import argparse
 import os
 import statistics
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +122,10 @@ def run(args: argparse.Namespace) -> int:
     """A row for each length; rank 0 prints and writes. Outside torchrun, --ranks starts as many, or one.
 
     Raises:
-        ValueError: --unmodified on several ranks.
+        ValueError: --unmodified on several ranks, or transformers is not installed.
     """
+    if find_spec("transformers") is None:
+        raise ValueError('transformers: expected it to be installed (pip install "flexsp[transformers]"), got nothing')
     if "WORLD_SIZE" not in os.environ:
         return under_torchrun(args.ranks or [1], args.argv)
     from flexsp.launch.bootstrap import init_sequence_parallel

@@ -6,18 +6,15 @@ Each cuts a sequence with an object of its own, a context, and gathers what all 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexsp.bench.cases import Inputs
+from flexsp.bench.cases import Inputs, Op
 
 __all__ = ["peer_over_ranks"]
-
-_Op = Callable[[Inputs], torch.Tensor]
 
 _MODULES = {"fla": "fla", "flashqla": "flash_qla"}
 """By name, the module that is imported."""
@@ -28,7 +25,7 @@ _OVER_RANKS = {
 """Cases of `flexsp.bench.cases` that a library runs over ranks, and the op's name there."""
 
 
-def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tuple[_Op, ...] | None:
+def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tuple[Op, ...] | None:
     """The op on one rank, and over all of them with T tokens each; None where the library has it not. On one rank
     flash-linear-attention calls FlashQLA where that is installed, over ranks its own kernels.
 

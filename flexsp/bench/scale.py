@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from flexsp.bench.cases import CASES, Case, Shape, forward_backward, make_inputs
+from flexsp.bench.cases import CASES, Case, Op, Shape, forward_backward, make_inputs
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
@@ -34,9 +34,6 @@ __all__ = ["run", "under_torchrun"]
 
 Row = dict[str, Any]
 TARGETS_US = {4: {"fwd": 25.0, "fwd_bwd": 50.0}, 8: {"fwd": 45.0, "fwd_bwd": 90.0}}
-
-
-Op = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def _operator(

@@ -3,8 +3,8 @@
     PYTHONPATH=. torchrun --standalone --nproc-per-node 2 tests/gpu/ranks_transformers.py [--only A,B]
         [--dtypes bfloat16] [--device cpu]
 
-Loss and gradients may be so many TIMES as far from float64 as those of the unmodified model are in the same dtype, in
-the median of some batches, or of more. Prints one line a check on rank 0; exit status 1 if one failed.
+Loss and gradients may be twice as far from float64 as those of the unmodified model are in the same dtype, in the
+median of some batches, or of more. Prints one line a check on rank 0; exit status 1 if one failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OWN = [("eager", 8), ("sdpa", 16), ("eager", 32)]  # attention and chunks of unmodified runs
 LEAST = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8}
-TIMES = {torch.float32: 8, torch.bfloat16: 2}  # kernels multiply float32 as three tf32 products
 FEW, MANY = 4, 12  # batches
 
 
@@ -107,9 +106,9 @@ def check(sp: SequenceParallel, name: str, dtype: torch.dtype, lengths: list[int
         assert not unknown, f"NaN or infinite: {unknown}"
         typical = {key: statistics.median(of) for key, of in ratios.items()}
         worst = max(typical, key=typical.__getitem__)
-        if same_on_all_ranks(typical[worst], sp) < TIMES[dtype]:
+        if same_on_all_ranks(typical[worst], sp) < 2:
             break
-    assert typical[worst] < TIMES[dtype], f"{worst}: {ratios[worst]}"
+    assert typical[worst] < 2, f"{worst}: {ratios[worst]}"
     return f"worst {typical[worst]:.2f} of the model's own error, {worst}; batches {len(ratios['loss'])}"
 
 

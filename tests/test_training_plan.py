@@ -490,6 +490,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert all(x["kind"] in kinds and x["how"] for x in (*row["memory"], *row["time"]))
 
 
+def test_what_the_guide_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Predictions are those of the command, and the measured numbers those of a result file."""
+    from transformers import AutoConfig
+
+    from flexsp.bench.model import SIZES
+
+    AutoConfig.for_model("qwen3_next", **SIZES["1b"]).save_pretrained(tmp_path)
+    lines = []
+    for row in load(ROOT / "benchmarks/results/model_h200x2_20261125.json")["rows"]:
+        words = ["plan", "--model", str(tmp_path), "--tokens", str(row["T"]), "--gpus", "2", "--json"]
+        assert cli.main(words) == 0
+        [plan] = [x for x in json.loads(capsys.readouterr().out)["plans"] if x["sp"] == 2]
+        ms = f"{plan['step_ms']:,.0f} | {row['step_s'] * 1e3:,.0f}"
+        lines.append(f"| {row['T']:,} | {ms} | {plan['memory_bytes'] / 2**30:.1f} | {row['peak_gib']:.1f} |")
+    assert "\n".join(lines) in (ROOT / "docs/plan.md").read_text()
+
+
 def test_the_command_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(save(tmp_path, "mamba2"))
     words = ["plan", "--model", folder, "--gpus", "2", "--gpu-memory", "4", "--gpu", "h100"]

@@ -119,6 +119,8 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
     for found in offline.compile_launches(launches):
         told = {"waits_first": found.waits_first, "wgmma": found.ptx.count("wgmma.mma_async")}
         told |= {"uneven_sums": len(found.uneven_sums), "drops_nan": found.drops_nan, "races": found.races}
+        limit = re.search(r"\.maxnreg\s+(\d+)", found.ptx)
+        told["limit"] = int(limit[1]) if limit else 0
         if found.name == "grads":
             told["unnoticed"] = unnoticed_barriers(found.ptx)
         results.append({key: value for key, value in vars(found).items() if key != "ptx"} | told)
@@ -171,6 +173,22 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not any(kernel[what] for kernel in found for what in wrong), told
     assert all(kernel["assembler"] >= 129 for kernel in found), "ptxas 12.8 miscompiles some of these"
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "K", "V"),
+    slow(
+        ("rwkv6", "whole", 128, 256), ("rwkv6", "packed", 64, 64), ("gla", "whole", 64, 64),
+        ("gla", "packed", 256, 128), ("hgrn2", "whole", 128, 256), ("gla_own_bias", "whole", 128, 128),
+        ("vector_gated_delta", "whole", 64, 64),
+    ),
+)  # fmt: skip
+def test_other_sizes(tmp_path: Path, name: str, how: str, K: int, V: int) -> None:
+    """No races, no registers that nothing wrote; and no limit of registers that puts values on the stack."""
+    found = run_child("compile", name, how, str(K), str(V), folder=tmp_path)
+    told = described(found)
+    assert not any(kernel[what] for kernel in found for what in ("races", "unwritten")), told
+    assert not [x for x in found if x["limit"] and x["stack"] and x["registers"] <= x["limit"]], told
 
 
 @pytest.mark.parametrize(("name", "how"), CONFIGS)

@@ -234,12 +234,14 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
         seen: list[int | None] = []
 
         def assemble(ptx: str) -> bytes:
+            if limit and limit_of(ptx) is None:
+                return b"freed"
             seen.append(limit_of(ptx))
             if seen[-1] in (144, 136):
                 raise private.PTXASError("Insufficient registers (144) to compile instruction")
             return str(len(seen)).encode()
 
-        monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
+        monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)  # without the limit too, which therefore stays
         monkeypatch.setattr(machine_code, "disassembled", lambda cubin: BAD if int(cubin) <= times else GOOD)
         assert assembled(PTX.format(limit=limit, threads=threads), assemble) == str(len(seen)).encode()
         return seen
@@ -265,6 +267,27 @@ def test_other_limits_are_tried(
 ) -> None:  # fmt: skip
     """One with which ptxas has too few registers is passed over; a block's threads have theirs with all."""
     assert wrong(times, limit, threads) == want
+
+
+@pytest.mark.parametrize(
+    ("stacks", "want"),
+    [({168: 0}, [168]), ({168: 8, None: 0}, [168, None]), ({168: 16, None: 8}, [168, None]), ({None: 8}, [None])],
+)
+def test_a_limit_that_makes_it_spill_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, stacks: dict[int | None, int], want: list[int | None]
+) -> None:
+    """The last of what is assembled is taken, without a search of what has no stack."""
+    seen: list[int | None] = []
+
+    def assemble(ptx: str) -> bytes:
+        seen.append(limit_of(ptx))
+        return str(seen[-1]).encode()
+
+    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: stacks[None if cubin == b"None" else int(cubin)])
+    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: GOOD)
+    limit = ".maxnreg 168\n" if 168 in stacks else ""
+    assert assembled(PTX.format(limit=limit, threads=128), assemble) == str(want[-1]).encode()
+    assert seen == want
 
 
 def test_no_text_is_assembled_twice() -> None:

@@ -25,6 +25,7 @@ import torch
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
+from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import CHUNKS, Plan, candidates, choose_plan, padded
 from flexsp.devices import H200
@@ -72,6 +73,15 @@ def test_measured_tiles_stay(name: str) -> None:
         plan = chosen(name, 32, T)
         assert plan.chunk == 64 and (plan.walk.cols, plan.walk.warps, plan.walk.stages) == wide
         assert plan.schedule == ("fused" if name == "deltanet" else "segmented")
+
+
+def test_copies_wait_for_products_of_the_next_state() -> None:
+    """Nothing is copied ahead where a tile is read elementwise and by the product that makes the next state."""
+    for name, alone in (("gla_own_bias", True), ("gla", False), ("rwkv6", False)):
+        code = code_of(name)
+        call = GeneratedCall(code, chosen(name, 4, 65536), {"K": 128, "V": 128}, 1, 4, 65536, 0, BF16)
+        stages = {x.kind: x.how.stages for x in [*call.forward(), *call.backward(False, False)] if x.kind in WALKS}
+        assert (stages.pop("output") == 1) == alone and min(stages.values()) > 1, (name, stages)
 
 
 def test_schedules() -> None:

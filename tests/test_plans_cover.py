@@ -10,6 +10,7 @@ import torch
 
 from flexsp.compiler.planning.plan import CHUNKS, _Cut
 from flexsp.devices import H200
+from flexsp.kernels.delta import plan as delta
 from flexsp.kernels.diagonal import plan as engine
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.table import chunk_table
@@ -44,6 +45,26 @@ def test_the_engine() -> None:
         assert plan.tiles.dv is not None or (plan.tiles.dk.bk >= K and plan.tiles.dk.bv >= V)
 
 
+def test_the_delta_engine() -> None:
+    """Parts of backward passes have all segments and chunks, in order."""
+    several = 0
+    for _ in range(300):
+        B, H, K, V = random.randrange(1, 4), random.randrange(1, 40), random.choice([64, 128, 80]), 128
+        docs, steps, gates = random.choice([0, 0, 5]), random.choice([1, 2, 3]), random.choice([0, 1, 1])
+        T = random.choice([0, 1, random.randrange(300), *random.choices(range(200000), k=2)]) * steps
+        ranks, dtype = random.random() < 0.5, random.choice([torch.bfloat16, torch.float32])
+        plan = delta.plan_of(dtype, B, T, H, K, V, docs, gates, ranks, H200, random.random() < 0.7, 1, steps)
+        assert_covers(plan, T, docs, plan.tiles.chunk) if not docs else None
+        segments = [s for part in plan.parts for s in range(part.before, part.before + part.segments)]
+        chunks = [c for part in plan.parts for c in range(part.chunks_before, part.chunks_before + part.chunks)]
+        assert segments == list(range(plan.n_seg)) and chunks == list(range(plan.n_chunks)), plan
+        assert all(part.chunks_before == part.before * plan.per_seg for part in plan.parts), plan
+        assert max(part.chunks for part in plan.parts) == plan.held, plan
+        assert len(plan.parts) == 1 or (plan.tiles.copies and steps > 1 and gates == 1)
+        several += len(plan.parts) > 1
+    assert several
+
+
 def test_generated_kernels() -> None:
     for name in ("simple_gla", "deltanet", "hgrn"):
         code = variants.load(name).make(2, 16, 16, torch.bfloat16).kernels
@@ -59,4 +80,3 @@ def test_generated_kernels() -> None:
                 assert all(block >= sizes[key] for key, block in plan.blocks), plan
                 whole = plan.n_seg == 1 and plan.n_chunks > 0 and not ranks
                 assert (plan.schedule == "fused") == whole, plan
-

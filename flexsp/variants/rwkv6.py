@@ -21,7 +21,8 @@ def merge(q, k, v, g, u, chunk_state, scale):
     lower = identity(k, k.size(0)).cumsum(0)
     delay = lower.tril(-1) - lower.tril(-2)  # moves rows down by one
     own = (q * u * k).sum(-1)
-    return (decayed_scores(q, delay @ k, b) @ (delay @ v) + own[:, None] * v + (q * b.exp()) @ chunk_state) * scale
+    scores = decayed_scores(q, delay @ k, b) @ delay + own[:, None] * identity(k, k.size(0))
+    return (scores @ v + (q * b.exp()) @ chunk_state) * scale
 
 
 def make(

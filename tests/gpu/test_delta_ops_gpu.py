@@ -11,13 +11,13 @@ import torch
 
 from flexsp.devices import H200
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.delta import plan
-from flexsp.ops import chunk_gated_delta_rule
+from flexsp.kernels.delta import calls, plan
+from flexsp.ops import _delta, chunk_gated_delta_product, chunk_gated_delta_rule
 from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE
-from tests.gpu.judge import CUDA, assert_right
+from tests.gpu.judge import CUDA, assert_right, assert_same
 from tests.gpu.test_matrix_gpu import DTYPES
-from tests.test_keys_of_tokens import drawn, unlike
+from tests.test_keys_of_tokens import drawn, passes, unlike
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -64,11 +64,49 @@ def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, 
 @pytest.mark.parametrize(
     ("n", "gated", "packed"), [(2, True, False), (3, True, True), (2, False, True), (3, False, False)]
 )
-def test_keys_of_tokens(n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int) -> None:
-    """Long heads are cut into segments. Rows of queries between zeros give the same bits."""
+def test_keys_of_tokens(
+    n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Long heads are cut into segments, the same ones here. Rows of queries between zeros give the same bits."""
+    monkeypatch.setattr(plan, "_parts", lambda gates, steps: n if gates else 1)
+    plan.plan_of.cache_clear()
+    try:
+        keys_of_tokens(n, gated, packed, dtype, T, seed)
+    finally:
+        plan.plan_of.cache_clear()
+
+
+def keys_of_tokens(n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int) -> None:
     bounds = torch.tensor([0, 61, 61, 125, T], device=CUDA) if packed else None
     given = drawn(seed, T, n, gated, dtype, 4 if packed else 1, 128, 64)
     assert unlike({name: x.to(CUDA) for name, x in given.items()}, n, gated, bounds) == []
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.usefixtures("poisoned")
+def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as where a backward pass goes through the same segments at once."""
+    T, seen = 20000 + n, []
+    bounds = torch.tensor([0, 61, 61, 125, T], device=CUDA) if packed else None
+    given = {
+        name: x.to(CUDA) for name, x in drawn(seed, T, n, True, torch.bfloat16, 4 if packed else 1, 128, 64).items()
+    }
+    found = []
+    for together in (False, True):
+
+        def planned(*args: Any, together: bool = together) -> plan.Plan:
+            made = plan.plan_of(*args)
+            made = replace(made, per_part=made.n_seg) if together else made
+            seen.append(len(made.parts))
+            return made
+
+        _delta._program.cache_clear()  # its recipes have the plan
+        monkeypatch.setattr(calls, "plan_of", planned)
+        found.append(passes(chunk_gated_delta_product, given, num_householder=n, cu_seqlens=bounds))
+    _delta._program.cache_clear()
+    assert seen == [n, 1]
+    assert_same(found[::-1])
 
 
 def test_heads_that_no_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,24 @@ def _is_tile(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and len(dims(node)) == 2 and "1" not in dims(node)
 
 
+def copied_over(nodes: Sequence[Any], walks: str) -> bool:
+    """Whether a walk multiplies a tile into its next state that it also reads elementwise.
+
+    Triton (3.6 and 3.7 were tried) lets such a product run into the next chunk, and does not keep the tile's buffer for
+    it: copies that go ahead would write over what it still reads.
+    """
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for x in node.all_input_nodes if node.target not in _VIEWS else ():
+            users.setdefault(_source(x)[0], []).append(node)
+    loads = [x for x in nodes if x.op == "placeholder" and _is_tile(x) and not _held(x, walks)]
+    products = {node for node in nodes if node.target is aten.mm.default}
+    return any(
+        any(x in products and "C" not in dims(x) for x in users.get(load, ())) and not products.issuperset(users[load])
+        for load in loads
+    )  # fmt: skip
+
+
 def part_load(
     kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
     dense: bool, arch: int,

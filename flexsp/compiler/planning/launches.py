@@ -10,7 +10,7 @@ Besides the names of buffers in `flexsp.kernels.launches`, ``kept.x`` is a value
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ import torch
 
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.body import Kernel
-from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.backend.walks import HELD, WALKS
 from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
 from flexsp.compiler.graphs.values import is_state
+from flexsp.compiler.planning.capacity import copied_over
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
@@ -300,12 +301,14 @@ class GeneratedCall:
     def _walk(
         self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str], **flags: bool
     ) -> LaunchSpec:
-        plan = self.plan
+        plan, how = self.plan, self.plan.walk
+        if any(copied_over(nodes, HELD[kind]) for nodes in self.code.kernels[kind].nodes):
+            how = replace(how, stages=1)
         panels = -(-self.sizes[self.code.layout.cols] // plan.walk.cols)
         if kind == "summarize" and self.code.dense:  # panels of A^T beside those of the state
             panels += -(-self.state[0] // plan.walk.cols)
         grid = (panels, self.B * self.H, plan.n_seg)
-        return self._generated(kind, plan.walk, grid, others, reads, writes, flags)
+        return self._generated(kind, how, grid, others, reads, writes, flags)
 
     def _chunkwise(self, kind: str, how: Launch, others: Sequence[str]) -> LaunchSpec:
         kernel = self.code.kernels[kind]

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.kernels.delta import channels, walks
 from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named, step
 from flexsp.kernels.primitives import dots
 
@@ -118,7 +119,8 @@ class ChannelCall(DeltaCall):
         )  # fmt: skip
         return [blocks, scores, inverse, values]
 
-    def _grads(self) -> list[LaunchSpec]:
+    def _grads(self, part: Part) -> list[LaunchSpec]:
+        """Of all chunks: plans with a gate a channel have one part."""
         p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
         around = ["@entering", "@leaving", "@errors"]
         width = t.channel_width
@@ -142,9 +144,12 @@ class ChannelCall(DeltaCall):
             [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
             STRONG=strong, GROUP=p.group,
         )  # fmt: skip
-        grads = replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))
-        launches = [parts, grads, *self._sum_of_groups()]
-        return launches if whole else [*launches, step("sum", _sum, ("@dbeta",), (to_beta,))]
+        return [parts, replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))]
+
+    def _summed(self) -> list[LaunchSpec]:
+        whole = self.plan.tiles.channel_grads.cols >= self.plan.K
+        sums = [] if whole else [step("sum", _sum, ("@dbeta",), (f"d.{self.beta}",))]
+        return [*self._sum_of_groups(), *sums]
 
 
 def _sum(parts: torch.Tensor, to: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from flexsp.kernels.delta import hopper_channels, hopper_prepare, hopper_reach
 from flexsp.kernels.delta.channel_launches import ChannelCall
 from flexsp.kernels.delta.hopper_launches import WARP, HopperCall
+from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelCall"]
@@ -95,7 +96,7 @@ class HopperChannelCall(HopperCall, ChannelCall):
             self._backward("collect", ("@dstates",), "@dstates", after, None, "@from_start"),
         ]
 
-    def _grads(self) -> list[LaunchSpec]:
+    def _grads(self, part: Part) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]
         pointers = [*names, "@do", "d.v", "@errors", "@entering", "@leaving", "@mild"]
         made = (*self._to_keys, "@dbeta", f"d.{self.gate}")
@@ -106,4 +107,4 @@ class HopperChannelCall(HopperCall, ChannelCall):
             (*pointers, *made, "@table" if p.docs else "q"), tuple(pointers), made,
             (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants, _GRADS.options,
         )  # fmt: skip
-        return [little, *ChannelCall._grads(self)]
+        return [little, *ChannelCall._grads(self, part)]

@@ -26,33 +26,35 @@ from flexsp.kernels.delta.hopper import (
 __all__ = ["grads"]
 
 
-@gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
+@gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
 def grads(
     q, k, do, dv, strength, errors, gates, entering, leaving, dq, dk, parts, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
     GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.grads.grads`, with dv as `hopper_walks.backward` left it."""
+    """As `flexsp.kernels.delta.grads.grads`, with dv, errors and states as `hopper_walks` left them: of `held`
+    chunks, the first of them behind `before` others."""
     begin(PDL)
     TILES: gl.constexpr = K // BK
     CK: gl.constexpr = by_sum(BK)
     CC: gl.constexpr = by_sum(C)
-    c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
+    tile, row = gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
+    c = before + gl.program_id(0) // TILES
     k0 = tile * BK
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-    at = row * n_chunks + c
+    at, place = row * n_chunks + c, row * held + c - before
     of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
     S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
     copy_tokens(of_o, do + b * do_sb + h * do_sh, start, length, C, V, do_st, STEPS)
     copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
-    copy(N, errors + at * V * C, V, V, C, C)
+    copy(N, errors + place * V * C, V, V, C, C)
     async_copy.commit_group()
-    copy(S, entering + at * V * K + k0, V, V, BK, K)
-    copy(dS, leaving + at * V * K + k0, V, V, BK, K)
+    copy(S, entering + place * V * K + k0, V, V, BK, K)
+    copy(dS, leaving + place * V * K + k0, V, V, BK, K)
     copy_tokens(qs, q + b * q_sb + h // GROUP * q_sh + k0, start, length, C, BK, q_st, STEPS)
     copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, BK, k_st)
     async_copy.commit_group()

@@ -6,6 +6,7 @@ from typing import Any
 
 from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_walks
 from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
 
@@ -65,22 +66,25 @@ class HopperCall(DeltaCall):
 
     def _walk(
         self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], panels: int,
-        **flags: bool,
+        part: Part | None, **flags: bool,
     ) -> LaunchSpec:  # fmt: skip
+        """Of the segments of a part, or of all."""
         p = self.plan
-        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale]
+        n_seg, before = (p.n_seg, 0) if part is None else part[:2]
+        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, before, p.held]
+        numbers.append(self.scale)
         constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
         constants |= {"GROUP": p.group, "STEPS": p.steps}
         reads = tuple(x for x in named(*pointers) if x not in writes)
-        flags["DEEP"] = panels * p.B * p.H * p.n_seg <= p.programs
+        flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
         return LaunchSpec(
-            kind, _WARPS, (panels, p.B * p.H, p.n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
+            kind, _WARPS, (panels, p.B * p.H, n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
             reads, writes, tuple(numbers), constants | flags, _WARPS.options,
         )  # fmt: skip
 
     def _forward(
         self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None,
-        walked: str | None = None,
+        walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
         """`writes`: of o, errors and states of chunks, or of segments."""
         p, reads, sums = self.plan, kind == "output", kind == "summarize"
@@ -93,7 +97,7 @@ class HopperCall(DeltaCall):
         pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self._alive, walked] if sums else [None, None]), given, final]
         return self._walk(
-            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), READS=reads,
+            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), part, READS=reads,
             KEEPS=kind == "states", SUMS=sums, ALIVE=sums and self._alive is not None, ENTERS=p.scanned and not sums,
             BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
@@ -105,8 +109,8 @@ class HopperCall(DeltaCall):
         final = "@final" if self.ends else None
         return self._forward("output", ("@o", *named(final)), self._edge_states, given, final)
 
-    def _states(self, given: str | None) -> LaunchSpec:
-        return self._forward("states", ("@errors", "@entering"), self._edge_states, given, None)
+    def _states(self, given: str | None, part: Part) -> LaunchSpec:
+        return self._forward("states", ("@errors", "@entering"), self._edge_states, given, None, part=part)
 
     @property
     def _edge_states(self) -> str | None:
@@ -114,34 +118,33 @@ class HopperCall(DeltaCall):
 
     def _backward(
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None,
-        walked: str | None = None,
+        walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
         p, sums = self.plan, kind == "collect"
         pointers = [*self._keys_of_walks, "@do", self._decays or "@strength", "@inverse", "@scores"]
         pointers += [None, None] if sums else ["d.v", "@leaving"]
         pointers += [dstates, walked, after, to]
         return self._walk(
-            kind, pointers, writes, ["q", "k", "do"], p.V // 64, SUMS=sums, ENTERS=p.scanned and not sums,
+            kind, pointers, writes, ["q", "k", "do"], p.V // 64, part, SUMS=sums, ENTERS=p.scanned and not sums,
             BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
     def _collect(self, after: str | None) -> list[LaunchSpec]:
         return [self._backward("collect", ("@dstates",), "@dstates", after, None, self._walked)]
 
-    def _back(self, after: str | None, to: str | None) -> LaunchSpec:
+    def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
         dstates = "@dstates" if self.plan.scanned else None
-        return self._backward("back", ("d.v", "@leaving", *named(to)), dstates, after, to)
+        return self._backward("back", ("d.v", "@leaving", *named(to)), dstates, after, to, part=part)
 
-    def _grads(self) -> list[LaunchSpec]:
+    def _grads(self, part: Part) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
         pointers = ["q", "k", "@do", "d.v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
         writes = (*self._to_keys, "@parts")
         pointers += [*writes, "@table" if p.docs else None]
         constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
         constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
-        grads = LaunchSpec(
-            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
+        return [LaunchSpec(
+            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
             tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,
-            ("q", "k", "do", p.T, p.H, p.n_chunks, self.scale), constants, how.options,
-        )  # fmt: skip
-        return [grads, self._gathered(), *self._sum_of_groups()]
+            ("q", "k", "do", p.T, p.H, p.n_chunks, part.chunks_before, p.held, self.scale), constants, how.options,
+        )]  # fmt: skip

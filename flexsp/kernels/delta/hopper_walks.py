@@ -125,21 +125,22 @@ def _reached(walked, row, seg, n_seg, K: gl.constexpr):
     return found
 
 
-@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def forward(
     q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
     ALIVE: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr,
     DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
-    READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, chunks, V, K] and its N^T
-    [.., V, C]. SUMS: writes what the segment leaves of a state of zeros into the slot behind it; where states decay, of
-    its last `walked` chunks alone; with a gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H]
-    is written: whether A is anything. ALIVE: with another gate, or none, alive is given. Programs beyond the columns of
-    V walk the unit matrix, with values of zeros; what it becomes is the segment's matrix A [B, n_seg, H, K, K].
+    READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, held, V, K] and its N^T
+    [.., V, C], of the segments behind those `before`: the others are another launch's. SUMS: writes what the segment
+    leaves of a state of zeros into the slot behind it; where states decay, of its last `walked` chunks alone; with a
+    gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H] is written: whether A is anything.
+    ALIVE: with another gate, or none, alive is given. Programs beyond the columns of V walk the unit matrix, with
+    values of zeros; what it becomes is the segment's matrix A [B, n_seg, H, K, K].
 
     decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
@@ -147,7 +148,7 @@ def forward(
     DEEP: copies go two chunks ahead, for programs that have a multiprocessor to themselves.
     """
     begin(PDL)
-    panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
+    panel, row, seg = gl.program_id(0), gl.program_id(1).to(gl.int64), before + gl.program_id(2)
     of_state = panel < V // 64
     v0 = (panel if of_state else panel - V // 64) * 64
     b = row // H
@@ -214,7 +215,7 @@ def forward(
         c = c0 + n
         arrived(2 if DEEP else 1 if LATER else 0)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        at = row * n_chunks + c
+        at, place = row * n_chunks + c, row * held + c - before * per_seg
         if PACKED:
             S = gl.where(first, 0.0, S)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
@@ -239,7 +240,7 @@ def forward(
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
-            store(entering + at * V * K + v0 * K, S, 64, 64, K, K)
+            store(entering + place * V * K + v0 * K, S, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
@@ -260,7 +261,7 @@ def forward(
             S, out = warpgroup_mma_wait(0, [S, out])
         else:
             if KEEPS:
-                store(errors + at * V * C + v0 * C, N, 64, 64, C, C)
+                store(errors + place * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
         if LATER and not DEEP:
             gl.thread_barrier()
@@ -292,21 +293,22 @@ def forward(
             store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, K, K)
 
 
-@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def backward(
     q, k, written, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
     GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, chunks, V, K].
+    """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, held, V, K],
+    of the segments behind those `before`.
 
     SUMS: writes neither, but what the segment adds to the gradient of the state that enters it, into its slot; where
     states decay of the first `walked` chunks alone.
     """
     begin(PDL)
-    v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), gl.program_id(2)
+    v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), before + gl.program_id(2)
     b = row // H
     h = row % H
     if GATED != CHANNEL:
@@ -359,7 +361,7 @@ def backward(
         c = c1 - 1 - n
         arrived(2 if DEEP else 1)
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        at = row * n_chunks + c
+        at, place = row * n_chunks + c, row * held + c - before * per_seg
         if PACKED:
             dS = gl.where(last, 0.0, dS)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
@@ -383,7 +385,7 @@ def backward(
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
-            store(leaving + at * V * K + v0 * K, dS, 64, 64, K, K)
+            store(leaving + place * V * K + v0 * K, dS, 64, 64, K, K)
         from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
         arrived(3 if DEEP else 1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexsp.kernels.delta import grads, join, prepare, walks
-from flexsp.kernels.delta.plan import Plan
+from flexsp.kernels.delta.plan import Part, Plan
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
@@ -83,7 +83,7 @@ class DeltaCall:
     def buffer(self, name: str) -> Buffer:
         p, C = self.plan, self.plan.tiles.chunk
         half = self.dtype if self.dtype == torch.bfloat16 else _F32
-        chunks = p.B * p.H, p.n_chunks
+        chunks, held = (p.B * p.H, p.n_chunks), (p.B * p.H, p.held)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "@states": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
             "@dstates": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
@@ -98,10 +98,10 @@ class DeltaCall:
             "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
             "@gates": (_F32 if half == torch.bfloat16 else torch.float64, (*chunks, C)),
             "@inverse": (half, (*chunks, C, C)),
-            "@entering": (half, (*chunks, p.V, p.K)),
-            "@leaving": (half, (*chunks, p.V, p.K)),
-            "@errors": (half, (*chunks, p.V, C)),
-            "@derrors": (half, (*chunks, p.V, C)),
+            "@entering": (half, (*held, p.V, p.K)),
+            "@leaving": (half, (*held, p.V, p.K)),
+            "@errors": (half, (*held, p.V, C)),
+            "@derrors": (half, (*held, p.V, C)),
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
@@ -149,10 +149,11 @@ class DeltaCall:
         """All gradients of inputs are computed, whichever are `wanted`."""
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
-        launches = [self._states("@initial" if self.initial and in_walk else None)]
-        if p.scanned:
-            launches += [*self._collect(after), *self._scan("@dstates", reverse=True)]
-        launches += [self._back(after if in_walk else None, to), *self._grads()]
+        launches = [*self._collect(after), *self._scan("@dstates", reverse=True)] if p.scanned else []
+        for part in p.parts:
+            launches.append(self._states("@initial" if self.initial and in_walk else None, part))
+            launches += [self._back(after if in_walk else None, to, part), *self._grads(part)]
+        launches += self._summed()
         if p.n_chunks:
             return launches
         if not p.scanned:
@@ -281,7 +282,7 @@ class DeltaCall:
             ENTERS=self.plan.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
 
-    def _states(self, given: str | None) -> LaunchSpec:
+    def _states(self, given: str | None, part: Part) -> LaunchSpec:
         states = "@states" if self.plan.scanned else None
         return self._launch(
             "states", self.plan.tiles.states,
@@ -296,7 +297,7 @@ class DeltaCall:
             ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
         )]  # fmt: skip
 
-    def _back(self, after: str | None, to: str | None) -> LaunchSpec:
+    def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
         dstates = "@dstates" if self.plan.scanned else None
         return self._launch(
             "back", self.plan.tiles.back,
@@ -312,17 +313,21 @@ class DeltaCall:
     def _tiles_of_keys(self) -> int:
         return -(-self.plan.K // self.plan.tiles.grads.cols)
 
-    def _grads(self) -> list[LaunchSpec]:
+    def _grads(self, part: Part) -> list[LaunchSpec]:
+        """Gradients of the chunks of a part, from what its walks keep."""
         p, how = self.plan, self.plan.tiles.grads
         writes = [*self._to_keys, "d.v", "@parts"]
         pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving"]
         numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
-        grads = self._spec(
+        return [self._spec(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes, numbers,
             {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
-        )  # fmt: skip
-        return [grads, self._gathered(), *self._sum_of_groups()]
+        )]  # fmt: skip
+
+    def _summed(self) -> list[LaunchSpec]:
+        """Sums of what all chunks left."""
+        return [self._gathered(), *self._sum_of_groups()]
 
     @property
     def _to_keys(self) -> list[str]:

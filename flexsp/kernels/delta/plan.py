@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["LONG", "MOST", "Plan", "Tiles", "engine_runs", "plan_of"]
+__all__ = ["LONG", "MOST", "Part", "Plan", "Tiles", "engine_runs", "plan_of"]
 
 MOST = 256
 """Of K and V."""
@@ -43,10 +44,20 @@ class Tiles:
     copies: bool = False
 
 
+class Part(NamedTuple):
+    """Segments that a backward pass goes through at once, and how many segments and chunks are before them."""
+
+    segments: int
+    before: int
+    chunks: int
+    chunks_before: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several. `programs`: so many have a
-    multiprocessor each. `group`: heads that share a query and a key. `steps`: keys a token has; T counts keys."""
+    multiprocessor each. `per_part`: segments whose states of chunks a backward pass keeps at once. `group`: heads that
+    share a query and a key. `steps`: keys a token has; T counts keys."""
 
     B: int
     T: int
@@ -60,6 +71,7 @@ class Plan:
     n_seg: int
     ranks: bool
     programs: int
+    per_part: int
     group: int = 1
     steps: int = 1
 
@@ -72,6 +84,21 @@ class Plan:
     def scanned(self) -> bool:
         """States enter segments from elsewhere."""
         return self.ranks or self.n_seg > 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """Of a backward pass, in order."""
+        found = []
+        for before in range(0, self.n_seg, self.per_part):
+            end = min(before + self.per_part, self.n_seg)
+            chunks = before * self.per_seg, min(end * self.per_seg, self.n_chunks)
+            found.append(Part(end - before, before, chunks[1] - chunks[0], chunks[0]))
+        return found
+
+    @property
+    def held(self) -> int:
+        """Chunks of the largest part."""
+        return min(self.per_part * self.per_seg, self.n_chunks)
 
 
 def engine_runs(K: int, V: int, device: torch.device | None) -> bool:
@@ -126,6 +153,12 @@ def _cut(gates: int, ranks: bool, copies: bool) -> bool:
     return ranks if gates == 0 else gates == 1 or copies
 
 
+def _parts(gates: int, steps: int) -> int:
+    """Parts in which a backward pass goes through heads that are cut: as many as a token has keys, so that it keeps no
+    more states of chunks at once than with one key a token."""
+    return steps if gates == 1 else 1
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gates: int, ranks: bool, device: Device,
@@ -145,9 +178,11 @@ def plan_of(
     n_chunks = -(-T // _chunk(dtype)) + docs
     cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
     tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
-    cols, room = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
+    parts = _parts(gates, steps) if cut and tiles.copies else 1
+    cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
     per_seg = max(1, -(-n_chunks // wanted))
     n_seg = max(1, -(-n_chunks // per_seg))
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, group, steps)
+    per_part = -(-n_seg // parts)
+    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, per_part, group, steps)

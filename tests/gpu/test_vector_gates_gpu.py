@@ -1,0 +1,57 @@
+"""The ops with vector gates and vector states on one GPU against the token loop in float64: whole and packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.oracles import token_loop
+from tests.gpu.judge import CUDA, assert_right
+from tests.gpu.test_matrix_gpu import DTYPES
+from tests.test_vector_gates import KEPT_WIDE, OPS, draw
+
+DOCUMENTS = (0, 61, 61, 125, 126, 203, 203)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (33, 48), (128, 256)], ids=str)
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.usefixtures("poisoned")
+def test_against_the_token_loop(name: str, size: tuple[int, int], dtype: torch.dtype, packed: bool, seed: int) -> None:
+    op, T, B = OPS[name], DOCUMENTS[-1], 1 if packed else 2
+    inputs = draw(name, B, T, states=len(DOCUMENTS) - 1 if packed else 2, K=size[0], V=size[1], seed=seed)
+    leaves = {key: x.to(torch.float32 if key in KEPT_WIDE else dtype) for key, x in inputs.items()}
+    bounds = {"cu_seqlens": torch.tensor(DOCUMENTS)} if packed else {}
+
+    def call(function: Any, **more: Any) -> Any:
+        def run(given: dict[str, torch.Tensor]) -> Any:
+            device = next(iter(given.values())).device
+            return function(**given, **{key: x.to(device) for key, x in bounds.items()}, **more)
+
+        return run
+
+    made = torch.Generator().manual_seed(seed)
+    outputs = op.chunk(**inputs, **bounds, output_final_state=True)
+    do, dfinal = (torch.randn(x.shape, generator=made).bfloat16().double() for x in outputs)
+    chunk = call(op.chunk, output_final_state=True)
+    assert_right(chunk, call(op.oracle, engine=token_loop), chunk, leaves, do, dfinal, dtype, seed)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.usefixtures("poisoned")
+def test_the_same_bits(name: str, seed: int) -> None:
+    """Over calls, gradients included."""
+    inputs = draw(name, 1, 1500, states=1, K=64, V=64, seed=seed)
+    found = []
+    for _ in range(3):
+        leaves = {
+            key: x.to(CUDA, torch.float32 if key in KEPT_WIDE else torch.bfloat16).requires_grad_()
+            for key, x in inputs.items()
+        }
+        outputs = OPS[name].chunk(**leaves, output_final_state=True)
+        cotangents = [torch.ones_like(x) for x in outputs]
+        found.append([*outputs, *torch.autograd.grad(list(outputs), list(leaves.values()), cotangents)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

@@ -36,11 +36,13 @@ def test_table_and_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_one_rank_two_ranks_and_the_unmodified_model_learn_alike(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
-    for name, words in (("one", []), ("two", ["--ranks", "2"]), ("unmodified", ["--unmodified"])):
+    for name, words in (("one", ["--profile"]), ("two", ["--ranks", "2"]), ("unmodified", ["--unmodified"])):
         assert main([*SMALL, *words, "--out", str(tmp_path / name)]) == 0
         [row] = record.load(next((tmp_path / name).glob("model_*.json")))["rows"]
         assert row["world_size"] == (2 if name == "two" else 1) and row["tokens_per_s"] > 0
         losses.append(torch.tensor(row["losses"]))
+        assert ("kernels" in row) == (name == "one")
+        assert all(ms > 0 and calls > 0 for _, ms, calls in row.get("kernels", []))
     assert losses[0][0] > losses[0][-1]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], atol=2e-3, rtol=0.0)

@@ -10,6 +10,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["SIZES", "run"]
 
 Row = dict[str, Any]
+_KERNELS = 40  # that a profile names
 _TYPES = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 SIZES: dict[str, dict[str, Any]] = {
     "1b": {
@@ -81,6 +83,21 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, sp: S
     return loss.detach()
 
 
+def _kernels(step: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:
+    """Kernels of one step on this rank by their time: name, milliseconds and calls; on the CPU its operators."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        step()
+        synchronize(device)
+    times = [
+        (x.key, (x.self_device_time_total if on_gpu else x.self_cpu_time_total) / 1e3, x.count)
+        for x in seen.key_averages()
+    ]
+    return sorted((x for x in times if x[1] > 0), key=lambda x: -x[1])[:_KERNELS]
+
+
 def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: bool) -> Row:
     """Seconds of steps and peak memory, of the slowest and fullest rank; on one rank, the error of a sequence that does
     not fit."""
@@ -104,6 +121,8 @@ def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: boo
         if sp.world_size > 1:  # the other ranks wait for this one, until torchrun ends them
             raise
         return row | {"error": str(error).split(". ")[0]}
+    if args.profile:
+        row["kernels"] = _kernels(lambda: _step(model, optimizer, ids, None if unmodified else sp), device)
     loss = torch.stack(losses).double()
     worst = torch.tensor([*seconds, _peak_gib(device)], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -11,18 +11,20 @@ from flexsp.planner.setup import DTYPES, Kind, Part, Setup, Split
 __all__ = ["attention_flops", "exposed", "operator_times", "step_flops", "time_parts"]
 
 _HALF = 2  # bytes of a bfloat16 number
-PRODUCTS = 0.8
-"""Rate of linear layers over that of one large product (`flexsp.devices`), which was measured: layers have smaller
-products, and launches between them. Assumed."""
-EXPERTS = 0.5
-"""The same of products of experts, which have few rows each. Assumed."""
-ATTENTION = 0.44
-"""Rate of softmax attention over that of one large product. FlashAttention-2, which torch runs, reaches 35% of an
-H100's peak of 989 TFLOP/s (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608), and a large product about 80%."""
+# Rates and moves are fitted to the kernels of training steps that were measured on one H200: a Qwen3-Next of 1.0 billion
+# parameters with 32,768 and 131,072 tokens (benchmarks/results/model_h200_20261125.json).
+PRODUCTS = 0.98
+"""Rate of linear layers over that of one large product (`flexsp.devices`)."""
+EXPERTS = 0.85
+"""The same of products of experts."""
+ATTENTION = 0.58
+"""The same of softmax attention, by cuDNN's kernels, which torch chooses on Hopper GPUs."""
 BACKWARD = 2.5
 """Products of attention's backward pass over those of its forward pass: five in place of two, as it keeps no scores."""
-KEPT_MOVES = 2, 4
-"""How often a byte that a layer keeps is read or written in a forward and in a backward pass, outside of products."""
+KEPT_MOVES = 9, 18
+"""How often a byte that a layer keeps is read or written in a forward and in a backward pass, outside of products: so
+often because transformers runs norms, gates, rotations and experts' routing one operation after the other, in part in
+float32."""
 LOGIT_BYTES = 36
 """Bytes of memory traffic of a logit: made twice and summed in float32, its gradient once."""
 NETWORK_LATENCY_US = 20.0

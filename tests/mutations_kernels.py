@@ -113,6 +113,10 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/plan.py",
+        ("min(end * self.per_seg, self.n_chunks)", "end * self.per_seg", "a part has chunks past the last",
+         "tests/test_plans_cover.py::test_the_delta_engine"),
+        ("return min(self.per_part * self.per_seg, self.n_chunks)", "return self.per_seg", "a part has no room for its chunks",
+         "tests/test_plans_cover.py::test_the_delta_engine"),
         ("return max(64, 1 << (self.K - 1).bit_length())", "return 64 if self.K <= 64 else 128", "states have 128 rows at most",
          _DELTA_LARGE + "[gated_deltanet]"),
     ),

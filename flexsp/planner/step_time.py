@@ -11,8 +11,8 @@ from flexsp.planner.setup import DTYPES, Kind, Part, Setup, Split
 __all__ = ["attention_flops", "exposed", "operator_times", "step_flops", "time_parts"]
 
 _HALF = 2  # bytes of a bfloat16 number
-# Rates and moves are fitted to the kernels of training steps that were measured on one H200: a Qwen3-Next of 1.0 billion
-# parameters with 32,768 and 131,072 tokens (benchmarks/results/model_h200_20261125.json).
+# Rates and moves are fitted to the kernels of training steps that were measured on one H200: a Qwen3-Next of 1.0
+# billion parameters with 32,768 and 131,072 tokens (benchmarks/results/model_h200_20261125.json).
 PRODUCTS = 0.98
 """Rate of linear layers over that of one large product (`flexsp.devices`)."""
 EXPERTS = 0.85

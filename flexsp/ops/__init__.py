@@ -10,12 +10,14 @@ from flexsp.ops.kda import chunk_kda, recurrent_kda
 from flexsp.ops.lightning import chunk_lightning_attn
 from flexsp.ops.linear_attn import chunk_linear_attn
 from flexsp.ops.mamba2 import mamba2_ssd
+from flexsp.ops.mamba3 import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
+    "Mamba3State",
     "chunk_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
@@ -29,6 +31,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_simple_gla",
     "mamba2_ssd",
+    "mamba3",
     "recurrent_delta_rule",
     "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",
@@ -36,6 +39,7 @@ __all__ = [
     "recurrent_hgrn",
     "recurrent_hgrn2",
     "recurrent_kda",
+    "recurrent_mamba3",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
     "recurrent_simple_gla",

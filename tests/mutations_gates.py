@@ -9,6 +9,9 @@ __all__ = ["GATES"]
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
 _LAYERS = "tests/test_gated_layers.py::test_formulas"
+_MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
+_MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
+_MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 
 GATES = [
     *_in(
@@ -58,6 +61,45 @@ GATES = [
         ("heads @ self.input_gate_weight", "heads @ self.recurrent_gate_weight", "both gates have one map", _LAYERS),
         ("-most.log() / 8", "-most.log() / 4", "the initial decays are other ones",
          "tests/test_gated_layers.py::test_initialisation"),
+    ),
+    *_in(
+        "flexsp/ops/mamba3.py",
+        ("initial.ssm + eta_first[..., None, None] * _products(initial.k, _rows(initial.v, mimo_x))", "initial.ssm",
+         "the token before a text is forgotten", _MAMBA3),
+        ("row >= j, -eta", "row > j, -eta", "a token reads its own products twice", _MAMBA3),
+        ("keys * (tokens.gamma + eta)", "keys * (tokens.gamma + tokens.eta)", "products are weighed by their own step",
+         _MAMBA3),
+        ("wrapped=True", "wrapped=False", "angles keep whole turns",
+         "tests/test_mamba3.py::test_long_texts_have_precise_angles"),
+        ('op="mamba3", rows=sizes.R', 'op="mamba3", rows=1', "rows are taken for tokens", _MAMBA3_RANKS),
+        ("tokens.eta[:, t, :, None, None] * _products(state.k", "tokens.gamma[:, t, :, None, None] * _products(state.k",
+         "decoding weighs the token before otherwise", "tests/test_mamba3.py::test_token_by_token"),
+    ),
+    *_in(
+        "flexsp/ops/_rotary.py",
+        ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
+         _MAMBA3),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("_where(place + 1 < stop, more", "_where(place + 1 <= stop, more", "the next document's first token is seen",
+         "tests/test_mamba3.py::test_documents_and_strides"),
+        ("here = here & (begin < stop)", "pass", "a document without tokens ends on several ranks", _MAMBA3_RANKS),
+        ("mine = initial.to(wide)", "pass", "a first rank without tokens loses the initial sum", _MAMBA3_RANKS),
+    ),
+    *_in(
+        "flexsp/comm/halo.py",
+        ("        x = x.flip(1)\n", "        pass\n", "the tokens after a shard are its last ones",
+         "tests/test_halo.py"),
+        ("return halo.flip(1) if after else halo", "return halo", "the tokens after a shard come in reverse",
+         "tests/test_halo.py"),
+    ),
+    *_in(
+        "flexsp/nn/mamba3.py",
+        ("z.unsqueeze(2) * self.mimo_z.transpose(0, 1)", "z.unsqueeze(2).expand_as(y)", "the gate has no factors",
+         _MAMBA3_LAYER),
+        (".clamp(min=self.A_floor)", "", "decays have no bound", _MAMBA3_LAYER),
+        ('"rotate_pairwise": not self.is_mimo', '"rotate_pairwise": True', "MIMO rotates neighbours", _MAMBA3_LAYER),
     ),
     *_in(
         "flexsp/compiler/graphs/differentiate.py",

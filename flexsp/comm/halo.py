@@ -32,8 +32,9 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel, after: bool
         after: the tokens after the shard instead.
 
     Returns:
-        [B, width, ...]; zeros where the sequence has not begun yet, or has ended. Documents are the caller's to mask. The backward
-        returns each token's gradient to the rank that owns it; it is recorded on every rank in grad mode.
+        [B, width, ...]; zeros where the sequence has not begun yet, or has ended. Documents are the caller's
+        to mask. The backward returns each token's gradient to the rank that owns it; it is recorded on every rank in
+        grad mode.
     """
     if x.dim() < 2:
         raise ValueError(f"x: expected [B, T, ...], got shape {tuple(x.shape)}")

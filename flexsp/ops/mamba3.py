@@ -125,7 +125,8 @@ def mamba3(
         y = y + tokens.x * D.to(y.dtype).unsqueeze(-1)
     y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
     if sp is not None:
-        _, y, ssm, *ends = joined(sp, y, ssm, *ends)
+        _, y, ssm, *views = joined(sp, y, ssm, *ends)
+        ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
 
 
@@ -282,7 +283,7 @@ def _ends(
     sp: SequenceParallel | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The final angle, k and v, by one exchange between ranks."""
-    (_, _, H, S), (_, _, R, _, K), P = turns.shape, keys.shape, v.shape[-1]
+    S, (R, _, K), P = turns.shape[-1], keys.shape[2:], v.shape[-1]
     together = torch.cat([_TURN * turns, keys.transpose(2, 3).flatten(3), v], -1)
     before = None
     if initial is not None:

@@ -67,7 +67,7 @@ def running_sum(
         starts = cu_seqlens[:-1]
         cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(x.shape[0])
     arrived = _arrived(mine, cut, sp, "a running sum")
-    total = total + _where(begin < start, arrived.expand_as(total))
+    total = total + (arrived if cu_seqlens is None else _where(begin < start, arrived.expand_as(total)))
     return _fraction(total) if wrapped else total
 
 
@@ -98,7 +98,7 @@ def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tor
 
 
 def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, T, H, ...] of the token behind, 0 at the end of the sequence or document; and x of first tokens [N, H, ...].
+    """x [B, T, H, ...] of the token behind, 0 at the end of the sequence or document; and of first tokens [N, H, ...].
 
     The latter are 0 where there is no token, and, with documents, where the document starts on another rank.
     """
@@ -127,8 +127,9 @@ def last(
         if sp is None or sp.world_size == 1:
             return mine
         cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
-        arrived = _arrived(mine, cut, sp, "the last token").squeeze(1)
-        return mine if T else mine + arrived
+        arrived = _arrived(mine, cut, sp, "the last token")
+        needed = torch.full((1,), T == 0, device=x.device)  # the backward pass answers on every rank
+        return mine + _where(needed, arrived).squeeze(1)
     start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     at = end - 1 - start

@@ -14,6 +14,7 @@ from flexsp.ops.mamba3 import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
+from flexsp.ops.rwkv7 import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "mamba2_ssd",
     "mamba3",
@@ -42,6 +44,7 @@ __all__ = [
     "recurrent_mamba3",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
+    "recurrent_rwkv7",
     "recurrent_simple_gla",
     "rg_lru",
 ]

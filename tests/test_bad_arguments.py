@@ -19,6 +19,7 @@ from flexsp.nn import (
     HGRN,
     HGRN2,
     RGLRU,
+    RWKV7,
     Attention,
     DeltaNet,
     GatedDeltaNet,
@@ -114,7 +115,7 @@ DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
     "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D), "Mamba3": Mamba3(D, 8, head_dim=16),
+    "RGLRU": RGLRU(D), "RWKV7": RWKV7(D, 8), "Mamba3": Mamba3(D, 8, head_dim=16),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -201,6 +202,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
          **PACKED},
         COMMON, {},
     ),
+    "chunk_rwkv7": (
+        ops.chunk_rwkv7,
+        {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "a": torch.rand(B, T, H, K),
+         "b": torch.rand(B, T, H, K), **PACKED},
+        COMMON, {},
+    ),
     "chunk_hgrn": (
         ops.chunk_hgrn, {"x": X, "g": -torch.rand(B, T, D), **VECTOR}, {"output_final_state": "flag", "sp": "sp"}, {},
     ),
@@ -228,6 +235,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
         {"hidden_size": D},
     ),
+    "RWKV7()": (
+        RWKV7, {}, {"hidden_size": "size", "head_dim": "limit", "layer_idx": "integer", "num_hidden_layers": "size",
+        "elementwise_affine": "flag", "norm_eps": "not negative", **dict.fromkeys(
+            ("value_dim", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"), "limit")},
+        {"hidden_size": D, "head_dim": 8},
+    ),
+    "RWKV7() of heads": (RWKV7, {}, {"num_heads": "size"}, {"hidden_size": D, "head_dim": None}),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),

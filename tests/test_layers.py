@@ -18,6 +18,7 @@ from flexsp.nn import (
     HGRN,
     HGRN2,
     RGLRU,
+    RWKV7,
     Attention,
     DeltaNet,
     GatedDeltaNet,
@@ -60,6 +61,7 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
+    "rwkv7": (RWKV7, {"hidden_size": 16, "head_dim": 8, "value_dim": 24}, 16),
     "attention": (
         Attention, {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}, 16,
     ),
@@ -85,7 +87,7 @@ def make(name: str, seed: int) -> nn.Module:
     layer = cls(**options).double()
     with torch.no_grad():
         for x in layer.parameters():
-            x.add_(0.3 * torch.randn_like(x) * (x.dim() == 1))
+            x.add_(0.3 * torch.randn_like(x) * (x.dim() == 1 or not x.any()))
     return layer
 
 

@@ -267,7 +267,7 @@ class RWKV7(nn.Module):
 
     def _arguments(
         self, x: Tensor, before: Tensor, mixes: list[Tensor], v_first: Tensor | None
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    ) -> tuple[dict[str, Any], Tensor, Tensor]:
         """The op's arguments but for states and boundaries, the gate, and the first layer's values."""
         heads, delta = (self.num_heads, -1), before - x
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes)
@@ -287,7 +287,7 @@ class RWKV7(nn.Module):
         }  # fmt: skip
         return arguments, self.g_lora(xg), v_first
 
-    def _output(self, o: Tensor, arguments: dict[str, Tensor], g: Tensor, dtype: torch.dtype) -> Tensor:
+    def _output(self, o: Tensor, arguments: dict[str, Any], g: Tensor, dtype: torch.dtype) -> Tensor:
         r, k, v = (_wide(arguments[name]) for name in ("r", "k", "v"))
         own = (r * k * self.r_k).sum(-1, keepdim=True) * v
         return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(g)).to(dtype))

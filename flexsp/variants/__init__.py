@@ -1,4 +1,5 @@
-"""Thirteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`."""
+"""Thirteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`.
+"""
 
 from flexsp.variants import (
     deltanet,

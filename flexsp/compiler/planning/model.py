@@ -144,7 +144,9 @@ def _read(call: GeneratedCall, launch: LaunchSpec) -> int:
 
 
 def _bytes_read(call: GeneratedCall, launch: LaunchSpec, name: str, by_row: bool) -> int:
-    """Rows past a chunk's length are written, but only those of gates are read, of exponents by scores. Walks read no last state."""
+    """Rows past a chunk's length are written, but only those of gates are read, and of exponents by scores.
+
+    Walks read no last state."""
     plan, buffer = call.plan, call.buffer(name)
     if name in ("@states", "@dstates") and launch.kind != PROPAGATE:
         return buffer.nbytes // (plan.n_seg + 1) * plan.n_seg

@@ -30,17 +30,19 @@ class _LowRank(nn.Module):
 
     def __init__(self, width: int, rank: int, out: int, activation: nn.Module, bias: bool = True) -> None:
         super().__init__()
-        self.lora = nn.Sequential(nn.Linear(width, rank, bias=False), activation, nn.Linear(rank, out, bias=bias))
+        maps = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias)
+        self.lora = nn.Sequential(maps[0], activation, maps[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora(x)
 
     def reset_parameters(self, bias: Tensor | None = None) -> None:
-        first, last = self.lora[0].weight, self.lora[2].weight
-        nn.init.zeros_(first)
-        _orthogonal(last, 0.1 * max(1.0, math.sqrt(last.shape[1] / last.shape[0])))
+        first, _, last = self.lora
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        nn.init.zeros_(first.weight)
+        _orthogonal(last.weight, 0.1 * max(1.0, math.sqrt(last.in_features / last.out_features)))
         if bias is not None:
-            self.lora[2].bias.copy_(bias)
+            last.bias.copy_(bias)
 
 
 class _HeadNorm(nn.Module):

@@ -241,7 +241,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
             ("value_dim", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"), "limit")},
         {"hidden_size": D, "head_dim": 8},
     ),
-    "RWKV7() of heads": (RWKV7, {}, {"num_heads": "size"}, {"hidden_size": D, "head_dim": None}),
+    "RWKV7() of heads": (RWKV7, {}, {"num_heads": "size"}, {"hidden_size": D, "head_dim": None, "num_heads": 2}),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),

@@ -359,6 +359,27 @@ def test_ranks_equal_one_rank(cases: tuple[str, ...], kinds: tuple[str, ...]) ->
     check_ranks([(case, kind, s) for case in cases for kind in kinds for s in (True, False)], torch.float64, EXACT)
 
 
+def in_graphs(sp: SequenceParallel, seed: int, kind: str) -> float:
+    """How far a compiled call over ranks is from a plain one, with a state as output on the last rank alone."""
+    inputs, _, cu = whole_case("mimo", kind, seed)
+    lengths, start, both = SHARDS[kind][0], sum(SHARDS[kind][0][: sp.rank]), []
+    sp.set_lengths(lengths)
+    for op in (mamba3, torch.compile(mamba3, backend="aot_eager", fullgraph=True)):
+        mine = leaves(part(inputs, slice(start, start + lengths[sp.rank])))
+        if not cu and sp.rank:
+            del mine["initial_state"]
+        outputs = op(**mine, **cu, **options("mimo"), output_final_state=True, sp=sp)
+        found = gradients(outputs, mine, [x.detach().cos() for x in flat(outputs)])
+        both.append([*flat(outputs), *found.values()])
+    return max(relative_error(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["uneven", "documents"])
+def test_graphs_over_ranks(kind: str) -> None:
+    assert max(run_ranks(in_graphs, 4, random.randrange(2**31), kind)) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["siso", "mimo"])
 def test_kernels_over_ranks(case: str) -> None:

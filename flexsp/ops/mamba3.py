@@ -12,6 +12,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
+from flexsp.scan.exchange import tie
 from flexsp.scan.sequence import following, last, running_sum
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def _chunked(
 ) -> tuple[Tensor, Optional, tuple[Tensor, ...]]:  # fmt: skip
     """y [B, T, R, H, P] without the skip in the accumulation dtype, the final ssm, and the final angle, k and v.
 
-    The latter are there on every rank, so that its backward pass answers for their exchange.
+    The latter are there on every rank, and y leads to them, so that its backward pass answers for their exchange.
 
     A token's product is written once, with its own weight and that which the next token gives it. So the engine's state
     is h_t and the latter part, and its output is off by what a token reads of its own products alone.
@@ -261,7 +262,10 @@ def _chunked(
         cu_seqlens=None if cu_seqlens is None else cu_seqlens * sizes.R, sp=sp, op="mamba3", rows=sizes.R,
     )  # fmt: skip
     y = y.unflatten(1, (sizes.T, sizes.R)) + _own(tokens, eta)
-    return y, ssm, _ends(turns, keys, tokens.v, initial, cu_seqlens, sp) if want_final else ()
+    if not want_final:
+        return y, None, ()
+    ends = _ends(turns, keys, tokens.v, initial, cu_seqlens, sp)
+    return y if sp is None else tie(y, ends[0]), ssm, ends
 
 
 def _own(tokens: _Tokens, eta: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("hgrn", "packed"): {},
         ("gated_deltanet", "whole"): {"back": 48, "grads": 336},
         ("gated_deltanet", "ranks"): {"collect": 48, "grads": 336},
-        ("rwkv7", "whole"): {"prepare0": 24, "grads": 992},
-        ("rwkv7", "ranks"): {"prepare0": 24, "grads": 992},
+        ("rwkv7", "whole"): {"prepare0": 56, "grads": 992},
+        ("rwkv7", "ranks"): {"prepare0": 56, "grads": 992},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},

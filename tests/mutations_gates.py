@@ -9,6 +9,10 @@ __all__ = ["GATES"]
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
 _LAYERS = "tests/test_gated_layers.py::test_formulas"
+_RWKV7 = "tests/test_rwkv7_layer.py::test_formulas"
+_MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
+_MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
+_MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 
 GATES = [
     *_in(
@@ -58,6 +62,79 @@ GATES = [
         ("heads @ self.input_gate_weight", "heads @ self.recurrent_gate_weight", "both gates have one map", _LAYERS),
         ("-most.log() / 8", "-most.log() / 4", "the initial decays are other ones",
          "tests/test_gated_layers.py::test_initialisation"),
+    ),
+    *_in(
+        "flexsp/variants/rwkv7.py",
+        ("g.cumsum(0) - g  # a token", "g.cumsum(0)  # a token", "what is removed is read after the decay", _OPS),
+        ("(b * left).T @ (w @ prev_s)", "(b * left).T @ (w @ chunk_state)", "what a chunk removes is read elsewhere",
+         _OPS),
+        ("decayed_scores(q, b, since) @ reads", "decayed_scores(q, b, since) @ u",
+         "what enters a chunk is not removed inside it", _OPS),
+    ),
+    *_in(
+        "flexsp/ops/rwkv7.py",
+        ("removed = (removes[:, t] * state)", "removed = (removes[:, t] * decay[:, t].unsqueeze(-1) * state)",
+         "decoding reads the decayed state", "tests/test_vector_gates.py::test_token_by_token"),
+    ),
+    *_in(
+        "flexsp/nn/rwkv7.py",
+        ("before.masked_fill((since < 1)[None, :, None], 0.0)", "before", "the token before a document is mixed in",
+         "tests/test_rwkv7_layer.py::test_decoding_and_documents"),
+        ("first = halo_exchange(x, 1, sp)", "first = 0 * halo_exchange(x, 1, sp)",
+         "a shard's first token is mixed with 0",
+         "tests/test_rwkv7_layer.py::test_ranks_equal_one_rank"),
+        ("-math.exp(-0.5)", "-math.exp(-0.6)", "decays have another bound", _RWKV7),
+        ("(1 + (a - 1) * self.k_a)", "(1 + a * self.k_a)", "keys have other strengths", _RWKV7),
+        ("eps = self.head_dim * check_eps", "eps = check_eps", "the norm's epsilon does not grow with heads", _RWKV7),
+        ("channel / D) ** (power * left)", "channel / D) ** power", "first weights do not depend on the layer",
+         "tests/test_rwkv7_layer.py::test_initialisation"),
+    ),
+    *_in(
+        "flexsp/compiler/graphs/differentiate.py",
+        ('return self.role in ("gates", "exponents")', 'return self.role == "gates"', "gates grow past a chunk's end",
+         "tests/test_generated.py::test_gates_far_past_underflow_are_finite[rwkv6]"),
+    ),
+    *_in(
+        "flexsp/ops/mamba3.py",
+        ("initial.ssm + eta_first[..., None, None] * _products(initial.k, _rows(initial.v, mimo_x))", "initial.ssm",
+         "the token before a text is forgotten", _MAMBA3),
+        ("row >= j, -eta", "row > j, -eta", "a token reads its own products twice", _MAMBA3),
+        ("keys * (tokens.gamma + eta)", "keys * (tokens.gamma + tokens.eta)", "products are weighed by their own step",
+         _MAMBA3),
+        ("wrapped=True", "wrapped=False", "angles keep whole turns",
+         "tests/test_mamba3.py::test_long_texts_have_precise_angles"),
+        ('op="mamba3", rows=sizes.R', 'op="mamba3", rows=1', "rows are taken for tokens", _MAMBA3_RANKS),
+        ("y if sp is None else tie(y, ends[0])", "y", "graphs do not answer for the exchange of last tokens",
+         "tests/test_mamba3.py::test_graphs_over_ranks[uneven]"),
+        ("tokens.eta[:, t, :, None, None] * _products(state.k", "tokens.gamma[:, t, :, None, None] * _products(state.k",
+         "decoding weighs the token before otherwise", "tests/test_mamba3.py::test_token_by_token"),
+    ),
+    *_in(
+        "flexsp/ops/_rotary.py",
+        ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
+         _MAMBA3),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("_where(place + 1 < stop, more", "_where(place + 1 <= stop, more", "the next document's first token is seen",
+         "tests/test_mamba3.py::test_documents_and_strides"),
+        ("here = here & (begin < stop)", "pass", "a document without tokens ends on several ranks", _MAMBA3_RANKS),
+        ("mine = initial.to(wide)", "pass", "a first rank without tokens loses the initial sum",
+         _MAMBA3_RANKS + "[cases1-kinds1]"),
+    ),
+    *_in(
+        "flexsp/comm/halo.py",
+        ("        x = x.flip(1)\n", "        pass\n", "the tokens after a shard are its last ones",
+         "tests/test_halo.py"),
+        ("return halo.flip(1) if after else halo", "return halo", "the tokens after a shard come in reverse",
+         "tests/test_halo.py"),
+    ),
+    *_in(
+        "flexsp/nn/mamba3.py",
+        ("z.unsqueeze(2) * self.mimo_z.transpose(0, 1)", "z.unsqueeze(2).expand_as(y)", "the gate has no factors",
+         _MAMBA3_LAYER),
+        (".clamp(min=self.A_floor)", "", "decays have no bound", _MAMBA3_LAYER),
+        ('"rotate_pairwise": not self.is_mimo', '"rotate_pairwise": True', "MIMO rotates neighbours", _MAMBA3_LAYER),
     ),
     *_in(
         "flexsp/compiler/graphs/differentiate.py",

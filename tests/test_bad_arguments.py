@@ -19,6 +19,7 @@ from flexsp.nn import (
     HGRN,
     HGRN2,
     RGLRU,
+    RWKV7,
     Attention,
     DeltaNet,
     GatedDeltaNet,
@@ -27,6 +28,7 @@ from flexsp.nn import (
     GatedRMSNorm,
     KimiDeltaAttention,
     Mamba2,
+    Mamba3,
     RMSNorm,
     SequenceParallelLA,
     ShortConvolution,
@@ -57,6 +59,7 @@ POSITIVE = [*NOT_NEGATIVE, 0]
 OPTIONAL = {
     "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
     "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300],
+    "pairs": [*SIZE, 1, 3, 257], "fraction": [*POSITIVE, 0.25, 2],
     "expand": [*POSITIVE, 1e-3, 1e308],
     "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],
     "range": [
@@ -93,6 +96,14 @@ SSD = {
     "x": torch.rand(B, T, H, V), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.rand(B, T, 1, K),
     "C": torch.rand(B, T, 1, K), "D": torch.rand(H), "dt_bias": torch.rand(H),
 }  # fmt: skip
+SSD3 = {
+    **{name: SSD[name] for name in ("x", "dt", "B", "C", "D")}, "A": -torch.rand(B, T, H), "trap": torch.rand(B, T, H),
+    "angles": torch.rand(B, T, H, 2), "B_bias": torch.rand(H, K), "C_bias": torch.rand(H, K),
+}  # fmt: skip
+SSD3_MIMO = SSD3 | {
+    "B": torch.rand(B, T, 2, 1, K), "C": torch.rand(B, T, 2, 1, K), "B_bias": torch.rand(H, 2, K),
+    "C_bias": torch.rand(H, 2, K), "mimo_x": torch.rand(H, 2, V),
+}  # fmt: skip
 FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
@@ -104,7 +115,7 @@ DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
     "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D),
+    "RGLRU": RGLRU(D), "RWKV7": RWKV7(D, 8), "Mamba3": Mamba3(D, 8, head_dim=16),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -161,6 +172,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, **PACKED}, {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp"}, {},
     ),
+    "mamba3": (
+        ops.mamba3, {**SSD3, "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
+        {"output_final_state": "flag", "rotate_pairwise": "flag", "sp": "sp"}, {},
+    ),
+    "recurrent_mamba3": (
+        ops.recurrent_mamba3, SSD3_MIMO, {"output_final_state": "flag", "rotate_pairwise": "flag"}, {},
+    ),
     "FlexLinearAttention": (
         FLEX, {**qkv(), **FLEX_GIVEN, "initial_state": PACKED["initial_state"], "cu_seqlens": bounds()}, COMMON, {},
     ),
@@ -182,6 +200,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.chunk_rwkv6,
         {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "u": torch.rand(H, K),
          **PACKED},
+        COMMON, {},
+    ),
+    "chunk_rwkv7": (
+        ops.chunk_rwkv7,
+        {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "a": torch.rand(B, T, H, K),
+         "b": torch.rand(B, T, H, K), **PACKED},
         COMMON, {},
     ),
     "chunk_hgrn": (
@@ -211,6 +235,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
         {"hidden_size": D},
     ),
+    "RWKV7()": (
+        RWKV7, {}, {"hidden_size": "size", "head_dim": "limit", "layer_idx": "integer", "num_hidden_layers": "size",
+        "elementwise_affine": "flag", "norm_eps": "not negative", **dict.fromkeys(
+            ("value_dim", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"), "limit")},
+        {"hidden_size": D, "head_dim": 8},
+    ),
+    "RWKV7() of heads": (RWKV7, {}, {"num_heads": "size"}, {"hidden_size": D, "head_dim": None, "num_heads": 2}),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),
@@ -250,6 +281,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         "expand": "expand", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative", "dt_min": "initial",
         "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range"},
         {"hidden_size": D, "head_dim": 16, "state_size": 16},
+    ),
+    "Mamba3()": (
+        Mamba3, {}, {"hidden_size": "size", "head_dim": "head size", "state_size": "pairs", "n_groups": "size",
+        "expand": "expand", "is_mimo": "flag", "is_outproj_norm": "flag", "use_bias": "flag",
+        "norm_eps": "not negative", "A_floor": "not negative", "rope_fraction": "fraction", "dt_min": "initial",
+        "dt_max": "initial", "dt_init_floor": "floor"},
+        {"hidden_size": D, "head_dim": 16, "state_size": 16},
+    ),
+    "Mamba3() with MIMO": (
+        Mamba3, {}, {"mimo_rank": "size", "state_size": "pairs"},
+        {"hidden_size": D, "head_dim": 16, "state_size": 16, "is_mimo": True},
     ),
     "DeltaNet()": (
         DeltaNet, {}, {"hidden_size": "size", "num_heads": "size", "expand_k": "share", "expand_v": "share",

@@ -65,6 +65,8 @@ def refused(layer: nn.Module, **options: Any) -> str:
         ("RWKV6Attention", "fla.layers.rwkv6", "flexsp.grammar.FlexLinearAttention"),
         ("ShortConvolution", "fla.modules.convolution", "use flexsp.nn.ShortConvolution"),
         ("Mamba2", "mamba_ssm.modules.mamba2", "flexsp.nn.Mamba2 is that layer"),
+        ("RWKV7Attention", "fla.layers.rwkv7", "flexsp.nn.RWKV7 is that layer"),
+        ("Mamba3", "mamba_ssm.modules.mamba3", "flexsp.nn.Mamba3 is that layer"),
         ("LlamaAttention", "transformers.models.llama.modeling_llama", "between sp.gather and sp.shard"),
         ("LlamaRotaryEmbedding", "transformers.models.llama.modeling_llama", "from global positions"),
         ("LlamaDecoderLayer", "transformers.models.llama.modeling_llama", "into a module of your own"),

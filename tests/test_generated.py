@@ -319,7 +319,7 @@ def test_other_sizes(name: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("name", "chunk"),
     [("gla", 64), ("deltanet", 64), ("gated_deltanet", 128), ("hgrn", 64)]
-    + slow(("simple_gla", 64), ("deltanet", 32), ("vector_gated_delta", 64), ("gla_own_bias", 128)),
+    + slow(("simple_gla", 64), ("deltanet", 32), ("vector_gated_delta", 64), ("rwkv7", 64), ("gla_own_bias", 128)),
 )
 def test_chunk_sizes(name: str, chunk: int, folder: str) -> None:
     """Levels of inverses and of scores. The last chunk is short, and so is one document."""
@@ -342,7 +342,7 @@ def test_segments(segments: int, folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["deltanet", "hgrn", *slow("retnet", "gla_own_bias")])
+@pytest.mark.parametrize("name", ["deltanet", "hgrn", *slow("retnet", "rwkv7", "gla_own_bias")])
 def test_one_token_and_none(name: str, folder: str) -> None:
     check_runs(
         folder,
@@ -353,7 +353,7 @@ def test_one_token_and_none(name: str, folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["hgrn", "gated_deltanet", *slow("retnet", "simple_gla", "gla")])
+@pytest.mark.parametrize("name", ["hgrn", "gated_deltanet", *slow("retnet", "simple_gla", "gla", "rwkv6", "rwkv7")])
 def test_gates_from_none_to_closed(name: str, folder: str) -> None:
     H = 2 if name == "retnet" else 1
     check_runs(
@@ -370,7 +370,7 @@ def closed(sp: Any, name: str, folder: str) -> list[str]:
     return [key for key, x in found.items() if not x.isfinite().all()]
 
 
-@pytest.mark.parametrize("name", ["gla", "gated_deltanet", "hgrn"])
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet", "hgrn", *slow("rwkv6", "rwkv7")])
 def test_gates_far_past_underflow_are_finite(name: str, folder: str) -> None:
     (found,) = run_ranks(closed, 1, name, folder, env=ENV)
     assert not found
@@ -577,7 +577,7 @@ def test_ranks_equal_one_rank(name: str, folder: str) -> None:
     assert over.keys() == alone.keys() and max(errors.values()) < 5e-6, errors
 
 
-@pytest.mark.parametrize("name", ["deltanet", *slow("gated_deltanet", "vector_gated_delta")])
+@pytest.mark.parametrize("name", ["deltanet", *slow("gated_deltanet", "vector_gated_delta", "rwkv7")])
 def test_dense_transitions_over_ranks(name: str, folder: str) -> None:
     check_runs(
         folder,

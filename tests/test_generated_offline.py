@@ -43,6 +43,8 @@ CONFIGS = [
         ("hgrn", "packed"),
         ("gated_deltanet", "whole"),
         ("gated_deltanet", "ranks"),
+        ("rwkv7", "whole"),
+        ("rwkv7", "ranks"),
     ),
 ]
 Stacks = dict[tuple[str, str], dict[str, int]]
@@ -57,6 +59,8 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("hgrn", "packed"): {},
         ("gated_deltanet", "whole"): {"back": 48, "grads": 336},
         ("gated_deltanet", "ranks"): {"collect": 48, "grads": 336},
+        ("rwkv7", "whole"): {"prepare0": 56, "grads": 992},
+        ("rwkv7", "ranks"): {"prepare0": 56, "grads": 992},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},

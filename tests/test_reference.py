@@ -133,7 +133,7 @@ def test_rows_of_other_documents_are_not_read() -> None:
     state = inputs["initial_state"].clone()
     state[2] = float("nan")
     sp = SequenceParallel(world_size=1)
-    sp.shard_range = lambda T: (0, 30, 40)  # type: ignore[method-assign]
+    sp.shard_range = lambda T, rows: (0, 30, 40)  # type: ignore[method-assign]
     sp.world_size, sp.rank = 1, 0
     short = {name: x[:, :30] for name, x in inputs.items() if name in "qkvg"}
     leaf = state.requires_grad_()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexsp.grammar.sequence import previous, running_sum
+from flexsp.scan.sequence import previous, running_sum
 from flexsp.testing.ranks import run_ranks
 
 LENGTHS = (3, 0, 4, 5)

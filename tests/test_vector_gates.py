@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
@@ -71,6 +71,43 @@ def vector_tokens(x: Any, g: Any, h: Any) -> Any:
     return (torch.stack(o, 1) if o else x), h
 
 
+def low_rank_tokens(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, S: Any) -> Any:
+    """S_t = diag(e^{w_t}) S_{t-1} + b_t (a_t S_{t-1}) + k_t v_t^T and r_t S_t."""
+    o = []
+    for t in range(r.shape[1]):
+        removed = torch.einsum("bhk,bhkv->bhv", a[:, t], S)
+        S = w[:, t].exp()[..., None] * S + torch.einsum("bhk,bhv->bhkv", b[:, t], removed)
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        o.append(torch.einsum("bhk,bhkv->bhv", r[:, t], S))
+    return (torch.stack(o, 1) if o else v), S
+
+
+def low_rank_chunks(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, S: Any) -> Any:
+    """The same from whole chunks: what sound chunks round."""
+    o = [v[:, :0]]
+    for at in range(0, r.shape[1], CHUNK):
+        r_c, w_c, k_c, v_c, a_c, b_c = (x[:, at : at + CHUNK] for x in (r, w, k, v, a, b))
+        w_c = w_c.clamp(min=-104)
+        since, total, one = w_c.cumsum(1), w_c.sum(1), torch.ones(w_c.shape[1], w_c.shape[1])
+        left, before = (total[:, None] - since).exp(), since - w_c
+
+        def pairs(x: Any, y: Any, reads: Any, offset: int, since: Any = since, one: Any = one) -> Any:
+            seen = one.tril(offset).bool()[None, :, :, None, None]
+            decays = torch.where(seen, reads[:, :, None] - since[:, None], -torch.inf).exp()
+            return torch.einsum("bihk,bjhk,bijhk->bhij", x, y, decays)
+
+        known = torch.einsum("bhij,bjhv->bhiv", pairs(a_c, k_c, before, -1), v_c)
+        known = known + torch.einsum("bihk,bhkv->bhiv", a_c * before.exp(), S)
+        system = torch.eye(len(one)) - pairs(a_c, b_c, before, -1)
+        removed = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).transpose(1, 2)
+        scores = ((pairs(r_c, k_c, since, 0), v_c), (pairs(r_c, b_c, since, 0), removed))
+        inside = sum(torch.einsum("bhij,bjhv->bihv", *each) for each in scores)
+        o.append(inside + torch.einsum("bihk,bhkv->bihv", r_c * since.exp(), S))
+        written = sum(torch.einsum("bjhk,bjhv->bhkv", x * left, y) for x, y in ((k_c, v_c), (b_c, removed)))
+        S = total.exp()[..., None] * S + written
+    return torch.cat(o, 1), S
+
+
 def by_document(call: Callable[..., Any], tokens: list[torch.Tensor], state: torch.Tensor, bounds: Any) -> Any:
     """call(*tokens, state) of each document by itself."""
     if bounds is None:
@@ -109,6 +146,17 @@ def rwkv6(r: Any, k: Any, v: Any, w: Any, u: Any, scale: Any = None, initial_sta
     return matrix_oracle(r, k, v, w, u, scale, initial_state, cu_seqlens, engine)
 
 
+def rwkv7(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, scale: float = 1.0, initial_state: Any = None,
+          cu_seqlens: Any = None, engine: Any = None) -> Any:  # fmt: skip
+    loop = low_rank_tokens if engine is token_loop or r.dtype == torch.float64 else low_rank_chunks
+    wide = [accumulated(x) for x in (r, w, k, v, a, b)]
+    wide[0] = wide[0] * scale
+    N = r.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    state = wide[0].new_zeros(N, *k.shape[2:], v.shape[-1]) if initial_state is None else initial_state
+    o, last = by_document(loop, wide, state, cu_seqlens)
+    return o.to(v.dtype), last
+
+
 def hgrn(x: Any, g: Any, initial_state: Any = None, cu_seqlens: Any = None, engine: Any = None) -> Any:
     N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     wide = [accumulated(x), accumulated(g)]
@@ -144,6 +192,7 @@ OPS = {
     "gla": Op(ops.chunk_gla, ops.recurrent_gla, gla, "q k v g", "g"),
     "hgrn2": Op(ops.chunk_hgrn2, ops.recurrent_hgrn2, hgrn2, "q v g", "g"),
     "rwkv6": Op(ops.chunk_rwkv6, ops.recurrent_rwkv6, rwkv6, "r k v w", "w"),
+    "rwkv7": Op(ops.chunk_rwkv7, ops.recurrent_rwkv7, rwkv7, "r w k v a b", "w"),
     "hgrn": Op(ops.chunk_hgrn, ops.recurrent_hgrn, hgrn, "x g", "g", matrix=False),
     "rg_lru": Op(ops.rg_lru, ops.recurrent_rg_lru, rg_lru, "x r i", "r", matrix=False),
 }
@@ -162,6 +211,9 @@ def draw(name: str, B: int, T: int, states: int = 0, K: int = 9, V: int = 7, see
         found[x] = normal(B, T, 2, V if x == "v" else K) if op.matrix else normal(B, T, 2 * K)
         if x in ("g", "w"):
             found[x] = logsigmoid(found[x] + 1)
+    if name == "rwkv7":
+        removed = normalize(found["a"], dim=-1)
+        found |= {"a": -removed, "b": removed * found["b"].sigmoid()}
     if name == "rwkv6":
         found["u"] = normal(2, K)
     if name == "rg_lru":

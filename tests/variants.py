@@ -63,6 +63,10 @@ def _delta(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return S + _outer(beta.unsqueeze(-1) * x["k"], x["v"] - _read(x["k"], S))
 
 
+def _low_rank(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
+    return _gated(S, x, p) + _outer(x["b"], _read(x["a"], S)) + _outer(x["k"], x["v"])
+
+
 def _hgrn(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return _gated(S, x, p) + (1 - x["g"].exp()) * x["x"]
 
@@ -114,10 +118,11 @@ VARIANTS = {
     "hgrn": Variant(_hgrn, ["q", "x", "G"], read=lambda S, x, p: x["q"] * S, state=(K,), transition="vector"),
     "hgrn2": Variant(_hgrn2, ["q", "v", "G"], transition="vector"),
     "rwkv6": Variant(_diagonal, ["q", "k", "v", "G"], ["U"], read=_with_bonus, transition="vector", before=True),
+    "rwkv7": Variant(_low_rank, ["q", "k", "v", "ab", "G"], transition="dense"),
     "vector_state": Variant(_added, ["x", "G"], read=lambda S, x, p: S, state=(K,), transition="vector"),
 }
 
-OFTEN = [name for name in VARIANTS if name not in ("hgrn2", "rwkv6", "vector_state")]
+OFTEN = [name for name in VARIANTS if name not in ("hgrn2", "rwkv6", "rwkv7", "vector_state")]
 USUAL = quick(VARIANTS, *OFTEN)
 """For the loops that CI runs: the latest ones, which are put together like others, are slow tests."""
 
@@ -128,7 +133,8 @@ def state_sizes(name: str) -> tuple[int, ...]:
 
 
 def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
-    """(tokens, params) in float64; "G" is a gate a channel, "U" a number a channel.
+    """(tokens, params) in float64; "G" is a gate a channel, "U" a number a channel, "ab" the pair a = -x and b, a share
+    of x, with x of length 1.
 
     Keys of delta rules have length 1.
     """
@@ -141,6 +147,9 @@ def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
     for key in variant.tokens:
         if key in ("b", "beta"):
             tokens[key] = normal(B, T, H).sigmoid()
+        elif key == "ab":
+            removed = normalize(normal(B, T, H, K), dim=-1)
+            tokens |= {"a": -removed, "b": removed * normal(B, T, H, K).sigmoid()}
         elif key in ("g", "G"):
             tokens["g"] = logsigmoid(normal(B, T, H, K) if key == "G" else normal(B, T, H))
         else:

@@ -18,10 +18,11 @@ from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
 from flexsp.grammar.feature_map import FeatureMap, identity
-from flexsp.grammar.sequence import positions, running_sum
 from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
+from flexsp.ops._rotary import rotate
+from flexsp.scan.sequence import positions, running_sum
 
 if TYPE_CHECKING:
     from flexsp.grammar.mask import Factors, Mask
@@ -345,7 +346,7 @@ class FlexLinearAttention:
             return F.relu(q), F.relu(k)
         if self.features.kind == "rope":
             angle = _angles(q, theta, self.features.base, cu_seqlens, sp)
-            return _rotate(q, angle), _rotate(k, angle)
+            return rotate(q, angle), rotate(k, angle)
         return q, k
 
 
@@ -394,9 +395,3 @@ def _angles(
     position = positions(T, q.device, cu_seqlens, sp)
     inverse = base ** (-torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K)
     return (position.unsqueeze(-1) * inverse).view(1, T, 1, K // 2)
-
-
-def _rotate(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    even, odd = x[..., ::2], x[..., 1::2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)

@@ -5,7 +5,9 @@ from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
+from flexsp.nn.mamba3 import Mamba3
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
+from flexsp.nn.rwkv7 import RWKV7
 from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
@@ -13,6 +15,7 @@ __all__ = [
     "HGRN",
     "HGRN2",
     "RGLRU",
+    "RWKV7",
     "Attention",
     "AttentionCache",
     "DeltaNet",
@@ -23,6 +26,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LayerCache",
     "Mamba2",
+    "Mamba3",
     "RMSNorm",
     "SequenceParallelLA",
     "ShortConvolution",

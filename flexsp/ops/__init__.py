@@ -10,12 +10,15 @@ from flexsp.ops.kda import chunk_kda, recurrent_kda
 from flexsp.ops.lightning import chunk_lightning_attn
 from flexsp.ops.linear_attn import chunk_linear_attn
 from flexsp.ops.mamba2 import mamba2_ssd
+from flexsp.ops.mamba3 import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
+from flexsp.ops.rwkv7 import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
+    "Mamba3State",
     "chunk_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
@@ -27,8 +30,10 @@ __all__ = [
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "mamba2_ssd",
+    "mamba3",
     "recurrent_delta_rule",
     "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",
@@ -36,8 +41,10 @@ __all__ = [
     "recurrent_hgrn",
     "recurrent_hgrn2",
     "recurrent_kda",
+    "recurrent_mamba3",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
+    "recurrent_rwkv7",
     "recurrent_simple_gla",
     "rg_lru",
 ]

@@ -1,4 +1,5 @@
-"""Twelve variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`."""
+"""Thirteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`.
+"""
 
 from flexsp.variants import (
     deltanet,
@@ -10,6 +11,7 @@ from flexsp.variants import (
     linear,
     retnet,
     rwkv6,
+    rwkv7,
     simple_gla,
     vector_gated_delta,
     vector_state,
@@ -25,6 +27,7 @@ __all__ = [
     "linear",
     "retnet",
     "rwkv6",
+    "rwkv7",
     "simple_gla",
     "vector_gated_delta",
     "vector_state",

@@ -281,7 +281,7 @@ def store_kept(emitter: Emitter, kept: Kept, x: Value, body: Body) -> str:
         return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
     at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"
     x = emitter.full(x, sizes)
-    if not kept.running:
+    if not kept.past_the_end:
         x = emitter.masked(x, 0)
         x = emitter.masked(x, 1) if x.wild and sizes[1:] == ("C",) else x  # the others are loaded without their padding
     text = x.f32

@@ -83,7 +83,8 @@ class Kept:
         dims: names of its sizes, "C" the tokens of a chunk; a matrix begins with them.
         role: "cached", what chunk_mode caches, or "gradient", that of such a value; "gates", running sums of gates over
             the chunk; "gated", an operand of products made with gates of two axes; "operand", another one of a dense
-            walk; "argument" or "result" of an intrinsic; "sum", for `gather`.
+            walk; "argument" or "result" of an intrinsic; "exponents", the argument of scores that is made of running
+            gates; "sum", for `gather`.
         wide: it is fp32 whatever the inputs are; else it has their dtype.
     """
 
@@ -96,6 +97,12 @@ class Kept:
     def running(self) -> bool:
         """Whether rows past a chunk's tokens repeat the last one, and are read; else they are zero."""
         return self.role == "gates"
+
+    @property
+    def past_the_end(self) -> bool:
+        """Whether rows past a chunk's tokens are stored as computed. Scores decay by way of them: 0 there would be a
+        gate that grows."""
+        return self.role in ("gates", "exponents")
 
     @property
     def of_gates(self) -> bool:
@@ -450,9 +457,11 @@ class _Keeper:
     def _intrinsic(self, node: Any) -> None:
         kind, n = _KINDS[node.target], len(self.intrinsics)
         last = len(node.args) - 1  # the matrix to invert, or the running gates of scores, which stay in float32
+        roles = ["argument"] * last + ["argument" if kind == "inverse" else "exponents"]
         args = tuple(
-            self._name(x, f"f32_arg{n}" if i == last else f"arg{n}_{i}", i == last) for i, x in enumerate(node.args)
-        )  # fmt: skip
+            self._name(x, f"f32_arg{n}" if i == last else f"arg{n}_{i}", i == last, role)
+            for i, (x, role) in enumerate(zip(node.args, roles, strict=True))
+        )
         if kind == "scores_grad":
             parts = {f"f32_grad{n}_{user.args[1]}": user for user in node.users}
             for name, user in parts.items():
@@ -464,12 +473,12 @@ class _Keeper:
         levels[node] += 1
         self.intrinsics.append(Intrinsic(kind, args, results, levels[node]))
 
-    def _name(self, x: Any, otherwise: str, wide: bool) -> str:
+    def _name(self, x: Any, otherwise: str, wide: bool, role: str) -> str:
         if x.op == "placeholder":
             return x.name
         known = next((name for name, node in self.found.items() if node is x), None)
         if known is None:
-            self._keep(otherwise, x, "argument", wide)
+            self._keep(otherwise, x, role, wide)
         return known or otherwise
 
 

@@ -144,14 +144,17 @@ def _read(call: GeneratedCall, launch: LaunchSpec) -> int:
 
 
 def _bytes_read(call: GeneratedCall, launch: LaunchSpec, name: str, by_row: bool) -> int:
-    """Rows past a chunk's length are written, but only those of running gates are read. Walks read no last state."""
+    """Rows past a chunk's length are written, but only those of gates are read, and of exponents by scores.
+
+    Walks read no last state."""
     plan, buffer = call.plan, call.buffer(name)
     if name in ("@states", "@dstates") and launch.kind != PROPAGATE:
         return buffer.nbytes // (plan.n_seg + 1) * plan.n_seg
     kept = call.code.layout.kept.get(name.removeprefix("kept.")) if name.startswith("kept.") else None
     if by_row:
         return 4 * call.B * call.H * plan.n_chunks * math.prod(buffer.shape[3:]) if len(buffer.shape) > 3 else 0
-    if kept is not None and kept.dims[:1] == ("C",) and not kept.running:
+    read = kept is not None and (kept.running or (kept.past_the_end and launch.intrinsic is not None))
+    if kept is not None and kept.dims[:1] == ("C",) and not read:
         return call.B * call.H * call.T * math.prod(buffer.shape[3:]) * buffer.dtype.itemsize
     return buffer.nbytes
 

@@ -30,7 +30,7 @@ Optional = torch.Tensor | None
 
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
-    initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool,
+    initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t: outputs in v's dtype, final states in that of states.
 
@@ -42,13 +42,14 @@ def run(
         cu_seqlens: [N + 1] global document boundaries, which are not looked at; B must be 1.
         call: what ranks compare of the call.
         want_final: whether final states are wanted.
+        rows: how many of T are a token of `sp.set_lengths`.
     """
     anchor = None
     if sp is not None:
         anchor, q, k, v, g, g_gamma, initial = joined(sp, q, k, v, g, g_gamma, initial)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    layout = _layout(cu_seqlens, B, T, sp)
+    layout = _layout(cu_seqlens, B, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
     step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
@@ -140,10 +141,10 @@ class _Layout(NamedTuple):
         return x[:, : self.T] if self.place_of is None else x.index_select(1, self.place_of)
 
 
-def _layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None) -> _Layout:
+def _layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, rows: int) -> _Layout:
     if cu_seqlens is None:
         return _Layout(T, _chunk_length(T))
-    start, stop = (0, T) if sp is None else sp.shard_range(T)[:2]
+    start, stop = (0, T) if sp is None else sp.shard_range(T, rows)[:2]
     n = cu_seqlens.numel() - 1
     C = max(16, _chunk_length(-(-T // n)))
     table = chunk_table(cu_seqlens, start, stop, C, last_rank=sp is None or sp.is_last)

@@ -25,10 +25,12 @@ Optional = torch.Tensor | None
 
 
 class _Diagonal:
-    """Calls of q, k, v and, where the state decays, of "g" or "g_gamma". Named "gate|call", the text of the call."""
+    """Calls of q, k, v and, where the state decays, of "g" or "g_gamma". Named "gate|rows|call": the rows of a token
+    and the text of the call."""
 
     def __init__(self, name: str) -> None:
-        self.gate, self.text = name.split("|", 1)
+        self.gate, rows, self.text = name.split("|", 2)
+        self.rows = int(rows)
 
     def recipe(self, asked: Asked) -> Recipe[DiagonalCall]:
         from flexsp.kernels.diagonal.dispatch import recipe_of
@@ -38,7 +40,7 @@ class _Diagonal:
         return recipe_of(given, asked.initial, asked.docs, asked.scale, asked.want_final, sp_id, self.text)
 
     def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
-        return operators.outputs(self.recipe(asked), asked, _shard(asked))
+        return operators.outputs(self.recipe(asked), asked, _shard(asked, self.rows))
 
     def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
         return operators.gradients(self.recipe(asked), asked.tensors, asked.initial, kept, *others)
@@ -58,10 +60,10 @@ class _Diagonal:
         )
 
 
-def _shard(asked: Asked) -> operators.Shard:
-    """Which tokens of how many these are; ranks tell each other where documents are packed."""
+def _shard(asked: Asked, rows: int) -> operators.Shard:
+    """Which rows of how many these are; ranks tell each other where documents are packed."""
     T = asked.tensors[0].shape[1]
-    return asked.group.shard_range(T) if asked.docs and asked.group is not None else (0, T, T)
+    return asked.group.shard_range(T, rows) if asked.docs and asked.group is not None else (0, T, T)
 
 
 operators.define_kind(_KIND, _Diagonal, NAME, IN_PYTORCH)
@@ -88,10 +90,12 @@ def diagonal(
     cu_seqlens: torch.Tensor | None = None,
     sp: SequenceParallel | None = None,
     op: str = "linear attention",
+    rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, over [B, T, H, *] inputs already validated.
 
-    ``op`` is the name by which ranks tell each other which call they are in.
+    ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
+    of T; ``cu_seqlens`` count those too.
     """
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
@@ -102,13 +106,13 @@ def diagonal(
             call += f", boundaries {cu_seqlens.tolist()}"
         with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
             return in_pytorch.run(
-                q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state
+                q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state, rows
             )  # fmt: skip
     untransformed(NAME, IN_PYTORCH)
     want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.rank == sp.world_size - 1)
     initial = None if initial_state is None else initial_state.contiguous()
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    tensors, name = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{call}"
+    tensors, name = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
     if not operators.plain(*tensors, initial, cu_seqlens):
         return operators.call(
             f"{_KIND}|{name}", tensors, initial, cu_seqlens, scale=scale, want_final=want_final, sp=sp,
@@ -117,4 +121,4 @@ def diagonal(
     docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     asked = Asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp)
     recipe = _Diagonal(name).recipe(asked)
-    return operators.run(recipe, f"{_KIND}|{name}", tensors, initial, cu_seqlens, _shard(asked), scale)
+    return operators.run(recipe, f"{_KIND}|{name}", tensors, initial, cu_seqlens, _shard(asked, rows), scale)

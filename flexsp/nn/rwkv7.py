@@ -1,0 +1,322 @@
+"""The time mixing of RWKV-7."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import resolve_sp
+from flexsp.comm.halo import halo_exchange
+from flexsp.exceptions import check_flag, check_integer, fail
+from flexsp.nn.conv import tokens_since_start
+from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
+from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
+from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
+from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
+
+__all__ = ["RWKV7"]
+
+_LEAST_LOG_DECAY = -math.exp(-0.5)
+_MIXED = ("r", "w", "k", "v", "a", "g")
+
+
+class _LowRank(nn.Module):
+    """Two linear maps with an activation between them."""
+
+    def __init__(self, width: int, rank: int, out: int, activation: nn.Module, bias: bool = True) -> None:
+        super().__init__()
+        maps = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias)
+        self.lora = nn.Sequential(maps[0], activation, maps[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora(x)
+
+    def reset_parameters(self, bias: Tensor | None = None) -> None:
+        first, _, last = self.lora
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        nn.init.zeros_(first.weight)
+        _orthogonal(last.weight, 0.1 * max(1.0, math.sqrt(last.in_features / last.out_features)))
+        if bias is not None:
+            last.bias.copy_(bias)
+
+
+class _HeadNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) of each head's channels, with weights and biases as of `torch.nn.GroupNorm`."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, eps: float, affine: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if affine else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
+        x = F.layer_norm(_wide(x), x.shape[-1:], eps=self.eps)
+        if self.weight is None or self.bias is None:
+            return x
+        return x * self.weight.view(x.shape[2:]) + self.bias.view(x.shape[2:])
+
+
+class RWKV7(nn.Module):
+    """The time mixing of RWKV-7 "Goose" (Peng et al. 2025, arXiv 2503.14456), with the parameters of
+    flash-linear-attention's ``RWKV7Attention``.
+
+    Each of r, w, k, v, a and g is made of x_t + x_i * (x_{t-1} - x_t), with a weight x_i a channel. Of a head
+    ``S_t = diag(e^{w_t}) S_{t-1} - kk_t^T a_t (kk_t S_{t-1}) + k_t v_t^T, o_t = r_t S_t``, see
+    `flexsp.ops.chunk_rwkv7`, with ``w = -e^{-1/2} sigmoid(lora(x))``, ``a = sigmoid(lora(x))``, kk = k * k_k of length
+    1, and k * (1 + (a - 1) * k_a) in the place of k; ``y = W_o ((norm(o) + (r_t r_k k_t) v_t) * g)``. Layers but the
+    first mix their values with those of the first, ``v_first``, by weights sigmoid(lora(x)).
+
+    Args:
+        hidden_size: model width D, a multiple of the number of heads.
+        head_dim: K of a head, 1 to 256; on GPUs at most 128.
+        num_heads: heads H with ``head_dim=None``.
+        decay_low_rank_dim: channels between the two maps of w; None gives the authors' number, as of the next three.
+        gate_low_rank_dim: of g.
+        a_low_rank_dim: of a.
+        v_low_rank_dim: of the weights of v_first.
+        elementwise_affine: whether the norm has weights and biases.
+        norm_eps: of the norm over each head's V channels, times K; at least 0.
+        layer_idx: the layer's number; the first, 0, has no v_first.
+        value_dim: H * V, by default D; V is 1 to 256.
+        num_hidden_layers: of the model, for the initialisation alone.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int | None = 64,
+        num_heads: int | None = None,
+        decay_low_rank_dim: int | None = None,
+        gate_low_rank_dim: int | None = None,
+        a_low_rank_dim: int | None = None,
+        v_low_rank_dim: int | None = None,
+        elementwise_affine: bool = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int = 0,
+        value_dim: int | None = None,
+        num_hidden_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = D = check_integer("hidden_size", hidden_size, least=1)
+        self.num_heads, self.head_dim = _heads(D, head_dim, num_heads)
+        self.value_dim = D if value_dim is None else check_integer("value_dim", value_dim, least=1)
+        if self.value_dim % self.num_heads or self.value_dim > MAX_HEAD_DIM * self.num_heads:
+            fail("value_dim", f"H * V for {self.num_heads} heads and V of 1..{MAX_HEAD_DIM}", self.value_dim)
+        self.head_v_dim, V = self.value_dim // self.num_heads, self.value_dim
+        check_flag("elementwise_affine", elementwise_affine)
+        self.layer_idx = check_integer("layer_idx", layer_idx)
+        self.num_hidden_layers = check_integer("num_hidden_layers", num_hidden_layers, least=1)
+        if num_hidden_layers > 1 and layer_idx >= num_hidden_layers:
+            fail("layer_idx", f"a number below num_hidden_layers={num_hidden_layers}", layer_idx)
+        wide = self.head_dim / 64
+        ranks = {
+            name: _rank(f"{name}_low_rank_dim", given, factor * math.sqrt(D))
+            for name, given, factor in (
+                ("decay", decay_low_rank_dim, 2.5 * wide), ("gate", gate_low_rank_dim, 5.0),
+                ("a", a_low_rank_dim, 2.5 * wide), ("v", v_low_rank_dim, 1.7 * wide),
+            )
+        }  # fmt: skip
+        for name in _MIXED:
+            setattr(self, f"x_{name}", nn.Parameter(torch.empty(1, 1, D)))
+        self.k_k, self.k_a = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(D))
+        self.r_k = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.r_proj, self.k_proj = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(D, V, bias=False), nn.Linear(V, D, bias=False)
+        self.w_lora = _LowRank(D, ranks["decay"], D, nn.Tanh())
+        self.v_lora = None if layer_idx == 0 else _LowRank(D, ranks["v"], V, nn.Identity())
+        self.a_lora = _LowRank(D, ranks["a"], D, nn.Identity())
+        self.g_lora = _LowRank(D, ranks["gate"], V, nn.Sigmoid(), bias=False)
+        eps = self.head_dim * check_eps("norm_eps", norm_eps)
+        self.g_norm = _HeadNorm(V, eps, elementwise_affine)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' initialisation, in which W_o is 0."""
+        D, K, n = self.hidden_size, self.head_dim, self.num_hidden_layers
+        depth, left = self.layer_idx / max(n - 1, 1), max(1 - self.layer_idx / n, 0.0)
+        channel, middle = torch.arange(D, device=self.k_k.device), max(K - 1, 1) / 2
+        place = channel / max(D - 1, 1)
+        zigzag = (channel % K - middle) / middle
+        zigzag = zigzag * zigzag.abs()
+        for name, power in zip(_MIXED, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+            getattr(self, f"x_{name}").copy_(1 - (channel / D) ** (power * left))
+        self.k_k.copy_(0.76 - 0.1 * place)
+        self.k_a.fill_(1.02)
+        self.r_k.fill_(-0.04)
+        self.w_lora.reset_parameters(-5.5 + 6 * place ** (1 + depth**0.3) + 2.5 * zigzag)
+        self.a_lora.reset_parameters(-0.39 + 0.3 * zigzag + 0.4 * place)
+        self.g_lora.reset_parameters()
+        if self.v_lora is not None:
+            at = torch.arange(self.value_dim, device=self.k_k.device) / max(self.value_dim - 1, 1)
+            self.v_lora.reset_parameters(0.93 - 0.4 * at)
+        if self.g_norm.weight is not None and self.g_norm.bias is not None:
+            self.g_norm.weight.fill_(((self.layer_idx + 1) / max(n, self.layer_idx + 1)) ** 0.7)
+            self.g_norm.bias.zero_()
+        for linear, gain in ((self.r_proj, 1.0), (self.k_proj, 0.1), (self.v_proj, 1.0)):
+            _orthogonal(linear.weight, gain)
+        self.o_proj.weight.zero_()
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None,
+        v_first: Tensor | None = None, return_v_first: bool = False,
+    ) -> Any:  # fmt: skip
+        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
+
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+
+        Args:
+            v_first: the first layer's values [B, T, value_dim] of these tokens; None in the first layer.
+            return_v_first: also return v_first, the first layer its own, last in the tuple.
+
+        Raises:
+            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
+        """
+        check_input("x", x, (None, None, self.hidden_size))
+        self._check_v_first(v_first, x.shape[:2])
+        check_flag("return_v_first", return_v_first)
+        kept = None
+        if cache is not None:
+            self._check_cache(cache, x.shape[0])
+            _refuse_cache_under_sp(cu_seqlens)
+            assert cache.conv is not None
+            seen = torch.cat([cache.conv.transpose(1, 2).to(x.dtype), x], 1)
+            before, kept = seen[:, :-1], seen[:, -1:].transpose(1, 2).to(cache.conv.dtype)
+            mixes = self._mixes()
+        else:
+            x, before, mixes = self._shifted(x, cu_seqlens)
+        arguments, g, v_first = self._arguments(x, before, mixes, v_first)
+        o, state = chunk_rwkv7(
+            **arguments, initial_state=None if cache is None else cache.state, output_final_state=cache is not None,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        results = [self._output(o, arguments, g, x.dtype)]
+        if cache is not None:
+            assert state is not None
+            results.append(LayerCache(state, kept))  # type: ignore[arg-type]
+        results += [v_first] if return_v_first else []
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def step(
+        self, x: Tensor, cache: LayerCache, v_first: Tensor | None = None, return_v_first: bool = False
+    ) -> Any:  # fmt: skip
+        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache).
+
+        ``v_first`` is [B, 1, value_dim]; with ``return_v_first`` it is last in the tuple.
+        """
+        token = _check_token(x, self.hidden_size)
+        self._check_cache(cache, x.shape[0])
+        self._check_v_first(v_first, token.shape[:2])
+        check_flag("return_v_first", return_v_first)
+        assert cache.conv is not None
+        before = cache.conv.transpose(1, 2).to(token.dtype)
+        arguments, g, v_first = self._arguments(token, before, self._mixes(), v_first)
+        o, state = recurrent_rwkv7(**arguments, initial_state=cache.state, output_final_state=True)
+        assert state is not None
+        y = self._output(o, arguments, g, x.dtype).reshape(x.shape)
+        kept = LayerCache(state, token.transpose(1, 2).to(cache.conv.dtype))
+        return (y, kept, v_first) if return_v_first else (y, kept)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text; ``conv`` is the last input [B, D, 1]."""
+        shape, weight = self._state_shape(check_integer("batch", batch, least=1)), self.r_proj.weight
+        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return LayerCache(state, weight.new_zeros(batch, self.hidden_size, 1))
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.num_heads, self.head_dim, self.head_v_dim
+
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        _check_cache(cache, self._state_shape(batch), None)
+        check_input("cache.conv", cache.conv, (batch, self.hidden_size, 1))
+
+    def _check_v_first(self, v_first: Any, tokens: torch.Size) -> None:
+        if self.v_lora is None:
+            if v_first is not None:
+                fail("v_first", "None in the first layer, whose values are those", type(v_first).__name__)
+        elif v_first is None:
+            fail("v_first", "the first layer's values [B, T, value_dim] (return_v_first gives them)", None)
+        else:
+            check_input("v_first", v_first, (*tokens, self.value_dim))
+
+    def _mixes(self) -> list[Tensor]:
+        return [getattr(self, f"x_{name}") for name in _MIXED]
+
+    def _shifted(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """x, x of the token before, 0 where its document begins, and the weights of the two."""
+        sp, mixes = resolve_sp(None), self._mixes()
+        check_cu_seqlens(cu_seqlens, None, x, "x", sp)
+        since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
+        if sp is None:
+            first = x.new_zeros(x.shape[0], 1, self.hidden_size)
+        else:
+            _, x, *mixes = joined(sp, x, *mixes)
+            first = halo_exchange(x, 1, sp)
+        before = torch.cat([first, x], 1)[:, :-1]
+        return x, before if since is None else before.masked_fill((since < 1)[None, :, None], 0.0), mixes
+
+    def _arguments(
+        self, x: Tensor, before: Tensor, mixes: list[Tensor], v_first: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """The op's arguments but for states and boundaries, the gate, and the first layer's values."""
+        heads, delta = (self.num_heads, -1), before - x
+        xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes)
+        r, k, v = _project(self.r_proj, xr), self.k_proj(xk), self.v_proj(xv)
+        w = _LEAST_LOG_DECAY * _wide(self.w_lora(xw)).sigmoid()
+        a, k_wide = _wide(self.a_lora(xa)).sigmoid(), _wide(k)
+        if self.v_lora is None:
+            v_first = v
+        else:
+            assert v_first is not None
+            v = torch.lerp(_wide(v), _wide(v_first), _wide(self.v_lora(xv)).sigmoid()).to(v.dtype)
+        kk = F.normalize((k_wide * self.k_k).unflatten(-1, heads), dim=-1)
+        k_wide = k_wide * (1 + (a - 1) * self.k_a)
+        arguments = {
+            "r": r.unflatten(-1, heads), "w": w.unflatten(-1, heads), "k": k_wide.to(k.dtype).unflatten(-1, heads),
+            "v": v.unflatten(-1, heads), "a": -kk.to(k.dtype), "b": (kk * a.unflatten(-1, heads)).to(k.dtype),
+        }  # fmt: skip
+        return arguments, self.g_lora(xg), v_first
+
+    def _output(self, o: Tensor, arguments: dict[str, Any], g: Tensor, dtype: torch.dtype) -> Tensor:
+        r, k, v = (_wide(arguments[name]) for name in ("r", "k", "v"))
+        own = (r * k * self.r_k).sum(-1, keepdim=True) * v
+        return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(g)).to(dtype))
+
+
+def _orthogonal(weight: Tensor, gain: float) -> None:
+    """In float32 at least, since torch has no decomposition in half precision."""
+    weight.copy_(nn.init.orthogonal_(_wide(weight.detach()).clone(), gain=gain))
+
+
+def _heads(hidden_size: int, head_dim: Any, num_heads: Any) -> tuple[int, int]:
+    """(heads, their size)."""
+    if head_dim is None:
+        if num_heads is None:
+            fail("num_heads", "a number of heads with head_dim=None", None)
+        H = check_integer("num_heads", num_heads, least=1)
+        if hidden_size % H or hidden_size > MAX_HEAD_DIM * H:
+            fail("num_heads", f"a divisor of hidden_size={hidden_size} with heads of 1..{MAX_HEAD_DIM}", num_heads)
+        return H, hidden_size // H
+    K = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
+    if hidden_size % K:
+        fail("head_dim", f"a divisor of hidden_size={hidden_size}", head_dim)
+    if num_heads is not None and num_heads != hidden_size // K:
+        fail("num_heads", f"None with head_dim, or hidden_size / head_dim = {hidden_size // K}", repr(num_heads))
+    return hidden_size // K, K
+
+
+def _rank(name: str, given: Any, size: float) -> int:
+    """As given, else the multiple of 32 that is nearest to ``size``, at least 32."""
+    return max(32, round(size / 32) * 32) if given is None else check_integer(name, given, least=1)

@@ -1,0 +1,383 @@
+"""Mamba-3: trapezoidal rule, rotations by data-dependent angles, and several inputs and outputs a head (MIMO)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import ranks_call
+from flexsp.kernels.diagonal.op import diagonal
+from flexsp.ops import _validate as check
+from flexsp.ops._rotary import rotate
+from flexsp.scan.exchange import tie
+from flexsp.scan.sequence import following, last, running_sum
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["Mamba3State", "mamba3", "recurrent_mamba3"]
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+_MIN_LOG_DECAY = -104.0
+_TURN = 2 * math.pi
+
+
+class Mamba3State(NamedTuple):
+    """What Mamba-3 remembers of a sequence, in float32 (float64 for float64 inputs).
+
+    Attributes:
+        angle: sums of the angles [N, H, S] in radians; whole turns do not matter, final ones lie in -pi..pi.
+        ssm: the state h [N, H, K, P], K rows of B's channels.
+        k: the last token's B, with bias and rotation, [N, R, H, K]; R = 1 without ``mimo_x``.
+        v: the last token's x [N, H, P].
+    """
+
+    angle: Tensor
+    ssm: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@ranks_call
+def mamba3(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    trap: torch.Tensor,
+    angles: torch.Tensor,
+    D: torch.Tensor | None = None,
+    B_bias: torch.Tensor | None = None,
+    C_bias: torch.Tensor | None = None,
+    mimo_x: torch.Tensor | None = None,
+    rotate_pairwise: bool = True,
+    initial_state: Mamba3State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Mamba3State | None]:
+    """h_t = e^{dt_t A_t} (h_{t-1} + (1 - l_t) dt_t b_{t-1} x_{t-1}^T) + l_t dt_t b_t x_t^T, y_t = c_t h_t + D x_t.
+
+    Lahoti et al. 2026, Mamba-3 (ICLR 2026): the exponential-trapezoidal rule with l = sigmoid(trap), and complex states
+    as rotations. b_t = R(theta_t) (B_t + B_bias) and c_t = R(theta_t) (C_t + C_bias), where theta_t is the sum of
+    pi tanh(angles_s) dt_s up to t. With ``mimo_x`` (MIMO) a token has R rows of B and C, writes the sum of R products
+    b^(j) (mimo_x^(j) x)^T, and row j of C reads y^(j); a skip adds D mimo_x^(j) x. Arguments as of mamba_ssm's module.
+
+    What is not a matrix product runs in PyTorch in float32, the recurrence on the engine of `chunk_simple_gla`. Angles
+    are summed in turns in float64, without whole turns; over ranks sums of at most half a turn a rank are exchanged in
+    float32.
+
+    Args:
+        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
+        dt: step sizes [B, T, H] >= 0; x's dtype or float32, as the next three.
+        A: [B, T, H] <= 0. dt A is a natural-log gate: below -104 it acts as -104 and has no gradient.
+        B: [B, T, G, K] in x's dtype, with ``mimo_x`` [B, T, R, G, K]; K of 1..256; G divides H and head h uses group
+            h // (H / G).
+        C: as B.
+        trap: [B, T, H], the weight of a token's own write before the sigmoid.
+        angles: [B, T, H, S] before tanh; S of 1..K/2 pairs of channels turn, the others stay.
+        D: [H] skip weights, or None; x's dtype or float32, as the next three.
+        B_bias: added to B for each head, [H, K], with ``mimo_x`` [H, R, K], or None.
+        C_bias: as B_bias.
+        mimo_x: [H, R, P] factors of x, or None.
+        rotate_pairwise: pairs are channels 2 i and 2 i + 1 for i < S; False: i and i + K / 2 (K is even), as mamba_ssm
+            has them with MIMO.
+        initial_state: one `Mamba3State` of N = B sequences or, with ``cu_seqlens``, N documents.
+        output_final_state: also return the state after the last token; the same on all ranks.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+
+    Returns:
+        y [B, T, H, P], with ``mimo_x`` [B, T, R, H, P], in x's dtype and the final `Mamba3State`, or None, by the same
+        rules as `chunk_simple_gla`. Under ``sp`` the gradients of D, B_bias, C_bias and mimo_x are this rank's share;
+        their sum over ranks is the gradient.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.rand(2, 100, 8), -torch.rand(2, 100, 8)
+        >>> B, C = torch.randn(2, 2, 100, 1, 128).unbind(0)
+        >>> trap, angles = torch.randn(2, 100, 8), torch.randn(2, 100, 8, 32)
+        >>> y, state = mamba3(x, dt, A, B, C, trap, angles, D=torch.ones(8), output_final_state=True)
+    """
+    sizes = _checked(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x, rotate_pairwise)
+    check.check_flag("output_final_state", output_final_state)
+    sp = check.resolve(sp, x)
+    check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
+    N = check.number_of_states(sizes.batch, cu_seqlens)
+    initial = _check_state(initial_state, N, sizes, x, cu_seqlens, sp)
+    check.same_call(sp, "mamba3", x, *sizes[2:], N, cu_seqlens is None, output_final_state)
+    if sp is not None:
+        given = (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+        _, *views = joined(sp, *given, *(initial or ()))
+        (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
+        initial = Mamba3State(*state) if initial is not None else None
+    tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
+    y, ssm, ends = _chunked(sizes, tokens, x, mimo_x, rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
+    if D is not None:
+        y = y + tokens.x * D.to(y.dtype).unsqueeze(-1)
+    y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
+    if sp is not None:
+        _, y, ssm, *views = joined(sp, y, ssm, *ends)
+        ends = tuple(views)
+    return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
+
+
+def recurrent_mamba3(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    trap: torch.Tensor,
+    angles: torch.Tensor,
+    D: torch.Tensor | None = None,
+    B_bias: torch.Tensor | None = None,
+    C_bias: torch.Tensor | None = None,
+    mimo_x: torch.Tensor | None = None,
+    rotate_pairwise: bool = True,
+    initial_state: Mamba3State | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, Mamba3State | None]:
+    """The recurrence of `mamba3` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through `mamba3` and its final state here.
+    Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> x, dt, A = torch.randn(2, 1, 8, 64), torch.rand(2, 1, 8), -torch.rand(2, 1, 8)
+        >>> B, C = torch.randn(2, 2, 1, 1, 128).unbind(0)
+        >>> trap, angles = torch.randn(2, 1, 8), torch.randn(2, 1, 8, 32)
+        >>> y, state = recurrent_mamba3(x, dt, A, B, C, trap, angles, output_final_state=True)
+    """
+    sizes = _checked(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x, rotate_pairwise)
+    check.check_flag("output_final_state", output_final_state)
+    initial = _check_state(initial_state, sizes.batch, sizes, x, None, None)
+    tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
+    decay = tokens.gate.clamp(min=_MIN_LOG_DECAY).exp()
+    state = _empty(sizes, tokens.gate) if initial is None else Mamba3State(*[part.clone() for part in initial])
+    y = []
+    for t in range(sizes.T):
+        angle = _wrapped(state.angle + _TURN * tokens.turns[:, t])
+        k, q = (rotate(row[:, t], angle.unsqueeze(1), rotate_pairwise) for row in (tokens.B, tokens.C))
+        before = tokens.eta[:, t, :, None, None] * _products(state.k, _rows(state.v, mimo_x))
+        own = tokens.gamma[:, t, :, None, None] * _products(k, tokens.x[:, t])
+        h = decay[:, t, :, None, None] * (state.ssm + before) + own
+        state = Mamba3State(angle, h, k, tokens.v[:, t])
+        y.append((q.unsqueeze(-1) * h.unsqueeze(1)).sum(-2))
+    out = torch.stack(y, dim=1) if y else tokens.x
+    if D is not None:
+        out = out + tokens.x * D.to(out.dtype).unsqueeze(-1)
+    out = out if sizes.mimo else out.squeeze(2)
+    return out.to(x.dtype), state if output_final_state else None
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    T: int
+    H: int
+    P: int
+    K: int
+    R: int
+    S: int
+    mimo: bool
+
+
+class _Tokens(NamedTuple):
+    """What the recurrence reads of the tokens, in the accumulation dtype."""
+
+    gate: Tensor  # natural-log decay [B, T, H]
+    gamma: Tensor  # weight of what a token writes itself [B, T, H]
+    eta: Tensor  # weight of what the token before wrote, before the decay [B, T, H]
+    turns: Tensor  # [B, T, H, S]
+    B: Tensor  # [B, T, R, H, K], with bias
+    C: Tensor
+    x: Tensor  # [B, T, R, H, P]
+    v: Tensor  # [B, T, H, P]
+
+
+def _tokens(
+    sizes: _Sizes, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor,
+    B_bias: Optional, C_bias: Optional, mimo_x: Optional,
+) -> _Tokens:  # fmt: skip
+    dtype = check.accumulation_dtype(x)
+    step, share, v = dt.to(dtype), trap.to(dtype).sigmoid(), x.to(dtype)
+    keys, reads = (_heads(rows.to(dtype), bias, sizes) for rows, bias in ((B, B_bias), (C, C_bias)))
+    turns = 0.5 * angles.to(dtype).tanh() * step.unsqueeze(-1)
+    return _Tokens(
+        step * A.to(dtype), share * step, (1 - share) * step, turns, keys, reads, _rows(v, mimo_x), v,
+    )  # fmt: skip
+
+
+def _heads(rows: Tensor, bias: Optional, sizes: _Sizes) -> Tensor:
+    """[B, T, R, H, K] of groups [B, T, G, K] or [B, T, R, G, K], with the bias."""
+    rows = rows if sizes.mimo else rows.unsqueeze(2)
+    rows = rows.unsqueeze(4).expand(-1, -1, -1, -1, sizes.H // rows.shape[3], -1).flatten(3, 4)
+    if bias is None:
+        return rows
+    return rows + (bias.transpose(0, 1) if sizes.mimo else bias).to(rows.dtype)
+
+
+def _rows(v: Tensor, mimo_x: Optional) -> Tensor:
+    """[..., R, H, P] of v [..., H, P]."""
+    return v.unsqueeze(-3) if mimo_x is None else v.unsqueeze(-3) * mimo_x.transpose(0, 1).to(v.dtype)
+
+
+def _chunked(
+    sizes: _Sizes, tokens: _Tokens, x: Tensor, mimo_x: Optional, pairwise: bool, initial: Mamba3State | None,
+    want_final: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
+) -> tuple[Tensor, Optional, tuple[Tensor, ...]]:  # fmt: skip
+    """y [B, T, R, H, P] without the skip in the accumulation dtype, the final ssm, and the final angle, k and v.
+
+    The latter are there on every rank, and y leads to them, so that its backward pass answers for their exchange.
+
+    A token's product is written once, with its own weight and that which the next token gives it. So the engine's state
+    is h_t and the latter part, and its output is off by what a token reads of its own products alone.
+    """
+    eta, eta_first = following(tokens.eta, cu_seqlens, sp)
+    turns = running_sum(
+        tokens.turns, cu_seqlens, sp, None if initial is None else initial.angle / _TURN, wrapped=True
+    )  # fmt: skip
+    angle = _TURN * turns.unsqueeze(2)
+    keys, reads = rotate(tokens.B, angle, pairwise), rotate(tokens.C, angle, pairwise)
+    written = keys * (tokens.gamma + eta)[:, :, None, :, None]
+    gate = torch.cat([tokens.gate.unsqueeze(2), tokens.gate.new_zeros(*tokens.x.shape[:2], sizes.R - 1, sizes.H)], 2)
+    start = None
+    if initial is not None:
+        start = initial.ssm + eta_first[..., None, None] * _products(initial.k, _rows(initial.v, mimo_x))
+    q, k, v = (rows.to(x.dtype).flatten(1, 2) for rows in (reads, written, tokens.x))
+    y, ssm = diagonal(
+        q, k, v, gate.flatten(1, 2), scale=1.0, initial_state=start, output_final_state=want_final,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens * sizes.R, sp=sp, op="mamba3", rows=sizes.R,
+    )  # fmt: skip
+    y = y.unflatten(1, (sizes.T, sizes.R)) + _own(tokens, eta)
+    if not want_final:
+        return y, None, ()
+    ends = _ends(turns, keys, tokens.v, initial, cu_seqlens, sp)
+    return y if sp is None else tie(y, ends[0]), ssm, ends
+
+
+def _own(tokens: _Tokens, eta: Tensor) -> Tensor:
+    """What row i of C misses of its own token's products, [B, T, R, H, P].
+
+    The engine's row i has seen the products j <= i, with gamma + eta for gamma. Rotations cancel.
+    """
+    R = tokens.x.shape[2]
+    row, found = torch.arange(R, device=eta.device).unsqueeze(-1), torch.zeros_like(tokens.x)
+    for j in range(R):
+        weight = torch.where(row >= j, -eta.unsqueeze(2), tokens.gamma.unsqueeze(2))
+        read = (tokens.C * tokens.B[:, :, j, None]).sum(-1)
+        found = found + (weight * read).unsqueeze(-1) * tokens.x[:, :, j, None]
+    return found
+
+
+def _ends(
+    turns: Tensor, keys: Tensor, v: Tensor, initial: Mamba3State | None, cu_seqlens: Optional,
+    sp: SequenceParallel | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The final angle, k and v, by one exchange between ranks."""
+    S, (R, _, K), P = turns.shape[-1], keys.shape[2:], v.shape[-1]
+    together = torch.cat([_TURN * turns, keys.transpose(2, 3).flatten(3), v], -1)
+    before = None
+    if initial is not None:
+        before = torch.cat([initial.angle, initial.k.transpose(1, 2).flatten(2), initial.v], -1)
+    angle, k, v = last(together, before, cu_seqlens, sp).split([S, R * K, P], -1)
+    return angle, k.unflatten(-1, (R, K)).transpose(1, 2), v
+
+
+def _products(k: Tensor, rows: Tensor) -> Tensor:
+    """The sum over R of k x^T: [N, H, K, P] of [N, R, H, K] and [N, R, H, P]. No matmul: autocast would round it."""
+    return (k.unsqueeze(-1) * rows.unsqueeze(-2)).sum(1)
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    return angle - _TURN * (angle.detach() / _TURN).round()
+
+
+def _empty(sizes: _Sizes, like: Tensor) -> Mamba3State:
+    batch, _, H, P, K, R, S, _ = sizes
+    shapes = (batch, H, S), (batch, H, K, P), (batch, R, H, K), (batch, H, P)
+    return Mamba3State(*(like.new_zeros(shape) for shape in shapes))
+
+
+def _check_state(
+    state: Mamba3State | None, N: int, sizes: _Sizes, x: Tensor, cu_seqlens: Optional, sp: SequenceParallel | None
+) -> Mamba3State | None:  # fmt: skip
+    if state is None:
+        return None
+    if not isinstance(state, tuple) or len(state) != 4:
+        check.fail("initial_state", "a Mamba3State (angle, ssm, k, v)", type(state).__name__)
+    _, _, H, P, K, R, S, _ = sizes
+    shapes = (N, H, S), (N, H, K, P), (N, R, H, K), (N, H, P)
+    dims = "[N, H, S]", "[N, H, K, P]", "[N, R, H, K]", "[N, H, P]"
+    for name, part, shape, dim in zip(Mamba3State._fields, state, shapes, dims, strict=True):
+        if part is None:
+            check.fail(f"initial_state.{name}", f"a tensor {dim}", None)
+        check.check_state(f"initial_state.{name}", part, shape, dim, x, cu_seqlens, sp)
+    return Mamba3State(*state)
+
+
+def _checked(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor, D: Optional, B_bias: Optional,
+    C_bias: Optional, mimo_x: Optional, rotate_pairwise: bool,
+) -> _Sizes:  # fmt: skip
+    check.check_flag("rotate_pairwise", rotate_pairwise)
+    sizes = _check_shapes(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+    if not rotate_pairwise and sizes.K % 2:
+        check.fail("rotate_pairwise", "True where the last dimension of B is odd", f"False with {sizes.K}")
+    check.check_non_negative("dt", dt, "step sizes >= 0")
+    check.check_non_positive("A", A, "values <= 0")
+    return sizes
+
+
+@check.once
+def _check_shapes(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor, D: Optional, B_bias: Optional,
+    C_bias: Optional, mimo_x: Optional,
+) -> _Sizes:  # fmt: skip
+    check.check_tensor("x", x, None, "[B, T, H, P]", dtypes=check.FLOAT_DTYPES)
+    batch, T, H, P = x.shape
+    if batch < 1 or H < 1:
+        check.fail("x", "at least one batch row and one head", list(x.shape))
+    params = (x.dtype, torch.float32)
+    R, rows = 1, ""
+    if mimo_x is not None:
+        check.check_tensor("mimo_x", mimo_x, None, "[H, R, P]", dtypes=params, device=x.device)
+        R, rows = mimo_x.shape[1], "R, "
+        if tuple(mimo_x.shape) != (H, max(R, 1), P):
+            check.fail("mimo_x", f"shape [H, R, P] = [{H}, R, {P}] with R >= 1", list(mimo_x.shape))
+    check.check_tensor("B", B, None, f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
+    G, K = B.shape[-2:]
+    outer = (batch, T) if mimo_x is None else (batch, T, R)
+    if tuple(B.shape[:-2]) != outer:
+        check.fail("B", f"shape [B, T, {rows}G, K] = [{', '.join(map(str, outer))}, G, K]", list(B.shape))
+    if G < 1 or H % G:
+        check.fail("B", f"a number of groups G that divides the {H} heads", G)
+    for name, size in (("x", P), ("B", K)):
+        if not 1 <= size <= check.MAX_HEAD_DIM:
+            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
+    for name, each in (("dt", dt), ("A", A), ("trap", trap)):
+        check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
+    check.check_tensor("angles", angles, None, "[B, T, H, S]", dtypes=params, device=x.device)
+    S = angles.shape[-1]
+    if tuple(angles.shape[:3]) != (batch, T, H) or not 1 <= S <= K // 2:
+        check.fail("angles", f"shape [B, T, H, S] = [{batch}, {T}, {H}, S] with S of 1..{K // 2}", list(angles.shape))
+    if D is not None:
+        check.check_tensor("D", D, (H,), "[H]", dtypes=params, device=x.device)
+    shape, dims = ((H, K), "[H, K]") if mimo_x is None else ((H, R, K), "[H, R, K]")
+    for name, bias in (("B_bias", B_bias), ("C_bias", C_bias)):
+        if bias is not None:
+            check.check_tensor(name, bias, shape, dims, dtypes=params, device=x.device)
+    return _Sizes(batch, T, H, P, K, R, S, mimo_x is not None)

@@ -1,0 +1,164 @@
+"""Where this rank's tokens stand in the whole sequence, and what reaches them from tokens before and behind.
+
+Sums and positions go on over the ranks (``sp``) and start anew with every document (``cu_seqlens``). All but
+`positions` are collective over ``sp``. Values of whole sequences, [N, H, ...], follow the rules of the ops' states:
+without documents the first rank gives initial ones and the last one has final ones, with documents every rank has a
+row for each, and uses those that start, or fills those that end, in its shard.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.comm.halo import halo_exchange
+from flexsp.scan.exchange import exchange
+from flexsp.scan.transitions import Transition
+
+__all__ = ["following", "last", "positions", "previous", "running_sum"]
+
+Ranks = SequenceParallel | None
+
+
+def _places(
+    T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp: Ranks
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(place in the whole sequence, place where the document starts) [T] of every token here; place of the first."""
+    start = 0 if sp is None else sp.shard_range(T)[0]
+    place = torch.arange(start, start + T, device=device)
+    if cu_seqlens is None:
+        return place, torch.zeros_like(place), start
+    return place, cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1].to(place.dtype), start
+
+
+def positions(T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
+    """Positions [T] of this rank's T tokens, from 0 at the start of the sequence, of each document where packed."""
+    place, begin, _ = _places(T, device, cu_seqlens, sp)
+    return place - begin
+
+
+def running_sum(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks, initial: torch.Tensor | None = None,
+    wrapped: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """x [B, T, H, ...] summed up from the start of the sequence or document to each token, itself included.
+
+    In float32, or float64 for float64; added up in float64. What is not finite stays in its document. ``initial``
+    [N, H, ...] is what sums begin with. ``wrapped`` takes whole numbers off, which leaves -1/2..1/2: before sums are
+    rounded to float32, so that those of long sequences are as precise as those of short ones.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    T = x.shape[1]
+    place, begin, start = _places(T, x.device, cu_seqlens, sp)
+    total = x.to(torch.float64)
+    total = total.cumsum(1) if cu_seqlens is None else _sums_of_documents(total, place - begin)
+    if initial is not None:
+        total = total + _initial(initial.to(total.dtype), cu_seqlens, place, begin >= start)
+    if wrapped:
+        total = _fraction(total)
+    total = total.to(wide)
+    if sp is None or sp.world_size == 1:
+        return total
+    mine = total[:, -1] if T else total.sum(1)
+    if initial is not None and cu_seqlens is None and not T:
+        mine = initial.to(wide)
+    cut = None
+    if cu_seqlens is not None:
+        starts = cu_seqlens[:-1]
+        cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(x.shape[0])
+    arrived = _arrived(mine, cut, sp, "a running sum")
+    total = total + (arrived if cu_seqlens is None else _where(begin < start, arrived.expand_as(total)))
+    return _fraction(total) if wrapped else total
+
+
+def _initial(
+    initial: torch.Tensor, cu_seqlens: torch.Tensor | None, place: torch.Tensor, here: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """``initial`` [N, H, ...] of each token's sequence where ``here`` [T] holds, else 0."""
+    if cu_seqlens is None:
+        return initial.unsqueeze(1)
+    document = torch.searchsorted(cu_seqlens, place, right=True) - 1
+    return _where(here, initial.index_select(0, document).unsqueeze(0))
+
+
+def _fraction(x: torch.Tensor) -> torch.Tensor:
+    return x - x.detach().round()
+
+
+def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
+    """x [B, T, H, ...] of the token before; 0 at the start of the sequence or document."""
+    T = x.shape[1]
+    place, begin, _ = _places(T, x.device, cu_seqlens, sp)
+    first = x.new_zeros(x.shape[0], 1, *x.shape[2:])
+    if sp is not None and sp.world_size > 1:
+        mine = x[:, -1] if T else x.sum(1)  # zeros, with a gradient
+        cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
+        first = _arrived(mine, cut, sp, "the token before")
+    return _where(place > begin, torch.cat([first, x], 1)[:, :T])
+
+
+def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, T, H, ...] of the token behind, 0 at the end of the sequence or document; and of first tokens [N, H, ...].
+
+    The latter are 0 where there is no token, and, with documents, where the document starts on another rank.
+    """
+    T = x.shape[1]
+    end = x.new_zeros(x.shape[0], 1, *x.shape[2:])
+    if sp is not None and sp.world_size > 1:
+        end = halo_exchange(x, 1, sp, after=True)
+    more = torch.cat([x, end], 1)
+    if cu_seqlens is None:
+        return more[:, 1:], more[:, 0]
+    place, _, start = _places(T, x.device, cu_seqlens, sp)
+    stop = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True).clamp(max=len(cu_seqlens) - 1)]
+    begin = cu_seqlens[:-1] - start
+    here = (begin >= 0) & (begin < T) & (cu_seqlens[1:] > cu_seqlens[:-1])
+    first = more[0].index_select(0, begin.clamp(0, T))
+    return _where(place + 1 < stop, more[:, 1:]), _where(here, first.unsqueeze(0))[0]
+
+
+def last(
+    x: torch.Tensor, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None, sp: Ranks
+) -> torch.Tensor:  # fmt: skip
+    """x [B, T, H, ...] of last tokens, [N, H, ...]; ``initial`` [N, H, ...] of sequences without tokens, or 0."""
+    T = x.shape[1]
+    if cu_seqlens is None:
+        mine = x[:, -1] if T else x.sum(1) if initial is None else initial
+        if sp is None or sp.world_size == 1:
+            return mine
+        cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
+        arrived = _arrived(mine, cut, sp, "the last token")
+        needed = torch.full((1,), T == 0, device=x.device)  # the backward pass answers on every rank
+        return mine + _where(needed, arrived).squeeze(1)
+    start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    at = end - 1 - start
+    padded = torch.cat([x[0], x.new_zeros(1, *x.shape[2:])])
+    found = _where((begin < end) & (at >= 0) & (at < T), padded.index_select(0, at.clamp(0, T)).unsqueeze(0))
+    if initial is not None:
+        here = (begin == end) & (begin >= start)
+        if sp is not None and not sp.is_last:
+            here = here & (begin < stop)
+        found = found + _where(here, initial.unsqueeze(0))
+    return found[0]
+
+
+def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel, what: str) -> torch.Tensor:
+    """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before, back to the last one with a cut."""
+    states = mine.reshape(*mine.shape[:2], 1, -1).contiguous()
+    return exchange(states, Transition.of(states, None, cut), sp, what).view(mine.shape).unsqueeze(1)
+
+
+def _sums_of_documents(x: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
+    """Running sums of x [B, T, ...] that never meet a document's neighbours; ``since`` [T] precede each in its own."""
+    step = 1
+    while step < x.shape[1]:
+        before = torch.cat([torch.zeros_like(x[:, :step]), x[:, :-step]], 1)
+        x = x + _where(since >= step, before)
+        step *= 2
+    return x
+
+
+def _where(keep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, ...] where ``keep`` [T] holds, else 0, whatever stands there."""
+    return x.masked_fill(~keep.view(1, -1, *[1] * (x.dim() - 2)), 0.0)

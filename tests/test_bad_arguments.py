@@ -18,6 +18,7 @@ from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.nn import (
     HGRN,
     HGRN2,
+    MLSTM,
     RGLRU,
     Attention,
     DeltaNet,
@@ -104,7 +105,7 @@ DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
     "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D),
+    "RGLRU": RGLRU(D), "MLSTM": MLSTM(D, 2),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -191,6 +192,19 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.rg_lru, {"x": X, "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D), **VECTOR},
         {"output_final_state": "flag", "sp": "sp", "c": "positive"}, {},
     ),
+    "chunk_mlstm": (
+        ops.chunk_mlstm,
+        {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(2, H, K, V),
+         "n_initial": torch.zeros(2, H, K), "m_initial": torch.zeros(2, H, 1), "cu_seqlens": bounds(),
+         "cu_seqlens_cpu": bounds()},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative", "sp": "sp"}, {},
+    ),
+    "recurrent_mlstm": (
+        ops.recurrent_mlstm,
+        {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(B, H, K, V),
+         "n_initial": torch.zeros(B, H, K), "m_initial": torch.zeros(B, H, 1)},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative"}, {},
+    ),
     "recurrent_gla": (
         ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
         {**RECURRENT, "state_v_first": "flag"}, {},
@@ -210,6 +224,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "RGLRU()": (
         RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
         {"hidden_size": D},
+    ),
+    "MLSTM()": (
+        MLSTM, {}, {"hidden_size": "size", "num_heads": "size", "qk_dim_factor": "share", "v_dim_factor": "share",
+        "use_bias": "flag", "gate_soft_cap": "base", "eps": "not negative", **CONVOLVED},
+        {"hidden_size": D, "num_heads": 2},
     ),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),

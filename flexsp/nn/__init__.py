@@ -5,6 +5,7 @@ from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
+from flexsp.nn.mlstm import MLSTM
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
 from flexsp.nn.verify import Verification, verify
 from flexsp.nn.wrapper import SequenceParallelLA, unwrap
@@ -12,6 +13,7 @@ from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 __all__ = [
     "HGRN",
     "HGRN2",
+    "MLSTM",
     "RGLRU",
     "Attention",
     "AttentionCache",

@@ -10,6 +10,7 @@ from flexsp.ops.kda import chunk_kda, recurrent_kda
 from flexsp.ops.lightning import chunk_lightning_attn
 from flexsp.ops.linear_attn import chunk_linear_attn
 from flexsp.ops.mamba2 import mamba2_ssd
+from flexsp.ops.mlstm import chunk_mlstm, recurrent_mlstm
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
@@ -25,6 +26,7 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_mlstm",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_simple_gla",
@@ -36,6 +38,7 @@ __all__ = [
     "recurrent_hgrn",
     "recurrent_hgrn2",
     "recurrent_kda",
+    "recurrent_mlstm",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
     "recurrent_simple_gla",

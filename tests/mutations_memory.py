@@ -33,7 +33,7 @@ MEMORY = [
         (".clamp(min=_LEAST_MAXIMUM)", "", "a first maximum of -inf makes NaN", _EXTREME),
         ("floor.clamp(min=torch.finfo(floor.dtype).tiny)", "floor", "0 / 0 where e^-m underflows", _EXTREME),
         ("return C * rest[..., None, None], n * rest", "return C, n * rest", "C is not for the m that is returned",
-         "tests/test_mlstm.py::test_long_texts"),
+         "tests/test_mlstm.py::test_a_large_maximum"),
         (".masked_fill(~self.here.unsqueeze(-1), 0.0)", "", "every rank returns the maximum of every document", _RANKS),
         ("(end > start) & (end <= stop)", "end <= stop", "documents end on ranks after theirs too", _RANKS),
     ),

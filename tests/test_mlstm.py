@@ -234,6 +234,7 @@ def test_nothing_written_or_kept(op: Any, dtype: torch.dtype) -> None:
     """Input gates of -inf, forget gates of -inf and an m of -inf are zeros; no query gives 0, however small e^-m is."""
     inputs = {key: x.to(dtype) for key, x in draw(1, 70, 1, seed=5).items()}
     inputs["i"][:, 3:20], inputs["f"][:, 30] = -torch.inf, -torch.inf
+    inputs["i"][:, 60], inputs["f"][:, 60] = -torch.inf, -torch.inf
     inputs["m_initial"][:, 0] = -torch.inf
     inputs["i"][:, 40], inputs["q"][:, 40] = 900.0, 0.0
     inputs = with_gradients(inputs)
@@ -276,14 +277,16 @@ def test_the_stabiliser_is_right_over_long_sequences() -> None:
     assert relative_error(found, torch.stack(want, 1)) < 1e-15
 
 
-@pytest.mark.slow
-def test_long_texts() -> None:
-    inputs = {key: x.float() for key, x in draw(1, 3000, 1, K=4, V=3).items()}
-    inputs["f"] += 3
+def test_a_large_maximum() -> None:
+    """C and n belong to the m that is returned, which float32 rounds by 1e-4 and more here."""
+    inputs = {key: x.float() for key, x in draw(1, 300, 1, K=4, V=3).items()}
+    inputs["i"] += 5000
     want = ops.recurrent_mlstm(**{key: x.double() for key, x in inputs.items()}, return_last_states=True)
     got = ops.chunk_mlstm(**inputs, return_last_states=True)
     assert relative_error(got[0], want[0]) < 1e-5
-    assert all(relative_error(a, b) < 1e-5 for a, b in zip(got[1], want[1], strict=True))
+    (C, n, m), (C_want, n_want, m_want) = got[1], want[1]
+    apart = (m - m_want).exp()
+    assert relative_error(C * apart[..., None], C_want) < 1e-5 and relative_error(n * apart, n_want) < 1e-5
 
 
 def in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> None:

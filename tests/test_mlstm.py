@@ -283,10 +283,10 @@ def test_a_large_maximum() -> None:
     inputs["i"] += 5000
     want = ops.recurrent_mlstm(**{key: x.double() for key, x in inputs.items()}, return_last_states=True)
     got = ops.chunk_mlstm(**inputs, return_last_states=True)
-    assert relative_error(got[0], want[0]) < 1e-5
+    assert relative_error(got[0], want[0]) < 1e-3  # of a small q n
     (C, n, m), (C_want, n_want, m_want) = got[1], want[1]
     apart = (m - m_want).exp()
-    assert relative_error(C * apart[..., None], C_want) < 1e-5 and relative_error(n * apart, n_want) < 1e-5
+    assert relative_error(C * apart[..., None], C_want) < 1e-6 and relative_error(n * apart, n_want) < 1e-6
 
 
 def in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> None:

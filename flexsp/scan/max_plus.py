@@ -21,17 +21,15 @@ Optional = torch.Tensor | None
 
 
 class Elements(NamedTuple):
-    """a and c [..., T], and a bool like them, true where nothing from before passes, not even NaN; None for nowhere."""
+    """a and c [..., T], and a bool like them, true where nothing from before passes, whatever a is; None for nowhere."""
 
     a: torch.Tensor
     c: torch.Tensor
     cut: Optional = None
 
     def then(self, later: Elements) -> Elements:
-        c = torch.maximum(later.c, later.passing(self.c))
-        if self.cut is None or later.cut is None:
-            return Elements(self.a + later.a, c)
-        return Elements(torch.where(later.cut, later.a, self.a + later.a), c, self.cut | later.cut)
+        cut = None if self.cut is None or later.cut is None else self.cut | later.cut
+        return Elements(self.a + later.a, torch.maximum(later.c, later.passing(self.c)), cut)
 
     def passing(self, m: torch.Tensor) -> torch.Tensor:
         """What is left of a maximum before."""

@@ -27,6 +27,7 @@ from flexsp.nn import (
     GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
+    Mamba,
     Mamba2,
     RMSNorm,
     SequenceParallelLA,
@@ -94,6 +95,10 @@ SSD = {
     "x": torch.rand(B, T, H, V), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.rand(B, T, 1, K),
     "C": torch.rand(B, T, 1, K), "D": torch.rand(H), "dt_bias": torch.rand(H),
 }  # fmt: skip
+SELECTIVE = {
+    "u": torch.rand(B, T, D), "delta": torch.rand(B, T, D), "A": -torch.rand(D, K), "B": torch.rand(B, T, K),
+    "C": torch.rand(B, T, K), "D": torch.rand(D), "z": torch.rand(B, T, D), "delta_bias": torch.rand(D),
+}  # fmt: skip
 FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
@@ -105,7 +110,7 @@ DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
     "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D), "MLSTM": MLSTM(D, 2),
+    "RGLRU": RGLRU(D), "MLSTM": MLSTM(D, 2), "Mamba": Mamba(D),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -198,6 +203,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
          "n_initial": torch.zeros(2, H, K), "m_initial": torch.zeros(2, H, 1), "cu_seqlens": bounds(),
          "cu_seqlens_cpu": bounds()},
         {"scale": "number", "return_last_states": "flag", "eps": "not negative", "sp": "sp"}, {},
+    ),
+    "selective_scan": (
+        ops.selective_scan, {**SELECTIVE, "initial_state": torch.zeros(2, D, K), "cu_seqlens": bounds(),
+                             "cu_seqlens_cpu": bounds()},
+        {"delta_softplus": "flag", "return_last_state": "flag", "discretization": "choice", "sp": "sp"}, {},
+    ),
+    "recurrent_selective_scan": (
+        ops.recurrent_selective_scan, {**SELECTIVE, "initial_state": torch.zeros(B, D, K)},
+        {"delta_softplus": "flag", "return_last_state": "flag", "discretization": "choice"}, {},
+    ),
+    "Mamba()": (
+        Mamba, {}, {"hidden_size": "size", "state_size": "head size", "expand": "expand", "dt_rank": "limit",
+        "conv_size": "size", "conv_bias": "flag", "bias": "flag", "dt_min": "initial", "dt_max": "initial",
+        "dt_init": "choice", "dt_scale": "initial", "dt_init_floor": "floor", "discretization": "choice"},
+        {"hidden_size": D},
     ),
     "recurrent_mlstm": (
         ops.recurrent_mlstm,

@@ -26,6 +26,7 @@ from flexsp.nn import (
     GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
+    Mamba,
     Mamba2,
     RMSNorm,
     ShortConvolution,
@@ -58,6 +59,7 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
+    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4}, 16),
     "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "attention": (

@@ -5,6 +5,7 @@ from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
+from flexsp.nn.mamba import Mamba
 from flexsp.nn.mlstm import MLSTM
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
 from flexsp.nn.verify import Verification, verify
@@ -24,6 +25,7 @@ __all__ = [
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerCache",
+    "Mamba",
     "Mamba2",
     "RMSNorm",
     "SequenceParallelLA",

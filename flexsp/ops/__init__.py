@@ -14,6 +14,7 @@ from flexsp.ops.mlstm import chunk_mlstm, recurrent_mlstm
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
+from flexsp.ops.selective_scan import recurrent_selective_scan, selective_scan
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "recurrent_mlstm",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
+    "recurrent_selective_scan",
     "recurrent_simple_gla",
     "rg_lru",
+    "selective_scan",
 ]

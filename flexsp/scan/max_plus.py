@@ -21,7 +21,7 @@ Optional = torch.Tensor | None
 
 
 class Elements(NamedTuple):
-    """a and c [..., T], and a bool like them, true where nothing from before passes, whatever a is; None for nowhere."""
+    """a and c [..., T], and a bool like them, true where nothing from before passes, whatever a is; None: nowhere."""
 
     a: torch.Tensor
     c: torch.Tensor

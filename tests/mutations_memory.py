@@ -1,4 +1,4 @@
-"""The changes of tests/mutate.py to mLSTM."""
+"""The changes of tests/mutate.py to mLSTM and to the selective scan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ _DOCUMENTS = "tests/test_mlstm.py::test_documents_and_strides"
 _EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
 _FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
 _RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
+_SCAN = "tests/test_selective_scan.py::"
+_STEPS = _SCAN + "test_against_the_token_loop"
+_WALKS = _SCAN + "test_kernels[plain]"
+_MAMBA = _SCAN + "test_the_layer_is_its_formula"
 _FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
 
 MEMORY = [
@@ -52,5 +56,41 @@ MEMORY = [
         ("F.silu(mixed) if self.use_short_conv else mixed", "mixed", "convolutions have no activation", _FORMULA),
         ("sigmoid() * self.multihead_norm(o)", "sigmoid() * _wide(o).flatten(-2)", "heads are not normed", _FORMULA),
         ('"f": f, "eps": self.eps', '"f": f, "eps": 0.0', "the constant has no effect", _FORMULA),
+    ),
+    *_in(
+        "flexsp/kernels/selective/in_pytorch.py",
+        ("return z.exp(), dt\n", "return z.exp(), dt * z.exp()\n", "what is written decays at once", _STEPS),
+        ("torch.where(near, series, large.expm1() / large)", "large.expm1() / large", "no series near 0",
+         _SCAN + "test_the_zero_order_hold_near_zero"),
+        ("series * small / k", "series * small / 2", "another series", _SCAN + "test_the_zero_order_hold_near_zero"),
+        ("masked_fill(self.layout.documents.table[:, 3].any(), 0.0)", "clone()", "states pass documents on other ranks",
+         _SCAN + "test_ranks_equal_one_rank"),
+        ("self.stretch.sum(1)", "self.stretch[:, -1]", "ranks pass the decay of one chunk",
+         _SCAN + "test_ranks_equal_one_rank"),
+        ("if torch.compiler.is_compiling() or transformed():", "if True:", "autograd keeps the states of all tokens",
+         _SCAN + "test_memory_does_not_grow_with_the_states_of_tokens"),
+        ("y + D.to(y.dtype) * u.to(y.dtype)", "y + D.to(y.dtype)", "the skip adds no input", _STEPS),
+        ("F.silu(z.to(y.dtype))", "torch.sigmoid(z.to(y.dtype))", "another gate", _STEPS),
+    ),
+    *_in(
+        "flexsp/kernels/selective/walks.py",
+        ("slope = tl.sigmoid(x)", "slope = tl.sigmoid(-x)", "another derivative of softplus", _WALKS),
+        ("(one == 1.0, small, ", "(one == 1.0, 0.0, ", "small steps are 0", _SCAN + "test_kernels[small steps]"),
+        ("return kept, states", "return states, states", "decays have the gradient of all states", _WALKS),
+        ("own = tl.where(first, a * h[None, :, :], 0.0)", "own = tl.where(first, h[None, :, :], 0.0)",
+         "what enters a chunk does not decay at its first token", _WALKS),
+        ("later = tl.cumsum(dt_next, axis=0, reverse=True)", "later = tl.cumsum(dt, axis=0, reverse=True)",
+         "what is written decays at its own token", _WALKS),
+        ("until = tl.cumsum(dt, axis=0)", "until = tl.cumsum(dt, axis=0) - dt", "adjoints lack a decay", _WALKS),
+        ("s * (1.0 + z * (1.0 - s))", "s * (1.0 + z)", "another derivative of silu", _WALKS),
+        ("valid, C - row, SOFTPLUS", "valid, C - 1 - row, SOFTPLUS", "adjoints decay by another token", _WALKS),
+        ("du_c = over(read * entry, 2) + dy * weight[None, :]", "du_c = over(read * entry, 2)",
+         "the skip has no gradient to the input", _WALKS),
+        ("g = token_of(a * back, 0)", "g = token_of(back, 0)", "adjoints leave chunks before the first decay", _WALKS),
+    ),
+    *_in(
+        "flexsp/nn/mamba.py",
+        ('"D": _wide(self.D)', '"D": None', "the skip has no effect", _MAMBA),
+        ("dt + torch.log(-torch.expm1(-dt))", "dt", "steps begin as other ones", _SCAN + "test_initialisation"),
     ),
 ]  # fmt: skip

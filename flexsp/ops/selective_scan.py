@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
-from flexsp.kernels.selective.in_pytorch import weights
+from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.op import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
@@ -46,6 +44,8 @@ def selective_scan(
 
     Gu & Dao 2023, Mamba (arXiv 2312.00752), algorithm 2: every channel has N numbers, which decay each by itself. The
     arguments have the names of ``selective_scan_fn`` of mamba_ssm; tokens are the second axis here, channels the last.
+    No tensor has T x D x N numbers. The kernels' backward pass keeps a state every 16 tokens, and what every 256 / N
+    channels add to the gradients of B and C, T x D x N / 16 and T x D x N^2 / 128 numbers in float32.
 
     Args:
         u: [batch, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -83,16 +83,11 @@ def selective_scan(
     n = check.number_of_states(batch, cu_seqlens)
     check.check_state("initial_state", initial_state, (n, width, N), "[n, D, N]", u, cu_seqlens, sp)
     check.same_call(sp, "selective_scan", u, width, N, n, discretization, cu_seqlens is None)
-    if sp is not None:  # D and z do not lead to the exchange of states
-        u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
-            sp, u, delta, A, B, C, D, z, delta_bias, initial_state
-        )[1:]
-    dt = _steps(u, delta, delta_bias, delta_softplus)
-    y, last = selective(
-        u, dt, programs.wide(A, u), B, C, zoh=discretization == "zoh", initial_state=initial_state,
-        output_final_state=return_last_state, cu_seqlens=cu_seqlens, sp=sp,
+    skip, bias = (None if x is None else programs.wide(x, u) for x in (D, delta_bias))
+    return selective(
+        u, delta, programs.wide(A, u), B, C, skip, z, bias, softplus=delta_softplus, zoh=discretization == "zoh",
+        initial_state=initial_state, output_final_state=return_last_state, cu_seqlens=cu_seqlens, sp=sp,
     )  # fmt: skip
-    return _gated(y, u, D, z), last
 
 
 def recurrent_selective_scan(
@@ -124,29 +119,15 @@ def recurrent_selective_scan(
     """
     batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
     check.check_state("initial_state", initial_state, (batch, width, N), "[batch, D, N]", u, None, None)
-    dt = _steps(u, delta, delta_bias, delta_softplus)
+    dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
     wide_A, wide_B, wide_C, wide_u = (programs.wide(x, u) for x in (A, B, C, u))
     h, y = dt.new_zeros(batch, width, N) if initial_state is None else initial_state, [dt[:, :0]]
     for t in range(u.shape[1]):
-        kept, given = weights(dt[:, t, :, None], wide_A, discretization == "zoh")
+        kept, given = in_pytorch.weights(dt[:, t, :, None], wide_A, discretization == "zoh")
         h = kept * h + given * wide_u[:, t, :, None] * wide_B[:, t, None]
         y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
     last = (h.clone() if h is initial_state else h) if return_last_state else None
-    return _gated(torch.cat(y, 1), u, D, z), last
-
-
-def _steps(u: torch.Tensor, delta: torch.Tensor, bias: Optional, softplus: bool) -> torch.Tensor:
-    """dt in the accumulation dtype."""
-    dt = programs.wide(delta, u) if bias is None else programs.wide(delta, u) + programs.wide(bias, u)
-    if softplus:
-        return F.softplus(dt)
-    check.check_non_negative("delta", dt, "step sizes >= 0 (after delta_bias)")
-    return dt
-
-
-def _gated(y: torch.Tensor, u: torch.Tensor, D: Optional, z: Optional) -> torch.Tensor:
-    y = y if D is None else y + programs.wide(D, u) * programs.wide(u, u)
-    return (y if z is None else y * F.silu(programs.wide(z, u))).to(u.dtype)
+    return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
 
 
 def _checked(
@@ -176,4 +157,7 @@ def _checked(
     check.check_flag("return_last_state", return_last_state)
     if not isinstance(discretization, str) or discretization not in _DISCRETIZATIONS:
         check.fail("discretization", '"euler" or "zoh"', repr(discretization))
+    if not delta_softplus:
+        steps = delta if delta_bias is None else delta + delta_bias
+        check.check_non_negative("delta", steps, "step sizes >= 0 (after delta_bias)")
     return batch, width, N

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.derivatives import joined, transformed
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from flexsp.kernels.diagonal.in_pytorch import Layout
     from flexsp.scan.transitions import Transition
 
-__all__ = ["run", "weights"]
+__all__ = ["gated", "run", "steps", "weights"]
 
 _NUMBERS = 1 << 25  # of the states of all tokens of a group
 _NEAR_ZERO, _TERMS = 0.25, 13
@@ -91,6 +92,18 @@ class _Step:
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         y = _by_groups(functools.partial(self._walk, reads=True), self.A, entering.squeeze(1), self.tokens)
         return self.layout.tokens(y.unsqueeze(1))
+
+
+def steps(delta: torch.Tensor, bias: Optional, softplus: bool, dtype: torch.dtype) -> torch.Tensor:
+    """dt in this dtype."""
+    dt = delta.to(dtype) if bias is None else delta.to(dtype) + bias.to(dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def gated(y: torch.Tensor, u: torch.Tensor, D: Optional, z: Optional) -> torch.Tensor:
+    """(y + D u) silu(z) in u's dtype, computed in that of y."""
+    y = y if D is None else y + D.to(y.dtype) * u.to(y.dtype)
+    return (y if z is None else y * F.silu(z.to(y.dtype))).to(u.dtype)
 
 
 def weights(dt: torch.Tensor, A: torch.Tensor, zoh: bool) -> tuple[torch.Tensor, torch.Tensor]:

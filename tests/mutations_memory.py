@@ -86,7 +86,8 @@ MEMORY = [
         ("valid, C - row, SOFTPLUS", "valid, C - 1 - row, SOFTPLUS", "adjoints decay by another token", _WALKS),
         ("du_c = over(read * entry, 2) + dy * weight[None, :]", "du_c = over(read * entry, 2)",
          "the skip has no gradient to the input", _WALKS),
-        ("g = token_of(a * back, 0)", "g = token_of(back, 0)", "adjoints leave chunks before the first decay", _WALKS),
+        ("g = token_of(a * back, 0)", "g = token_of(back, 0)", "adjoints leave chunks before the first decay",
+         _SCAN + "test_kernels[long segments]"),
     ),
     *_in(
         "flexsp/nn/mamba.py",

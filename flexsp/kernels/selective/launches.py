@@ -24,6 +24,7 @@ NAME = "the kernels of flexsp.ops.selective_scan"
 _F32 = torch.float32
 _CHUNK = 16
 _NUMBERS = 512  # of the states of a program, half of them where all gradients are made, which spills with more
+_CHANNELS = 32  # at most
 _WARPS = 8
 _SEGMENTS = 8  # times as many programs as a device's number of them
 _SAVED = ("@states", "@decay", "@cut")
@@ -93,7 +94,7 @@ def _plan_of(batch: int, T: int, H: int, P: int, N: int, docs: int, device: Devi
     if batch > MOST_HEADS:
         raise NotAvailable(f"{NAME}: batches of up to {MOST_HEADS} (a grid's second axis), got {batch}")
     D, numbers = H * P, triton.next_power_of_2(N)
-    block = max(1, min(triton.next_power_of_2(D), _NUMBERS // numbers))
+    block = max(1, min(triton.next_power_of_2(D), _CHANNELS, _NUMBERS // numbers))
     n_chunks = -(-T // _CHUNK) + docs
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
     per_seg = max(1, -(-n_chunks // max(1, min(n_chunks, wanted))))

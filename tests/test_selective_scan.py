@@ -279,7 +279,7 @@ KINDS = ["plain", "long segments", "several programs", "documents", "parts", "no
          "small steps"]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "plain"))
+@pytest.mark.parametrize("kind", quick(KINDS, "steps of all sizes"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
         run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)

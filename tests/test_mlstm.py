@@ -117,11 +117,18 @@ def draw(B: int, T: int, states: int = 0, K: int = 9, V: int = 7, seed: int | No
         return torch.randn(shape, generator=made, dtype=torch.float64)
 
     found = {name: normal(B, T, 2, V if name == "v" else K) for name in "qkv"}
-    found |= {"i": 2 * normal(B, T, 2), "f": 3 + 2 * normal(B, T, 2)}
+    found |= {"i": normal(B, T, 2), "f": 3 + 2 * normal(B, T, 2)}
     if states:
         found |= {"c_initial": normal(states, 2, K, V), "n_initial": normal(states, 2, K)}
         found["m_initial"] = 2 * normal(states, 2, 1)
     return found
+
+
+def conditioned(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    """In low precision all terms of q n are positive: where they cancel, results are a matter of luck."""
+    if dtype == torch.float64:
+        return inputs
+    return inputs | {key: x.abs() for key, x in inputs.items() if key in ("q", "k", "n_initial")}
 
 
 def with_gradients(inputs: Tensors) -> Tensors:
@@ -150,18 +157,18 @@ def assert_alike(got: Tensors, want: Tensors, bound: float = EXACT) -> None:
 @pytest.mark.parametrize("states", [2, 0])
 def test_against_the_token_loop(dtype: torch.dtype, states: int) -> None:
     for T, K, V in ((random.choice((67, 131)), 20, 11), (1, 16, 5)):
-        check_op(chunk, oracle, draw(2, T, states, K, V), dtype=dtype, wide=KEPT_WIDE)
+        check_op(chunk, oracle, conditioned(draw(2, T, states, K, V), dtype), dtype=dtype, wide=KEPT_WIDE)
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
 def test_token_by_token(dtype: torch.dtype) -> None:
-    check_op(step, oracle, draw(2, 21, 2), dtype=dtype, wide=KEPT_WIDE)
+    check_op(step, oracle, conditioned(draw(2, 21, 2), dtype), dtype=dtype, wide=KEPT_WIDE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("K", "V"), [(256, 3), (5, 256)])
 def test_wide_heads(K: int, V: int) -> None:
-    check_op(chunk, oracle, draw(1, 70, 1, K, V), dtype=torch.float32, wide=KEPT_WIDE)
+    check_op(chunk, oracle, conditioned(draw(1, 70, 1, K, V), torch.float32), dtype=torch.float32, wide=KEPT_WIDE)
 
 
 def test_scale_and_eps() -> None:
@@ -179,7 +186,7 @@ def test_scale_and_eps() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_documents_and_strides(dtype: torch.dtype) -> None:
-    inputs = draw(1, 83, 6)
+    inputs = conditioned(draw(1, 83, 6), dtype)
     inputs["cu_seqlens"] = torch.tensor([0, 0, 1, 37, 37, 83, 83], dtype=random.choice((torch.int32, torch.int64)))
     check_op(
         chunk, oracle, inputs, dtype=dtype, wide=KEPT_WIDE,
@@ -216,8 +223,12 @@ def test_parts_equal_the_whole() -> None:
 
 @pytest.mark.parametrize("dtype", quick([torch.float64, torch.float32, torch.bfloat16], torch.float64))
 def test_gates_of_all_sizes(dtype: torch.dtype) -> None:
-    """Gates with which e^i and sums of log f leave the range of the dtype, and m with them."""
+    """Gates with which e^i and sums of log f leave the range of the dtype, and m with them.
+
+    Where e^-m underflows, h is a quotient by q n alone: all terms of that are positive here, so that none cancel.
+    """
     inputs = draw(2, 140, 2)
+    inputs |= {key: inputs[key].abs() for key in ("q", "k", "n_initial")}
     kinds = (torch.randint(0, 24, inputs["i"].shape) - 20).clamp(min=0)  # most are as drawn
     i, f = inputs["i"], inputs["f"]
     inputs["i"] = torch.stack([i, i + 60, i - 200, i * 0]).gather(0, kinds[None])[0]
@@ -290,7 +301,7 @@ def test_a_large_maximum() -> None:
 
 
 def in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> None:
-    inputs = draw(1, 70, 3, K=16, V=16, seed=seed)
+    inputs = conditioned(draw(1, 70, 3, K=16, V=16, seed=seed), dtype)
     check_op(chunk, oracle, inputs | {"cu_seqlens": torch.tensor([0, 37, 37, 70])}, dtype=dtype, wide=KEPT_WIDE)
 
 

@@ -3,7 +3,7 @@
     python examples/hybrid.py
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py
 
-Both print the same losses.
+Both print the same losses. With ``--mixers mlstm-mamba`` layers of xLSTM and of Mamba-1 take turns instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flexsp
-from flexsp.nn import Attention, GatedDeltaNet, SequenceParallelLA
+from flexsp.nn import MLSTM, Attention, GatedDeltaNet, Mamba, SequenceParallelLA
 
 VOCABULARY, WIDTH = 32, 64
 
@@ -32,19 +32,26 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+def delta_attention(at: int) -> nn.Module:
+    """Every fourth layer sees all tokens before it, with four query heads for two key heads."""
+    if at % 4 == 3:
+        return Attention(WIDTH, num_heads=4, num_kv_heads=2, qk_norm=True)
+    return GatedDeltaNet(WIDTH, num_heads=2, head_dim=16)
+
+
+def mlstm_mamba(at: int) -> nn.Module:
+    return Mamba(WIDTH, state_size=8) if at % 2 else MLSTM(WIDTH, num_heads=2, use_short_conv=True)
+
+
+MIXERS = {"delta-attention": delta_attention, "mlstm-mamba": mlstm_mamba}
+
+
 class Hybrid(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, mixers: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(self.mixer(at)) for at in range(layers))
+        self.blocks = nn.ModuleList(Block(MIXERS[mixers](at)) for at in range(layers))
         self.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-
-    @staticmethod
-    def mixer(at: int) -> nn.Module:
-        """Every fourth layer sees all tokens before it, with four query heads for two key heads."""
-        if at % 4 == 3:
-            return Attention(WIDTH, num_heads=4, num_kv_heads=2, qk_norm=True)
-        return GatedDeltaNet(WIDTH, num_heads=2, head_dim=16)
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
@@ -62,9 +69,9 @@ def draw(step: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat(texts)[None].to(device) % VOCABULARY, bounds.to(device)
 
 
-def train(sp: flexsp.SequenceParallel, layers: int, length: int, steps: int) -> None:
+def train(sp: flexsp.SequenceParallel, layers: int, mixers: str, length: int, steps: int) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
-    model: nn.Module = SequenceParallelLA(Hybrid(layers).to(sp.device), sp)
+    model: nn.Module = SequenceParallelLA(Hybrid(layers, mixers).to(sp.device), sp)
     if sp.world_size > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -88,11 +95,12 @@ def train(sp: flexsp.SequenceParallel, layers: int, length: int, steps: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--mixers", choices=[*MIXERS], default="delta-attention")
     parser.add_argument("--length", type=int, default=600, help="tokens of a sequence, over all ranks")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     sp = flexsp.init_sequence_parallel()
-    train(sp, options.layers, options.length, options.steps)
+    train(sp, options.layers, options.mixers, options.length, options.steps)
     sp.close()
 
 

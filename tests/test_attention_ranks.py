@@ -296,9 +296,8 @@ def test_a_hybrid_model(env: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_example() -> None:
-    alone, cut = (
-        run_script(ROOT / "examples" / "hybrid.py", ranks, "--layers", "4", "--length", "60", "--steps", "10")
-        for ranks in (1, 2)
-    )
+@pytest.mark.parametrize("mixers", ["delta-attention", "mlstm-mamba"])
+def test_the_example(mixers: str) -> None:
+    given = "--layers", "4", "--length", "60", "--steps", "10", "--mixers", mixers
+    alone, cut = (run_script(ROOT / "examples" / "hybrid.py", ranks, *given) for ranks in (1, 2))
     assert alone == cut and len(alone) == 1 and float(alone[-1].split()[-1]) < 3.2

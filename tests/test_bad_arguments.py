@@ -18,6 +18,7 @@ from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.nn import (
     HGRN,
     HGRN2,
+    MLSTM,
     RGLRU,
     RWKV7,
     Attention,
@@ -27,6 +28,7 @@ from flexsp.nn import (
     GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
+    Mamba,
     Mamba2,
     Mamba3,
     RMSNorm,
@@ -104,6 +106,10 @@ SSD3_MIMO = SSD3 | {
     "B": torch.rand(B, T, 2, 1, K), "C": torch.rand(B, T, 2, 1, K), "B_bias": torch.rand(H, 2, K),
     "C_bias": torch.rand(H, 2, K), "mimo_x": torch.rand(H, 2, V),
 }  # fmt: skip
+SELECTIVE = {
+    "u": torch.rand(B, T, D), "delta": torch.rand(B, T, D), "A": -torch.rand(D, K), "B": torch.rand(B, T, K),
+    "C": torch.rand(B, T, K), "D": torch.rand(D), "z": torch.rand(B, T, D), "delta_bias": torch.rand(D),
+}  # fmt: skip
 FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
@@ -115,7 +121,8 @@ DELTA_LAYERS = {
     "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
     KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
     "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D), "RWKV7": RWKV7(D, 8), "Mamba3": Mamba3(D, 8, head_dim=16),
+    "RGLRU": RGLRU(D), "RWKV7": RWKV7(D, 8), "Mamba3": Mamba3(D, 8, head_dim=16), "MLSTM": MLSTM(D, 2),
+    "Mamba": Mamba(D),
 }  # fmt: skip
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
@@ -215,6 +222,34 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.rg_lru, {"x": X, "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D), **VECTOR},
         {"output_final_state": "flag", "sp": "sp", "c": "positive"}, {},
     ),
+    "chunk_mlstm": (
+        ops.chunk_mlstm,
+        {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(2, H, K, V),
+         "n_initial": torch.zeros(2, H, K), "m_initial": torch.zeros(2, H, 1), "cu_seqlens": bounds(),
+         "cu_seqlens_cpu": bounds()},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative", "sp": "sp"}, {},
+    ),
+    "selective_scan": (
+        ops.selective_scan, {**SELECTIVE, "initial_state": torch.zeros(2, D, K), "cu_seqlens": bounds(),
+                             "cu_seqlens_cpu": bounds()},
+        {"delta_softplus": "flag", "return_last_state": "flag", "discretization": "choice", "sp": "sp"}, {},
+    ),
+    "recurrent_selective_scan": (
+        ops.recurrent_selective_scan, {**SELECTIVE, "initial_state": torch.zeros(B, D, K)},
+        {"delta_softplus": "flag", "return_last_state": "flag", "discretization": "choice"}, {},
+    ),
+    "Mamba()": (
+        Mamba, {}, {"hidden_size": "size", "state_size": "head size", "expand": "expand", "dt_rank": "limit",
+        "conv_size": "size", "conv_bias": "flag", "bias": "flag", "dt_min": "initial", "dt_max": "initial",
+        "dt_init": "choice", "dt_scale": "initial", "dt_init_floor": "floor", "discretization": "choice"},
+        {"hidden_size": D},
+    ),
+    "recurrent_mlstm": (
+        ops.recurrent_mlstm,
+        {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(B, H, K, V),
+         "n_initial": torch.zeros(B, H, K), "m_initial": torch.zeros(B, H, 1)},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative"}, {},
+    ),
     "recurrent_gla": (
         ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
         {**RECURRENT, "state_v_first": "flag"}, {},
@@ -242,6 +277,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {"hidden_size": D, "head_dim": 8},
     ),
     "RWKV7() of heads": (RWKV7, {}, {"num_heads": "size"}, {"hidden_size": D, "head_dim": None, "num_heads": 2}),
+    "MLSTM()": (
+        MLSTM, {}, {"hidden_size": "size", "num_heads": "size", "qk_dim_factor": "share", "v_dim_factor": "share",
+        "use_bias": "flag", "gate_soft_cap": "base", "eps": "not negative", **CONVOLVED},
+        {"hidden_size": D, "num_heads": 2},
+    ),
     "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),

@@ -17,6 +17,7 @@ from flexsp.comm.group import sequence_parallel
 from flexsp.nn import (
     HGRN,
     HGRN2,
+    MLSTM,
     RGLRU,
     RWKV7,
     Attention,
@@ -26,6 +27,7 @@ from flexsp.nn import (
     GatedLinearAttention,
     GatedRMSNorm,
     KimiDeltaAttention,
+    Mamba,
     Mamba2,
     Mamba3,
     RMSNorm,
@@ -60,6 +62,8 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
+    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4}, 16),
+    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "rwkv7": (RWKV7, {"hidden_size": 16, "head_dim": 8, "value_dim": 24}, 16),
     "attention": (
@@ -272,7 +276,10 @@ def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     for token in x[:, 11:].unbind(1):
         y, cache = layer.step(token, cache)
         assert y.dtype == dtype and y.shape == token.shape
-        assert name.startswith("attention") or getattr(cache, "state", cache[0]).dtype == torch.float32
+        if not name.startswith("attention"):
+            states = getattr(cache, "state", cache[0])
+            states = states if isinstance(states, tuple) else (states,)
+            assert all(x.dtype == torch.float32 for x in states)
         outputs.append(y.unsqueeze(1))
     error = (torch.cat(outputs, 1) - want).norm() / want.norm()
     parallel = (layer(x) - want).norm() / want.norm()
@@ -284,7 +291,7 @@ def test_a_cache_for_other_sequences_is_refused(name: str) -> None:
     layer, x = make(name, 0), torch.randn(1, 5, LAYERS[name][2], dtype=torch.float64)
     for cache, message in (
         (None, "cache: expected a LayerCache, see init_cache, got NoneType"),
-        (layer.init_cache(2), r"cache.state: expected \[1, "),
+        (layer.init_cache(2), r"cache.state(\[0\])?: expected \[1, "),
         (layer.init_cache(1)._replace(conv=layer.init_cache(2).conv), r"cache.conv: expected \[1, "),
     ):
         with pytest.raises(ValueError, match=message):

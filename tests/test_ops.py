@@ -279,7 +279,10 @@ def test_public_names() -> None:
     tested |= {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}
     gated = {f"{how}_{name}" for how in ("chunk", "recurrent") for name in ("gla", "hgrn", "hgrn2", "rwkv6", "rwkv7")}
     gated |= {"rg_lru", "recurrent_rg_lru"}  # tests/test_vector_gates.py
-    assert tested | gated | {"Mamba3State", "mamba3", "recurrent_mamba3"} == set(ops.__all__)  # tests/test_mamba3.py
+    gated |= {"chunk_mlstm", "recurrent_mlstm"}  # tests/test_mlstm.py
+    gated |= {"selective_scan", "recurrent_selective_scan"}  # tests/test_selective_scan.py
+    gated |= {"Mamba3State", "mamba3", "recurrent_mamba3"}  # tests/test_mamba3.py
+    assert tested | gated == set(ops.__all__)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-5, 3.0])

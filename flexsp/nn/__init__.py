@@ -5,7 +5,9 @@ from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import LayerCache, Mamba2, SimpleGLA
+from flexsp.nn.mamba import Mamba
 from flexsp.nn.mamba3 import Mamba3
+from flexsp.nn.mlstm import MLSTM
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm
 from flexsp.nn.rwkv7 import RWKV7
 from flexsp.nn.verify import Verification, verify
@@ -14,6 +16,7 @@ from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 __all__ = [
     "HGRN",
     "HGRN2",
+    "MLSTM",
     "RGLRU",
     "RWKV7",
     "Attention",
@@ -25,6 +28,7 @@ __all__ = [
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerCache",
+    "Mamba",
     "Mamba2",
     "Mamba3",
     "RMSNorm",

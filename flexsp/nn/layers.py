@@ -22,10 +22,10 @@ from flexsp.ops._validate import MAX_HEAD_DIM
 
 
 class LayerCache(NamedTuple):
-    """What a layer remembers while generating: `state` [B, H, K, V] (float32; float64 layers float64) and `conv`
-    [B, D, W], the last inputs of the short convolution (None without one)."""
+    """What a layer remembers while generating: `state` [B, H, K, V] (float32; float64 layers float64) or what else its
+    op has, and `conv` [B, D, W], the last inputs of the short convolution (None without one)."""
 
-    state: Tensor
+    state: Any
     conv: Tensor | None
 
 

@@ -11,10 +11,12 @@ from flexsp.ops.lightning import chunk_lightning_attn
 from flexsp.ops.linear_attn import chunk_linear_attn
 from flexsp.ops.mamba2 import mamba2_ssd
 from flexsp.ops.mamba3 import Mamba3State, mamba3, recurrent_mamba3
+from flexsp.ops.mlstm import chunk_mlstm, recurrent_mlstm
 from flexsp.ops.retention import chunk_retention
 from flexsp.ops.rg_lru import recurrent_rg_lru, rg_lru
 from flexsp.ops.rwkv6 import chunk_rwkv6, recurrent_rwkv6
 from flexsp.ops.rwkv7 import chunk_rwkv7, recurrent_rwkv7
+from flexsp.ops.selective_scan import recurrent_selective_scan, selective_scan
 from flexsp.ops.simple_gla import chunk_simple_gla, recurrent_simple_gla
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_mlstm",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
@@ -42,9 +45,12 @@ __all__ = [
     "recurrent_hgrn2",
     "recurrent_kda",
     "recurrent_mamba3",
+    "recurrent_mlstm",
     "recurrent_rg_lru",
     "recurrent_rwkv6",
     "recurrent_rwkv7",
+    "recurrent_selective_scan",
     "recurrent_simple_gla",
     "rg_lru",
+    "selective_scan",
 ]

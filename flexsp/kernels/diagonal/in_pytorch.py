@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.scan.transitions import Transition
 
-__all__ = ["run"]
+__all__ = ["Layout", "chunk_layout", "run"]
 
 MIN_LOG_DECAY = -104.0  # e^-104 is 0 in float32; a finite floor keeps sums of gates finite
 _CHUNK = 64
@@ -49,7 +49,7 @@ def run(
         anchor, q, k, v, g, g_gamma, initial = joined(sp, q, k, v, g, g_gamma, initial)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    layout = _layout(cu_seqlens, B, T, sp, rows)
+    layout = chunk_layout(cu_seqlens, B, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
     step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
@@ -64,7 +64,7 @@ class _Step:
     affine = True
 
     def __init__(
-        self, layout: _Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional
+        self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional
     ) -> None:  # fmt: skip
         self.layout, self.v = layout, v
         causal = torch.ones(layout.C, layout.C, dtype=torch.bool, device=q.device).tril()
@@ -116,7 +116,7 @@ def _decays(g: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.
     return g.cumsum(-1), between.cumsum(-2).masked_fill(~causal, float("-inf")).exp()
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How the tokens [B, T, H, D] of this shard lie in chunks [B, H, chunks, C, D]."""
 
     T: int
@@ -141,9 +141,9 @@ class _Layout(NamedTuple):
         return x[:, : self.T] if self.place_of is None else x.index_select(1, self.place_of)
 
 
-def _layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, rows: int) -> _Layout:
+def chunk_layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, rows: int = 1) -> Layout:
     if cu_seqlens is None:
-        return _Layout(T, _chunk_length(T))
+        return Layout(T, _chunk_length(T))
     start, stop = (0, T) if sp is None else sp.shard_range(T, rows)[:2]
     n = cu_seqlens.numel() - 1
     C = max(16, _chunk_length(-(-T // n)))
@@ -153,7 +153,7 @@ def _layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, r
     token_of = torch.where(inside < length, t0 + inside, T).flatten()
     place_of = torch.zeros(T + 1, dtype=torch.int64, device=table.device)
     place_of = place_of.scatter(0, token_of, torch.arange(token_of.numel(), device=table.device))[:T]
-    return _Layout(T, C, Documents(table, n), token_of, place_of)
+    return Layout(T, C, Documents(table, n), token_of, place_of)
 
 
 def _chunk_length(T: int) -> int:

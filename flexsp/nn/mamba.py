@@ -1,0 +1,168 @@
+"""The layer of Mamba-1: `Mamba`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsp.exceptions import check_flag, check_integer
+from flexsp.nn.conv import ShortConvolution
+from flexsp.nn.layers import (
+    LayerCache,
+    _check_cache,
+    _check_initialisation,
+    _check_token,
+    _expanded,
+    _positive,
+    _project,
+    _refuse_cache_under_sp,
+    _wide,
+)
+from flexsp.nn.norm import accumulation_dtype, check_choice, check_input
+from flexsp.ops import recurrent_selective_scan, selective_scan
+from flexsp.ops._validate import MAX_HEAD_DIM
+
+
+class Mamba(nn.Module):
+    """Mamba-1 (Gu & Dao 2023, arXiv 2312.00752), parameters named and laid out as in the authors' code.
+
+    ``[x, z] = W_in u``, a short causal convolution and SiLU over x, ``[r, B, C] = W_x x``,
+    ``dt = softplus(W_dt r + b_dt)``, ``h_t = e^{dt A} h_{t-1} + dt B x``, ``y = (C h + D x) silu(z)`` with
+    ``A = -e^{A_log}`` (natural log), of every channel by itself; then ``out = W_out y``.
+
+    Args:
+        hidden_size: model width.
+        state_size: N, numbers of the state a channel, 1 to 256.
+        expand: inner width = expand * hidden_size.
+        dt_rank: channels of r, by default hidden_size / 16, rounded up.
+        conv_size: tokens of the convolution.
+        conv_bias: whether it has a bias.
+        bias: biases of W_in and W_out.
+        dt_min: softplus(b_dt) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
+        dt_max: see ``dt_min``.
+        dt_init: of W_dt: "random", uniform in +- dt_scale / sqrt(dt_rank), or "constant", that number.
+        dt_scale: above 0.
+        dt_init_floor: raises what falls below it; 0 for nothing.
+        discretization: of B, "euler" or "zoh", as in `flexsp.ops.selective_scan`.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        state_size: int = 16,
+        expand: float = 2,
+        dt_rank: int | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        discretization: str = "euler",
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
+        self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
+        self.inner_size = width = _expanded("expand", hidden_size, expand)
+        rank = -(-hidden_size // 16) if dt_rank is None else check_integer("dt_rank", dt_rank, least=1)
+        self.dt_rank = rank
+        check_integer("conv_size", conv_size, least=1)
+        check_flag("conv_bias", conv_bias)
+        check_flag("bias", bias)
+        _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
+        check_choice("dt_init", dt_init, ("random", "constant"))
+        self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
+        self._dt_range, self._dt_init_floor = (dt_min, dt_max), dt_init_floor
+        self._dt_init, self._dt_scale = dt_init, _positive("dt_scale", dt_scale)
+        self.in_proj = nn.Linear(hidden_size, 2 * width, bias=bias)
+        self.conv1d = ShortConvolution(width, conv_size, bias=conv_bias)
+        self.x_proj = nn.Linear(width, rank + 2 * state_size, bias=False)
+        self.dt_proj = nn.Linear(rank, width)
+        self.A_log = nn.Parameter(torch.empty(width, state_size))
+        self.D = nn.Parameter(torch.ones(width))
+        self.out_proj = nn.Linear(width, hidden_size, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The authors' initialisation of dt_proj, D and A_log: -A is 1..N in every channel (S4D-Real)."""
+        low, high = (math.log(bound) for bound in self._dt_range)
+        weight, bias, most = self.dt_proj.weight, self.dt_proj.bias, self._dt_scale / math.sqrt(self.dt_rank)
+        with torch.no_grad():
+            dt = torch.exp(torch.empty_like(bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
+            bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
+            if self._dt_init == "random":
+                weight.uniform_(-most, most)
+            else:
+                weight.fill_(most)
+            rates = torch.arange(1, self.state_size + 1, dtype=self.A_log.dtype, device=self.A_log.device)
+            self.A_log.copy_(rates.log().expand_as(self.A_log))
+            self.D.fill_(1.0)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor | tuple[Tensor, LayerCache]:
+        """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
+
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+
+        Raises:
+            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
+        """
+        check_input("x", x, (None, None, self.hidden_size))
+        if cache is not None:
+            _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
+        (mixed, z), conv_cache = _project(self.in_proj, x).chunk(2, dim=-1), None
+        if cache is None:
+            mixed = self.conv1d(mixed, cu_seqlens)
+        else:
+            _refuse_cache_under_sp(cu_seqlens)
+            assert cache.conv is not None
+            mixed, conv_cache = self.conv1d.prefill(mixed, cache.conv)
+        y, state = selective_scan(
+            **self._arguments(mixed, z),
+            return_last_state=cache is not None,
+            initial_state=None if cache is None else cache.state,
+            cu_seqlens=cu_seqlens,
+        )
+        out = self.out_proj(y.to(x.dtype))
+        return out if cache is None else (out, LayerCache(state, conv_cache))
+
+    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
+        token = _check_token(x, self.hidden_size)
+        _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
+        mixed, z = _project(self.in_proj, token).chunk(2, dim=-1)
+        assert cache.conv is not None
+        convolved, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
+        y, state = recurrent_selective_scan(
+            **self._arguments(convolved.unsqueeze(1), z), return_last_state=True, initial_state=cache.state
+        )
+        return self.out_proj(y.to(x.dtype)).reshape(x.shape), LayerCache(state, conv_cache)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text: the state [B, D, N], and the last inputs of the convolution."""
+        weight = self.in_proj.weight
+        shape = self._state_shape(check_integer("batch", batch, least=1))
+        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+        return LayerCache(state, self.conv1d.init_cache(batch))
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.inner_size, self.state_size
+
+    def _arguments(self, mixed: Tensor, z: Tensor) -> dict[str, Any]:
+        r, B, C = self.x_proj(mixed).split([self.dt_rank, self.state_size, self.state_size], dim=-1)
+        delta = F.linear(r, self.dt_proj.weight)  # the bias is added in the accumulation dtype
+        u, z, B, C = (t.to(delta.dtype) for t in (mixed, z, B, C))  # under autocast
+        return {
+            "u": u, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
+            "delta_bias": _wide(self.dt_proj.bias), "delta_softplus": True, "discretization": self.discretization,
+        }  # fmt: skip

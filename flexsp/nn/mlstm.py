@@ -1,0 +1,157 @@
+"""The mLSTM layer of xLSTM: `MLSTM`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.nn.gated_layers import _head_size
+from flexsp.nn.layers import LayerCache, _wide
+from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
+from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.ops import chunk_mlstm, recurrent_mlstm
+
+
+def _with_states(op: Any, initial_state: Any, output_final_state: bool, **given: Any) -> tuple[Tensor, Any]:
+    c, n, m = (None, None, None) if initial_state is None else initial_state
+    states = {"c_initial": c, "n_initial": n, "m_initial": m, "return_last_states": output_final_state}
+    return op(**given, **states)  # type: ignore[no-any-return]
+
+
+def _chunk(**given: Any) -> tuple[Tensor, Any]:
+    return _with_states(chunk_mlstm, **given)
+
+
+def _recurrent(**given: Any) -> tuple[Tensor, Any]:
+    return _with_states(recurrent_mlstm, **given)
+
+
+class _HeadNorm(nn.Module):
+    """A layer norm over each head's channels, with a weight for every channel of all heads."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, use_bias: bool) -> None:
+        super().__init__()
+        self.head_dim, self.eps = head_dim, eps
+        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
+        self.bias = nn.Parameter(torch.zeros(num_heads * head_dim)) if use_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H, V] -> [B, T, H V] in the accumulation dtype."""
+        y = F.layer_norm(_wide(x), (self.head_dim,), eps=self.eps).flatten(-2) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class MLSTM(RecurrentLayer):
+    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), with the parameters of xLSTM 7B's
+    (arXiv 2503.13427; ``mLSTMLayer`` of the package xlstm, ``weight_mode="single"``).
+
+    ``h`` is `flexsp.ops.chunk_mlstm` of q, k, v from projections and of gates ``i = cap(W_i x + b_i)`` (a natural
+    logarithm) and ``f = cap(W_f x + b_f)`` (before a sigmoid), with ``cap(z) = gate_soft_cap tanh(z / gate_soft_cap)``,
+    and ``y = W_out (sigmoid(W_o x) * norm(h))`` with a layer norm over each head's V.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H.
+        qk_dim_factor: heads have K = hidden_size * qk_dim_factor / num_heads, 1 to 256.
+        v_dim_factor: and V = hidden_size * v_dim_factor / num_heads, 1 to 256.
+        use_bias: biases of the projections, but for those of i and f, which always have them, and of the norm.
+        gate_soft_cap: the cap of i and f, above 0, or None.
+        norm_eps: of the norm, at least 0.
+        eps: added to the stabilised denominator, at least 0.
+        use_short_conv: short causal convolutions and SiLU after the projections of q, k and v; xLSTM 7B has none.
+        conv_size: their tokens.
+        conv_bias: whether they have biases.
+
+    The state of its cache is (C [B, H, K, V], n [B, H, K], m [B, H, 1]).
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (_chunk, _recurrent)
+    _branches = ("q", "k", "v")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        qk_dim_factor: float = 0.5,
+        v_dim_factor: float = 1.0,
+        use_bias: bool = False,
+        gate_soft_cap: float | None = 15.0,
+        norm_eps: float = 1e-6,
+        eps: float = 1e-6,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
+        self.num_heads = num_heads = check_integer("num_heads", num_heads, least=1)
+        self.head_k_dim = _head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads)
+        self.head_v_dim = _head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads)
+        check_flag("use_bias", use_bias)
+        self.gate_soft_cap = None if gate_soft_cap is None else check_number("gate_soft_cap", gate_soft_cap, above=0)
+        self.eps = check_eps("eps", eps)
+        keys, values = num_heads * self.head_k_dim, num_heads * self.head_v_dim
+        self._widths = keys, keys, values
+        self.q = nn.Linear(hidden_size, keys, bias=use_bias)
+        self.k = nn.Linear(hidden_size, keys, bias=use_bias)
+        self.v = nn.Linear(hidden_size, values, bias=use_bias)
+        self.ogate_preact = nn.Linear(hidden_size, values, bias=use_bias)
+        self.igate_preact = nn.Linear(hidden_size, num_heads)
+        self.fgate_preact = nn.Linear(hidden_size, num_heads)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias, ("silu",) * 3)
+        self.multihead_norm = _HeadNorm(num_heads, self.head_v_dim, check_eps("norm_eps", norm_eps), use_bias)
+        self.out_proj = nn.Linear(values, hidden_size, bias=use_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The biases of the gates: of f from 3 to 6 over the heads, as in xLSTM, of i -10, as in xLSTM 7B."""
+        bias = self.fgate_preact.bias
+        with torch.no_grad():
+            bias.copy_(torch.linspace(3.0, 6.0, self.num_heads, dtype=bias.dtype, device=bias.device))
+            self.igate_preact.bias.fill_(-10.0)
+
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text: the states, and the inputs [B, D, W] of the convolutions side by side."""
+        weight, C = self.q.weight, self._state_shape(check_integer("batch", batch, least=1))
+        dtype = accumulation_dtype(weight.dtype)
+        state = tuple(torch.zeros(x, dtype=dtype, device=weight.device) for x in (C, C[:3], (*C[:2], 1)))
+        inputs = weight.new_zeros(batch, sum(self._widths), self.conv_size) if self.use_short_conv else None
+        return LayerCache(state, inputs)
+
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        C = self._state_shape(batch)
+        if not isinstance(cache, LayerCache):
+            fail("cache", "a LayerCache, see init_cache", type(cache).__name__)
+        if not isinstance(cache.state, tuple) or len(cache.state) != 3:
+            fail("cache.state", "the states (C, n, m), see init_cache", type(cache.state).__name__)
+        for at, (x, shape) in enumerate(zip(cache.state, (C, C[:3], (*C[:2], 1)), strict=True)):
+            check_input(f"cache.state[{at}]", x, shape)
+        if self.use_short_conv:
+            check_input("cache.conv", cache.conv, (batch, sum(self._widths), self.conv_size))  # type: ignore[arg-type]
+
+    def _projections(self) -> list[nn.Linear]:
+        return [self.q, self.k, self.v]
+
+    def _state_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
+
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+        parts = (F.silu(mixed) if self.use_short_conv else mixed).split(self._widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+        i, f = (self._capped(gate(x)) for gate in (self.igate_preact, self.fgate_preact))
+        return {"q": q, "k": k, "v": v, "i": i, "f": f, "eps": self.eps}
+
+    def _capped(self, gate: Tensor) -> Tensor:
+        wide, cap = _wide(gate), self.gate_soft_cap
+        return wide if cap is None else cap * torch.tanh(wide / cap)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gated = _wide(self.ogate_preact(x)).sigmoid() * self.multihead_norm(o)
+        return self.out_proj(gated.to(x.dtype))

@@ -1,0 +1,286 @@
+"""mLSTM: a matrix memory with exponential input gates, a normaliser and a stabiliser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.comm.derivatives import joined
+from flexsp.comm.group import ranks_call
+from flexsp.exceptions import check_number
+from flexsp.kernels.diagonal.op import diagonal
+from flexsp.ops import _programs as programs
+from flexsp.ops import _validate as check
+from flexsp.scan import max_plus
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["chunk_mlstm", "recurrent_mlstm"]
+
+_MIN_LOG_FORGET = -1e6
+_LEAST_MAXIMUM = -1e30  # of initial states, finite so that differences are
+Optional = torch.Tensor | None
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@ranks_call
+def chunk_mlstm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    i: torch.Tensor,
+    f: torch.Tensor,
+    scale: float | None = None,
+    c_initial: torch.Tensor | None = None,
+    n_initial: torch.Tensor | None = None,
+    m_initial: torch.Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 0.0,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+) -> tuple[torch.Tensor, State | None]:
+    """C_t = f'_t C_{t-1} + i'_t k_t v_t^T, n_t = f'_t n_{t-1} + i'_t k_t, with scale q_t C_t over a denominator.
+
+    Beck et al. 2024, xLSTM (arXiv 2405.04517), eq. 19-27, stabilised as there by m_t = max(log f_t + m_{t-1}, i_t):
+    f'_t = e^{log f_t + m_{t-1} - m_t} with log f = logsigmoid(f), i'_t = e^{i_t - m_t}, and
+    h_t = scale q_t C_t / (max(|scale q_t n_t|, e^{-m_t}) + eps). The arguments have the names of mlstm_kernels and the
+    layout of flexsp.
+
+    C e^m and n e^m, and with ``eps`` = 0 h, do not depend on m. So m is a constant to the backward pass: the final m
+    has no gradient, and with ``eps`` > 0 what h depends on m has none.
+
+    Args:
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
+        k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it: in float16 tokens that are weighed by less
+            than 6e-8 of the largest weight are lost.
+        v: [B, T, H, V] in the same dtype; V of 1..256.
+        i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
+            nothing.
+        f: forget gates before their sigmoid, [B, T, H]; q's dtype or float32. Below -1e6 they act as that. Where f'_t
+            is less than e^-104 it acts as that and has no gradient.
+        scale: factor on q; None means K**-0.5.
+        c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. Given
+            together with the other two, or None for zeros.
+        n_initial: n [N, H, K] in the same dtype.
+        m_initial: m [N, H, 1] in the same dtype.
+        return_last_states: also return the states after the last token.
+        eps: added to the denominator, at least 0; mlstm_kernels adds 1e-6.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+
+    Returns:
+        h [B, T, H, V] in the inputs' dtype and the final (C, n, m), or None, by the same rules as `chunk_simple_gla`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
+        >>> i, f = torch.randn(2, 100, 4), torch.randn(2, 100, 4) + 3
+        >>> h, (C, n, m) = chunk_mlstm(q, k, v, i, f, return_last_states=True)
+    """
+    B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
+    sp = check.resolve(sp, q)
+    check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
+    N = check.number_of_states(B, cu_seqlens)
+    given = _initial(c_initial, n_initial, m_initial, (N, H, K, V), q, cu_seqlens, sp)
+    scale = check.check_scale(scale, K)
+    check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
+    if sp is not None:  # two exchanges
+        _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
+    C, n, m = _states(*given)
+    gates = _stabilised(q, i, f, m, N, cu_seqlens, sp)
+    written = (programs.wide(k, q) * gates.entry.unsqueeze(-1)).to(k.dtype)
+    ones = v.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
+    numerator, C = diagonal(
+        q, written, v, gates.log_forget, scale=scale, initial_state=C, output_final_state=return_last_states,
+        cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
+    )  # fmt: skip
+    denominator, n = diagonal(
+        q, written, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
+        output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
+    )  # fmt: skip
+    h = _over(programs.wide(numerator, q), programs.wide(denominator, q), gates.floor, eps).to(v.dtype)
+    if C is None or n is None:
+        return h, None
+    if sp is not None:
+        _, h, C, n = joined(sp, h, C, n)
+    return h, gates.last(C, n.squeeze(-1))
+
+
+def recurrent_mlstm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    i: torch.Tensor,
+    f: torch.Tensor,
+    scale: float | None = None,
+    c_initial: torch.Tensor | None = None,
+    n_initial: torch.Tensor | None = None,
+    m_initial: torch.Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, State | None]:
+    """The recurrence of `chunk_mlstm` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final states
+    here. Differentiable, as `chunk_mlstm` is. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
+        >>> i, f = torch.randn(2, 2, 1, 4).unbind(0)
+        >>> h, (C, n, m) = recurrent_mlstm(q, k, v, i, f, return_last_states=True)
+    """
+    B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
+    C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
+    gates = _stabilised(q, i, f, m, B, None, None)
+    wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
+    written = programs.wide(k, q) * gates.entry.unsqueeze(-1)
+    augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
+    state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
+    read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
+    h = _over(read[..., :V], read[..., V:], gates.floor, eps).to(v.dtype)
+    return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None
+
+
+class _Gates(NamedTuple):
+    """Log gates <= 0 (but for roundings) and weights of what is written, and e^{-m}, [B, T, H], and the final m."""
+
+    log_forget: torch.Tensor
+    entry: torch.Tensor
+    floor: torch.Tensor
+    m: torch.Tensor
+
+    def last(self, C: torch.Tensor, n: torch.Tensor) -> State:
+        """C and n for the final m in their dtype."""
+        m = self.m.to(C.dtype)
+        rest = (self.m - m.to(self.m.dtype)).exp().to(C.dtype)  # of the rounding
+        return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
+
+
+def _stabilised(
+    q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
+    sp: SequenceParallel | None,
+) -> _Gates:  # fmt: skip
+    """The gates with their maxima taken out, which are found in float64 and are constants to autograd.
+
+    Whatever m is, it must be the same in all that follows: the differences of its numbers are taken in float64 too.
+
+    Args:
+        start: m [N, H] before documents or, on the first rank, before the sequences.
+    """
+    dtype = check.accumulation_dtype(q)
+    i, log_f = i.double(), F.logsigmoid(f.double()).clamp(min=_MIN_LOG_FORGET)
+    a, c = log_f.detach().transpose(1, 2), i.detach().transpose(1, 2)  # [B, H, T]
+    begun = i.new_zeros(N, i.shape[2]) if start is None else start.detach().double()
+    documents = None if cu_seqlens is None else _Documents.of(cu_seqlens, i.shape[1], sp)
+    if documents is None:
+        tokens, entering = max_plus.Elements(a, c), begun
+    else:
+        cut, own = documents.first.expand_as(a), begun.index_select(0, documents.of_token).t()
+        tokens = max_plus.Elements(a, torch.where(cut, torch.maximum(c, a + own), c), cut)
+        entering = torch.full_like(a[..., :1].sum(-1), -torch.inf)
+    until = max_plus.scan(tokens)
+    if sp is not None and sp.world_size > 1:
+        entering = max_plus.enters(_all_of(until), entering, sp)
+    m = torch.maximum(until.c, until.passing(entering.unsqueeze(-1)))
+    along = torch.cat([entering.unsqueeze(-1), m], -1)
+    before = along[..., :-1] if documents is None else torch.where(cut, own, along[..., :-1])
+    last = along[..., -1] if documents is None else documents.last(m, begun)
+    log_forget, entry = log_f + (before - m).transpose(1, 2), (i - m.transpose(1, 2)).exp()
+    floor = torch.exp(-m).transpose(1, 2)
+    return _Gates(log_forget.to(dtype), entry.to(dtype), floor.to(dtype), last)
+
+
+def _all_of(until: max_plus.Elements) -> max_plus.Elements:
+    """All tokens in one element, of scanned ones; the identity if there are none."""
+    return until.padded(1).at(-1) if until.a.shape[-1] == 0 else until.at(-1)
+
+
+class _Documents(NamedTuple):
+    """Which document the tokens of this shard are of, where one begins, and which documents end here.
+
+    Rules of `flexsp.kernels.table.chunk_table` for empty documents."""
+
+    of_token: torch.Tensor  # [T]
+    first: torch.Tensor  # bool [T]
+    end: torch.Tensor  # [N] the last token, counted from the start of the shard
+    empty: torch.Tensor  # bool [N]
+    here: torch.Tensor  # bool [N]
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, T: int, sp: SequenceParallel | None) -> _Documents:
+        bounds = cu_seqlens.to(torch.int64)
+        start, stop = (0, T) if sp is None else sp.shard_range(T)[:2]
+        place = torch.arange(start, stop, device=bounds.device)
+        begin, end = bounds[:-1], bounds[1:]
+        of_token = (torch.searchsorted(bounds, place, right=True) - 1).clamp(0, begin.numel() - 1)
+        here = (begin >= start) & (begin < stop)
+        if sp is None or sp.is_last:
+            here = here | (begin >= stop)
+        empty = begin == end
+        here = torch.where(empty, here, (end > start) & (end <= stop))
+        return cls(of_token, place == begin[of_token], end - 1 - start, empty, here)
+
+    def last(self, m: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
+        """Final m [N, H] of documents that end here, else 0; ``m`` [1, H, T] of tokens and ``begun`` of documents."""
+        if m.shape[-1]:
+            found = m[0].index_select(1, self.end.clamp(0, m.shape[-1] - 1)).t()
+            begun = torch.where(self.empty.unsqueeze(-1), begun, found)
+        return begun.masked_fill(~self.here.unsqueeze(-1), 0.0)
+
+
+def _states(c: Optional, n: Optional, m: Optional) -> tuple[Optional, Optional, Optional]:
+    """Initial C, n and, without gradients, m [N, H].
+
+    h depends on C e^m and n e^m alone. So m is a constant here too, and has its gradient from a factor of e^0.
+    """
+    if c is None or n is None or m is None:
+        return None, None, None
+    m = m.squeeze(-1).clamp(min=_LEAST_MAXIMUM)
+    one = (m - m.detach()).exp()
+    return c * one[..., None, None], n * one.unsqueeze(-1), m.detach()
+
+
+def _over(numerator: torch.Tensor, denominator: torch.Tensor, floor: torch.Tensor, eps: float) -> torch.Tensor:
+    """The quotient; where both underflow, 0."""
+    least = floor.clamp(min=torch.finfo(floor.dtype).tiny).unsqueeze(-1)
+    return numerator / (torch.maximum(denominator.abs(), least) + eps)
+
+
+def _initial(
+    c: Optional, n: Optional, m: Optional, sizes: tuple[int, int, int, int], q: torch.Tensor, cu_seqlens: Optional,
+    sp: SequenceParallel | None,
+) -> list[Optional]:  # fmt: skip
+    """The initial states, checked: all three or none."""
+    N, H, K, V = sizes
+    given = {"c_initial": c, "n_initial": n, "m_initial": m}
+    shapes = ((N, H, K, V), "[N, H, K, V]"), ((N, H, K), "[N, H, K]"), ((N, H, 1), "[N, H, 1]")
+    missing = [name for name, x in given.items() if x is None]
+    if missing and len(missing) < 3:
+        others = " and ".join(name for name in given if name not in missing)
+        check.fail(missing[0], f"a tensor together with {others}", None)
+    for (name, x), (shape, dims) in zip(given.items(), shapes, strict=True):
+        check.check_state(name, x, shape, dims, q, cu_seqlens, sp)
+    return list(given.values())
+
+
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, i: torch.Tensor, f: torch.Tensor, last: bool, eps: float
+) -> tuple[int, int, int, int, int]:  # fmt: skip
+    sizes = check.check_qkv(q, k, v)
+    for name, gate in (("i", i), ("f", f)):
+        shape = tuple(q.shape[:3])
+        check.check_tensor(name, gate, shape, "[B, T, H]", dtypes=(q.dtype, torch.float32), device=q.device)
+    check.check_flag("return_last_states", last)
+    if check_number("eps", eps) < 0:
+        check.fail("eps", "a number >= 0", repr(eps))
+    return sizes

@@ -1,0 +1,164 @@
+"""The selective scan of Mamba-1: a state of N numbers a channel, each with its own decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.comm.group import ranks_call
+from flexsp.kernels.selective import in_pytorch
+from flexsp.kernels.selective.op import selective
+from flexsp.ops import _programs as programs
+from flexsp.ops import _validate as check
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["recurrent_selective_scan", "selective_scan"]
+
+_MOST_NUMBERS = 256
+_DISCRETIZATIONS = ("euler", "zoh")
+Optional = torch.Tensor | None
+
+
+@ranks_call
+def selective_scan(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_state: torch.Tensor | None = None,
+    discretization: str = "euler",
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    sp: SequenceParallel | bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h_t = e^{dt_t A} h_{t-1} + dt_t B_t u_t, y_t = (C_t h_t + D u_t) silu(z_t), dt = softplus(delta + delta_bias).
+
+    Gu & Dao 2023, Mamba (arXiv 2312.00752), algorithm 2: every channel has N numbers, which decay each by itself. The
+    arguments have the names of ``selective_scan_fn`` of mamba_ssm; tokens are the second axis here, channels the last.
+    No tensor has T x D x N numbers. The kernels' backward pass makes a state every 16 tokens, and what every 16
+    channels (fewer for N of more than 16) add to the gradients of B and C: T x D x N / 16 and, twice, as many numbers
+    in float32.
+
+    Args:
+        u: [batch, T, D], float16, bfloat16, float32 or float64, any strides.
+        delta: step sizes [batch, T, D], >= 0 after ``delta_bias`` and ``delta_softplus``; u's dtype or float32.
+        A: [D, N] <= 0, usually -exp(A_log); u's dtype or float32; N of 1..256. delta A is a natural-log gate.
+        B: [batch, T, N] in u's dtype, the same for all channels.
+        C: [batch, T, N] in u's dtype, the same for all channels.
+        D: [D] skip weights, or None; u's dtype or float32.
+        z: [batch, T, D] in u's dtype, a gate: y is multiplied by silu(z); or None.
+        delta_bias: [D] added to delta first, or None; u's dtype or float32.
+        delta_softplus: delta becomes softplus(delta + delta_bias).
+        return_last_state: also return the state after the last token.
+        initial_state: [n, D, N] in float32 (float64 for float64 inputs); n = batch, or the number of documents.
+        discretization: of B: "euler", dt B, which mamba_ssm computes, or "zoh", the zero-order hold
+            (e^{dt A} - 1) / A B of the paper's equation 4.
+        cu_seqlens: packed documents, as in `chunk_simple_gla`.
+        cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+        sp: the ranks, as in `chunk_simple_gla`.
+
+    Returns:
+        y [batch, T, D] in u's dtype and the final state [n, D, N], or None, by the same rules as `chunk_simple_gla`.
+        Under ``sp`` the gradients of A, D and delta_bias are this rank's share; their sum over ranks is the gradient.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> u, delta = torch.randn(2, 2, 100, 256).unbind(0)
+        >>> B, C = torch.randn(2, 2, 100, 16).unbind(0)
+        >>> y, state = selective_scan(u, delta, -torch.rand(256, 16), B, C, delta_softplus=True, return_last_state=True)
+    """
+    batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
+    sp = check.resolve(sp, u)
+    check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, u, "u", sp)
+    n = check.number_of_states(batch, cu_seqlens)
+    check.check_state("initial_state", initial_state, (n, width, N), "[n, D, N]", u, cu_seqlens, sp)
+    check.same_call(sp, "selective_scan", u, width, N, n, discretization, cu_seqlens is None)
+    skip, bias = (None if x is None else programs.wide(x, u) for x in (D, delta_bias))
+    return selective(
+        u, delta, programs.wide(A, u), B, C, skip, z, bias, softplus=delta_softplus, zoh=discretization == "zoh",
+        initial_state=initial_state, output_final_state=return_last_state, cu_seqlens=cu_seqlens, sp=sp,
+    )  # fmt: skip
+
+
+def recurrent_selective_scan(
+    u: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_state: torch.Tensor | None = None,
+    discretization: str = "euler",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence of `selective_scan` token by token: decoding, T = 1 a step.
+
+    Takes and returns the same tensors, states included, so a prompt goes through `selective_scan` and its final state
+    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or value, naming the argument.
+
+    Example:
+        >>> u, delta = torch.rand(2, 2, 1, 256).unbind(0)
+        >>> B, C = torch.randn(2, 2, 1, 16).unbind(0)
+        >>> y, state = recurrent_selective_scan(u, delta, -torch.rand(256, 16), B, C, return_last_state=True)
+    """
+    batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
+    check.check_state("initial_state", initial_state, (batch, width, N), "[batch, D, N]", u, None, None)
+    dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
+    wide_A, wide_B, wide_C, wide_u = (programs.wide(x, u) for x in (A, B, C, u))
+    h, y = dt.new_zeros(batch, width, N) if initial_state is None else initial_state, [dt[:, :0]]
+    for t in range(u.shape[1]):
+        kept, given = in_pytorch.weights(dt[:, t, :, None], wide_A, discretization == "zoh")
+        h = kept * h + given * wide_u[:, t, :, None] * wide_B[:, t, None]
+        y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
+    last = (h.clone() if h is initial_state else h) if return_last_state else None
+    return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+
+
+def _checked(
+    u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: Optional, z: Optional,
+    delta_bias: Optional, delta_softplus: bool, return_last_state: bool, discretization: str,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Batch, D and N."""
+    check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
+    batch, T, width = u.shape
+    if batch < 1 or width < 1:
+        check.fail("u", "at least one batch row and one channel", list(u.shape))
+    params = (u.dtype, torch.float32)
+    check.check_tensor("delta", delta, (batch, T, width), "[batch, T, D]", dtypes=params, device=u.device)
+    check.check_tensor("A", A, None, "[D, N]", dtypes=params, device=u.device)
+    N = A.shape[1]
+    if A.shape[0] != width or not 1 <= N <= _MOST_NUMBERS:
+        check.fail("A", f"shape [D, N] = [{width}, N] with N of 1..{_MOST_NUMBERS}", list(A.shape))
+    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
+    for name, x in (("B", B), ("C", C)):
+        check.check_tensor(name, x, (batch, T, N), "[batch, T, N]", dtypes=(u.dtype,), device=u.device)
+    for name, given in (("D", D), ("delta_bias", delta_bias)):
+        if given is not None:
+            check.check_tensor(name, given, (width,), "[D]", dtypes=params, device=u.device)
+    if z is not None:
+        check.check_tensor("z", z, (batch, T, width), "[batch, T, D]", dtypes=(u.dtype,), device=u.device)
+    check.check_flag("delta_softplus", delta_softplus)
+    check.check_flag("return_last_state", return_last_state)
+    if not isinstance(discretization, str) or discretization not in _DISCRETIZATIONS:
+        check.fail("discretization", '"euler" or "zoh"', repr(discretization))
+    if not delta_softplus:
+        steps = delta if delta_bias is None else delta + delta_bias
+        check.check_non_negative("delta", steps, "step sizes >= 0 (after delta_bias)")
+    return batch, width, N

@@ -1,0 +1,38 @@
+"""mLSTM and the selective scan on one GPU against the token loops of their tests on CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.compare import check_op
+from tests import test_mlstm as mlstm
+from tests import test_selective_scan as selective
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOUNDS = torch.tensor([0, 61, 61, 125, 126, 203, 203])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (20, 7), (256, 16)])
+def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool) -> None:
+    inputs = mlstm.draw(1 if packed else 2, 203, 6 if packed else 2, K, V)
+    inputs |= {"cu_seqlens": BOUNDS} if packed else {}
+    check_op(mlstm.chunk, mlstm.oracle, inputs, dtype=dtype, device="cuda", wide=mlstm.KEPT_WIDE)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "N"), [(96, 16), (45, 5), (7, 130)])
+@pytest.mark.parametrize("how", [selective.HOW, selective.ZOH])
+def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dtype, packed: bool) -> None:
+    inputs = selective.draw(1 if packed else 2, 203, 6 if packed else 2, width, N)
+    inputs |= {"cu_seqlens": BOUNDS} if packed else {}
+    check_op(
+        partial(selective.scan, **how), partial(selective.oracle, **how), inputs, dtype=dtype, device="cuda",
+        wide=selective.KEPT_WIDE,
+    )  # fmt: skip

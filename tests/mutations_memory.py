@@ -1,0 +1,97 @@
+"""The changes of tests/mutate.py to mLSTM and to the selective scan."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["MEMORY"]
+
+_OPS = "tests/test_mlstm.py::test_against_the_token_loop"
+_EPS = "tests/test_mlstm.py::test_scale_and_eps"
+_DOCUMENTS = "tests/test_mlstm.py::test_documents_and_strides"
+_EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
+_FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
+_RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
+_SCAN = "tests/test_selective_scan.py::"
+_STEPS = _SCAN + "test_against_the_token_loop"
+_WALKS = _SCAN + "test_kernels[plain]"
+_MAMBA = _SCAN + "test_the_layer_is_its_formula"
+_FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
+
+MEMORY = [
+    *_in(
+        "flexsp/ops/mlstm.py",
+        ("(i - m.transpose(1, 2)).exp()", "i.exp()", "what is written is not stabilised", _OPS),
+        ("log_f + (before - m).transpose(1, 2)", "log_f", "states are not rescaled when the maximum changes", _OPS),
+        ("floor = torch.exp(-m)", "floor = torch.exp(0 * m)", "the denominator is at least another number", _OPS),
+        ("denominator.abs()", "denominator", "a negative denominator is cut off", _OPS),
+        ("least) + eps)", "least + eps))", "the constant is added to the least denominator alone", _EPS),
+        ("torch.where(cut, own, along[..., :-1])", "along[..., :-1]", "documents begin with the maximum before them",
+         _DOCUMENTS),
+        ("torch.where(self.empty.unsqueeze(-1), begun, found)", "found", "empty documents end with another maximum",
+         _DOCUMENTS),
+        ("torch.where(cut, torch.maximum(c, a + own), c)", "c", "documents do not begin with their maximum",
+         _DOCUMENTS),
+        ("c * one[..., None, None], n * one", "c, n * one", "the first maximum has a part of its gradient", _OPS),
+        (".clamp(min=_MIN_LOG_FORGET)", "", "forget gates of -inf make NaN", _EXTREME),
+        (".clamp(min=_LEAST_MAXIMUM)", "", "a first maximum of -inf makes NaN", _EXTREME),
+        ("floor.clamp(min=torch.finfo(floor.dtype).tiny)", "floor", "0 / 0 where e^-m underflows", _EXTREME),
+        ("return C * rest[..., None, None], n * rest", "return C, n * rest", "C is not for the m that is returned",
+         "tests/test_mlstm.py::test_a_large_maximum"),
+        (".masked_fill(~self.here.unsqueeze(-1), 0.0)", "", "every rank returns the maximum of every document", _RANKS),
+        ("(end > start) & (end <= stop)", "end <= stop", "documents end on ranks after theirs too", _RANKS),
+    ),
+    *_in(
+        "flexsp/scan/max_plus.py",
+        ("maximum(later.c, later.passing(self.c))", "maximum(later.c, self.c)", "maxima do not decay", _OPS),
+        ("passed.masked_fill(self.cut, -torch.inf)", "passed", "maxima reach across documents", _FINITE),
+        ("else self.cut | later.cut", "else later.cut", "cuts are forgotten",
+         "tests/test_mlstm.py::test_the_stabiliser_is_right_over_long_sequences"),
+        ("c = torch.maximum(c, all_tokens.passing(start))", "pass", "the first rank forgets what enters it", _RANKS),
+        ("[..., sp.rank - 1]", "[..., 0]", "ranks start from the first one's maximum", _RANKS),
+    ),
+    *_in(
+        "flexsp/nn/mlstm.py",
+        ("cap * torch.tanh(wide / cap)", "torch.tanh(wide / cap)", "gates are capped at 1", _FORMULA),
+        ("F.silu(mixed) if self.use_short_conv else mixed", "mixed", "convolutions have no activation", _FORMULA),
+        ("sigmoid() * self.multihead_norm(o)", "sigmoid() * _wide(o).flatten(-2)", "heads are not normed", _FORMULA),
+        ('"f": f, "eps": self.eps', '"f": f, "eps": 0.0', "the constant has no effect", _FORMULA),
+    ),
+    *_in(
+        "flexsp/kernels/selective/in_pytorch.py",
+        ("return z.exp(), dt\n", "return z.exp(), dt * z.exp()\n", "what is written decays at once", _STEPS),
+        ("torch.where(near, series, large.expm1() / large)", "large.expm1() / large", "no series near 0",
+         _SCAN + "test_the_zero_order_hold_near_zero"),
+        ("series * small / k", "series * small / 2", "another series", _SCAN + "test_the_zero_order_hold_near_zero"),
+        ("masked_fill(self.layout.documents.table[:, 3].any(), 0.0)", "clone()", "states pass documents on other ranks",
+         _SCAN + "test_ranks_equal_one_rank"),
+        ("self.stretch.sum(1)", "self.stretch[:, -1]", "ranks pass the decay of one chunk",
+         _SCAN + "test_ranks_equal_one_rank"),
+        ("if torch.compiler.is_compiling() or transformed():", "if True:", "autograd keeps the states of all tokens",
+         _SCAN + "test_memory_does_not_grow_with_the_states_of_tokens"),
+        ("y + D.to(y.dtype) * u.to(y.dtype)", "y + D.to(y.dtype)", "the skip adds no input", _STEPS),
+        ("F.silu(z.to(y.dtype))", "torch.sigmoid(z.to(y.dtype))", "another gate", _STEPS),
+    ),
+    *_in(
+        "flexsp/kernels/selective/walks.py",
+        ("slope = tl.sigmoid(x)", "slope = tl.sigmoid(-x)", "another derivative of softplus", _WALKS),
+        ("(one == 1.0, small, ", "(one == 1.0, 0.0, ", "small steps are 0", _SCAN + "test_kernels[small steps]"),
+        ("return kept, states", "return states, states", "decays have the gradient of all states", _WALKS),
+        ("own = tl.where(first, a * h[None, :, :], 0.0)", "own = tl.where(first, h[None, :, :], 0.0)",
+         "what enters a chunk does not decay at its first token", _WALKS),
+        ("later = tl.cumsum(dt_next, axis=0, reverse=True)", "later = tl.cumsum(dt, axis=0, reverse=True)",
+         "what is written decays at its own token", _WALKS),
+        ("until = tl.cumsum(dt, axis=0)", "until = tl.cumsum(dt, axis=0) - dt", "adjoints lack a decay", _WALKS),
+        ("s * (1.0 + z * (1.0 - s))", "s * (1.0 + z)", "another derivative of silu", _WALKS),
+        ("valid, C - row, SOFTPLUS", "valid, C - 1 - row, SOFTPLUS", "adjoints decay by another token", _WALKS),
+        ("du_c = over(read * entry, 2) + dy * weight[None, :]", "du_c = over(read * entry, 2)",
+         "the skip has no gradient to the input", _WALKS),
+        ("g = token_of(a * back, 0)", "g = token_of(back, 0)", "adjoints leave chunks before the first decay",
+         _SCAN + "test_kernels[long segments]"),
+    ),
+    *_in(
+        "flexsp/nn/mamba.py",
+        ('"D": _wide(self.D)', '"D": None', "the skip has no effect", _MAMBA),
+        ("dt + torch.log(-torch.expm1(-dt))", "dt", "steps begin as other ones", _SCAN + "test_initialisation"),
+    ),
+]  # fmt: skip

@@ -325,18 +325,6 @@ _COMPILER = [
          "tests/test_generated_offline.py::test_resources[simple_gla-packed]"),
     ),
     *_in(
-        "flexsp/compiler/planning/capacity.py",
-        ('"C" not in dims(x) for x', '"C" in dims(x) for x', "any product counts as that of the next state",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
-        ("and not products.issuperset(users[load])", "", "tiles that only products read are not copied ahead",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
-    ),
-    *_in(
-        "flexsp/compiler/planning/launches.py",
-        ("how = replace(how, stages=1)", "pass", "tiles are copied over while a product reads them",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
-    ),
-    *_in(
         "flexsp/compiler/planning/plan.py",
         ("// chunk) + self.docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("n_seg = max(1, -(-n_chunks // per_seg))", "n_seg = max(1, n_chunks // per_seg)", "the last segment is left out",

@@ -59,5 +59,17 @@ ASSEMBLY = [
         ("private.assembling_by(machine_code.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
          "kernels are not looked at", "tests/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
     ),
+    *_in(
+        "flexsp/compiler/planning/capacity.py",
+        ('"C" not in dims(x) for x', '"C" in dims(x) for x', "any product counts as that of the next state",
+         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+        ("and not products.issuperset(users[load])", "", "tiles that only products read are not copied ahead",
+         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+    ),
+    *_in(
+        "flexsp/compiler/planning/launches.py",
+        ("how = replace(how, stages=1)", "pass", "tiles are copied over while a product reads them",
+         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+    ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -36,7 +36,9 @@ FLAGS = {
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
         "--repeats", "--child",
     ],
-    "bench model": ["--size", "--T", "--unmodified", "--ranks", "--warmup", "--iterations", "--timeout", "--out"],
+    "bench model": [
+        "--size", "--T", "--unmodified", "--profile", "--ranks", "--warmup", "--iterations", "--timeout", "--out",
+    ],
     "bench traffic": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--op", "--T",
         "--timeout", "--child",

@@ -263,8 +263,8 @@ def test_lanes_of_a_sum_round_alike(tmp_path: Path) -> None:
 
 
 def compile_twice() -> dict[str, list[int]]:
-    """Registers of a kernel that spills and of one that does not, and how often each was looked at, where the first
-    look finds a register that nothing wrote."""
+    """Registers of a kernel that does not spill, of one that does by its limit, and of one of which that is said with
+    any limit, and how often each was looked at, where the first look finds a register that nothing wrote."""
     import torch
 
     from flexsp.runtime import machine_code
@@ -274,12 +274,14 @@ def compile_twice() -> dict[str, list[int]]:
     looked: list[str] = []
     machine_code.unwritten = lambda listing: looked.append(listing) or ["here"] * (len(looked) == 1)  # type: ignore
     x, found = torch.empty(64 * 64, device="meta"), {}
-    for limit in (255, 24):
+    for name, limit in (("none", 255), ("by its limit", 24), ("always", 32)):
         looked.clear()
+        if name == "always":
+            machine_code.stack_of = lambda cubin: 8
         tile = {"R": 64, "S": 64, "AXIS": 0, "OURS": True, "PDL": False}
         made = build(sums_of_products, (x, x, x), tile, {"num_warps": 1, "maxnreg": limit}, gpu_target(90))
         registers = re.findall(r"REG:(\d+)", usage(made.asm["cubin"]))
-        found[str(limit)] = [int(registers[0]), len(looked)]
+        found[name] = [int(registers[0]), len(looked)]
     return found
 
 
@@ -293,10 +295,11 @@ def usage(cubin: bytes) -> str:
 
 
 def test_kernels_with_a_stack_are_looked_at(tmp_path: Path) -> None:
-    """And assembled again with other limits of registers."""
+    """And assembled again with other limits of registers; a limit that makes a kernel spill is dropped before."""
     found = run_child("limits", "all", folder=tmp_path, cache=tmp_path / "cache")
-    assert found["255"][1] == 0
-    assert found["24"][1] == 1 and found["24"][0] > 24, found
+    assert found["none"][1] == 0 and found["by its limit"][1] == 0, found
+    assert found["by its limit"][0] > 24, found
+    assert found["always"][1] == 2 and found["always"][0] > 32, found
 
 
 # Golden source --------------------------------------------------------------------------------------------------------

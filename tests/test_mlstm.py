@@ -276,6 +276,30 @@ def test_what_is_not_finite_stays_in_its_document() -> None:
             assert torch.equal(a[[0, 2]], b[[0, 2]])
 
 
+def test_float16_holds_sums_over_many_tokens() -> None:
+    """Numerator and denominator pass its largest number long before h does."""
+    T, ones = 300, torch.ones(1, 300, 1, 64, dtype=torch.float16)
+    i, f = torch.zeros(1, T, 1), torch.full((1, T, 1), 30.0)
+    h, _ = ops.chunk_mlstm(ones, ones, 1000 * ones, i, f)
+    want, _ = ops.recurrent_mlstm(ones, ones, 1000 * ones, i, f)
+    assert h.isfinite().all() and relative_error(h.double(), want.double()) < 1e-2
+
+
+@pytest.mark.parametrize("T", [2150, 2151, 2158])
+def test_states_that_are_forgotten_are_finite(T: int) -> None:
+    """However far below 0 their maximum is: nothing was written, or all of it forgotten."""
+    q = k = v = torch.randn(1, T, 1, 4)
+    closed = torch.full((1, T, 1), -torch.inf)
+    ones = {"c_initial": torch.ones(1, 1, 4, 4), "n_initial": torch.ones(1, 1, 4), "m_initial": torch.ones(1, 1, 1)}
+    for given in ({}, ones):
+        h, states = ops.chunk_mlstm(q, k, v, closed, closed, return_last_states=True, **given)
+        assert h.isfinite().all() and all(x.isfinite().all() for x in states) and not states[0].any()
+        after = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
+        found = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed), **after)[0]
+        want = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed))[0]
+        assert relative_error(found.double(), want.double()) < 1e-5
+
+
 def test_the_stabiliser_is_right_over_long_sequences() -> None:
     """More tokens than two levels of the scan take; float64 sums in another order."""
     T = 64 * 64 + 70

@@ -201,6 +201,29 @@ def test_what_is_not_finite_stays_in_its_document() -> None:
         assert found[0][:, 30:45].isnan().any() and torch.equal(found[1][[0, 2]], want[1][[0, 2]])
 
 
+def nan_over_ranks(sp: SequenceParallel, seed: int) -> list[Tensors]:
+    """Gradients and outputs of this rank, with NaN in the last document and without."""
+    found = []
+    for value in (torch.nan, 0.5):
+        whole = draw(1, 12, 2, seed=seed)
+        whole["delta"][0, 9:] = value
+        at = slice(6 * sp.rank, 6 * sp.rank + 6)
+        mine = with_gradients({key: x[:, at] if key in TOKENS else x for key, x in whole.items()})
+        y, _ = ops.selective_scan(**mine, **HOW, cu_seqlens=torch.tensor([0, 9, 12]), sp=sp)
+        grads = torch.autograd.grad(y[:, : 6 - 3 * sp.rank].sum(), [mine[key] for key in TOKENS])
+        found.append({"y": y.detach(), **dict(zip(TOKENS, grads, strict=True))})
+    return found
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_stays_in_its_document_over_ranks() -> None:
+    """The second document begins in the second rank's shard."""
+    for rank, (with_nan, without) in enumerate(run_ranks(nan_over_ranks, 2, random.randrange(2**31))):
+        kept = slice(0, 6 - 3 * rank)
+        for key, x in with_nan.items():
+            assert x[:, kept].isfinite().all() and torch.equal(x[:, kept], without[key][:, kept]), (rank, key)
+
+
 def test_memory_does_not_grow_with_the_states_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd keeps less than a number for each token, channel and state; in groups the results are the same."""
     inputs, kept = with_gradients(draw(2, 500, 2, 8, 16)), []

@@ -55,8 +55,8 @@ def chunk_mlstm(
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
-        k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it: in float16 tokens that are weighed by less
-            than 6e-8 of the largest weight are lost.
+        k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it, but of float16 in float32, whose range the
+            sums over tokens and the weights need.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
             nothing.
@@ -95,14 +95,15 @@ def chunk_mlstm(
         _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
     C, n, m = _states(*given)
     gates = _stabilised(q, i, f, m, N, cu_seqlens, sp)
-    written = (programs.wide(k, q) * gates.entry.unsqueeze(-1)).to(k.dtype)
-    ones = v.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
+    kind = torch.float32 if q.dtype == torch.float16 else q.dtype
+    reads, written = q.to(kind), (programs.wide(k, q) * gates.entry.unsqueeze(-1)).to(kind)
+    ones = reads.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
     numerator, C = diagonal(
-        q, written, v, gates.log_forget, scale=scale, initial_state=C, output_final_state=return_last_states,
-        cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
+        reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
+        output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
     )  # fmt: skip
     denominator, n = diagonal(
-        q, written, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
+        reads, written, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
     h = _over(programs.wide(numerator, q), programs.wide(denominator, q), gates.floor, eps).to(v.dtype)
@@ -160,8 +161,9 @@ class _Gates(NamedTuple):
     m: torch.Tensor
 
     def last(self, C: torch.Tensor, n: torch.Tensor) -> State:
-        """C and n for the final m in their dtype."""
+        """C and n for the final m in their dtype: rounded up, so that a factor of at most 1 is left for them."""
         m = self.m.to(C.dtype)
+        m = torch.where(m.to(self.m.dtype) < self.m, m.nextafter(m.new_tensor(torch.inf)), m)
         rest = (self.m - m.to(self.m.dtype)).exp().to(C.dtype)  # of the rounding
         return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
 

@@ -19,8 +19,8 @@ BOUNDS = torch.tensor([0, 61, 61, 125, 126, 203, 203])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (20, 7), (256, 16)])
-def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool) -> None:
-    inputs = mlstm.draw(1 if packed else 2, 203, 6 if packed else 2, K, V)
+def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
+    inputs = mlstm.conditioned(mlstm.draw(1 if packed else 2, 203, 6 if packed else 2, K, V, seed), dtype)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     check_op(mlstm.chunk, mlstm.oracle, inputs, dtype=dtype, device="cuda", wide=mlstm.KEPT_WIDE)
 
@@ -29,8 +29,8 @@ def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "N"), [(96, 16), (45, 5), (7, 130)])
 @pytest.mark.parametrize("how", [selective.HOW, selective.ZOH])
-def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dtype, packed: bool) -> None:
-    inputs = selective.draw(1 if packed else 2, 203, 6 if packed else 2, width, N)
+def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
+    inputs = selective.draw(1 if packed else 2, 203, 6 if packed else 2, width, N, seed)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     check_op(
         partial(selective.scan, **how), partial(selective.oracle, **how), inputs, dtype=dtype, device="cuda",

@@ -84,9 +84,12 @@ class _Step:
     def through(self) -> Transition:
         from flexsp.scan.transitions import Transition
 
-        passed = (self.stretch.sum(1).unsqueeze(-1) * self.A).exp().unsqueeze(1)
-        if self.layout.documents is not None:
-            passed = passed.masked_fill(self.layout.documents.table[:, 3].any(), 0.0)
+        stretch, documents = self.stretch.sum(1), self.layout.documents
+        cut = None if documents is None else documents.table[:, 3].any()
+        if cut is not None:  # before e^x: a gradient of 0 times NaN is NaN
+            stretch = stretch.masked_fill(cut, 0.0)
+        passed = (stretch.unsqueeze(-1) * self.A).exp().unsqueeze(1)
+        passed = passed if cut is None else passed.masked_fill(cut, 0.0)
         return Transition.linear(self.summaries[:, :, 0], passed, dense=False)
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:

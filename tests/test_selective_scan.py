@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.devices import H200, planned_for
+from flexsp.exceptions import NotAvailable
 from flexsp.kernels.selective import in_pytorch
+from flexsp.kernels.selective.launches import channels_of_head, make_plan
 from flexsp.nn import Mamba, SequenceParallelLA
 from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import WIDE, check_op, relative_error
@@ -222,6 +224,15 @@ def test_what_is_not_finite_stays_in_its_document_over_ranks() -> None:
         kept = slice(0, 6 - 3 * rank)
         for key, x in with_nan.items():
             assert x[:, kept].isfinite().all() and torch.equal(x[:, kept], without[key][:, kept]), (rank, key)
+
+
+@pytest.mark.parametrize(("batch", "width", "N"), [(256, 4096, 16), (16, 4096, 256), (16, 5003, 16)])
+def test_more_blocks_than_a_grid_has(batch: int, width: int, N: int) -> None:
+    block = channels_of_head(width, N)
+    u = torch.empty(batch, 10, width // block, block, device="meta")
+    said = rf"u: .* at most 65535 blocks of {block} channels, .* got {batch * width // block}$"
+    with pytest.raises(NotAvailable, match=said):
+        make_plan(u, N, 0)
 
 
 def test_memory_does_not_grow_with_the_states_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

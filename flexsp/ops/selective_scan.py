@@ -72,6 +72,8 @@ def selective_scan(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
+        NotAvailable: on a GPU, more than 65535 blocks of channels in all sequences; a block has as many channels as the
+            largest divisor of D up to 256 / N.
 
     Example:
         >>> u, delta = torch.randn(2, 2, 100, 256).unbind(0)

@@ -91,9 +91,10 @@ def make_plan(u: torch.Tensor, N: int, docs: int) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def _plan_of(batch: int, T: int, H: int, P: int, N: int, docs: int, device: Device) -> Plan:
-    if batch > MOST_HEADS:
-        raise NotAvailable(f"{NAME}: batches of up to {MOST_HEADS} (a grid's second axis), got {batch}")
     D, numbers = H * P, triton.next_power_of_2(N)
+    if batch * H > MOST_HEADS:
+        blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST // N}"
+        raise NotAvailable(f"u: {NAME} takes at most {MOST_HEADS} {blocks}, in all sequences, got {batch * H}")
     block = max(1, min(triton.next_power_of_2(D), _CHANNELS, _NUMBERS // numbers))
     n_chunks = -(-T // _CHUNK) + docs
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))

@@ -17,7 +17,7 @@ import pytest
 
 from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
-from tests.marks import quick, slow
+from tests.marks import slow
 from tests.test_compile_diagonal import _summary, described
 
 OF_LARGE = ("output", "back", "grads")
@@ -152,7 +152,7 @@ def in_gluon(name: str) -> bool:
     return how["gluon"] and how["dtype"] == "bfloat16" and {how["K"], how["V"]} <= {64, 128}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *IN_TRITON, *OVER_RANKS, *LARGE, *slow(*SLOW)])
+@pytest.mark.parametrize("name", [*QUICK, *OVER_RANKS, *slow(*IN_TRITON, *LARGE, *SLOW)])
 def test_kernels(name: str) -> None:
     """All are there, with room in shared memory, and wait for the kernel before; lanes round sums alike, NaN stays, no
     barrier is missing and no register is read that nothing wrote."""
@@ -178,7 +178,7 @@ def test_kernels(name: str) -> None:
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", [*QUICK[:2], QUICK[3], *IN_TRITON])
+@pytest.mark.parametrize("name", [*QUICK[:2], QUICK[3], *slow(*IN_TRITON)])
 def test_products_of_training_shapes(name: str) -> None:
     found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"values", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
@@ -191,7 +191,7 @@ def test_products_of_training_shapes(name: str) -> None:
         assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
 
 
-@pytest.mark.parametrize("name", quick(ALL_LARGE, *LARGE))
+@pytest.mark.parametrize("name", slow(*ALL_LARGE))
 def test_large_heads(name: str) -> None:
     found = compiled(name)
     products = WALKS | {"values", "grads", "channel_parts", "channel_grads"}

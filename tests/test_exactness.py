@@ -67,6 +67,8 @@ def refused(layer: nn.Module, **options: Any) -> str:
         ("Mamba2", "mamba_ssm.modules.mamba2", "flexsp.nn.Mamba2 is that layer"),
         ("RWKV7Attention", "fla.layers.rwkv7", "flexsp.nn.RWKV7 is that layer"),
         ("Mamba3", "mamba_ssm.modules.mamba3", "flexsp.nn.Mamba3 is that layer"),
+        ("FalconMambaMixer", "transformers.models.falcon_mamba.modeling_falcon_mamba", "flexsp.ops.selective_scan"),
+        ("JambaMambaMixer", "transformers.models.jamba.modeling_jamba", "flexsp.ops.selective_scan"),
         ("Mamba", "mamba_ssm.modules.mamba_simple", "flexsp.nn.Mamba is that layer"),
         ("mLSTMLayer", "xlstm.xlstm_large.model", "flexsp.nn.MLSTM is the layer"),
         ("LlamaAttention", "transformers.models.llama.modeling_llama", "between sp.gather and sp.shard"),

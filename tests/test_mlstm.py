@@ -157,8 +157,10 @@ def assert_alike(got: Tensors, want: Tensors, bound: float = EXACT) -> None:
 @pytest.mark.parametrize("states", [2, 0])
 def test_against_the_token_loop(dtype: torch.dtype, states: int) -> None:
     """Without a state, the first token reads its own value whatever q is, so that one alone has a dq of 0."""
-    for T, K, V in ((random.choice((67, 131)), 20, 11), (1 if states else 2, 16, 5)):
-        check_op(chunk, oracle, conditioned(draw(2, T, states, K, V), dtype), dtype=dtype, wide=KEPT_WIDE)
+    for T, K, V in ((random.choice((67, 131)), 20, 11), (2, 16, 5), (1, 16, 5)):
+        inputs = conditioned(draw(2, T, states, K, V), dtype)
+        alone = T == 1 and not states and dtype != torch.float64
+        check_op(chunk, oracle, inputs, dtype=dtype, wide=KEPT_WIDE, gradients=not alone)
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
@@ -526,8 +528,8 @@ def cut(sp: SequenceParallel, lengths: list[int], cu: Tensor | None, x: Tensor, 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_layers_over_ranks(packed: bool) -> None:
-    """Errors of gradients of parameters are relative to what the ranks add up to it: those of input gates nearly
-    cancel, since h does not change where all tokens are weighed alike more."""
+    """The gradient of input gates' biases nearly cancels, since h hardly changes where all tokens are weighed alike
+    more: its error is relative to what the ranks add up to it."""
     cu = torch.tensor([0, 1, 1, 9, 12, 31]) if packed else None
     lengths, (x, dy) = [9, 1, 0, 21], torch.randn(2, 1, 31, D, dtype=torch.float64)
     answers, wrong = run_ranks(cut, 4, lengths, cu, x, dy), {}
@@ -538,10 +540,10 @@ def test_layers_over_ranks(packed: bool) -> None:
         expected = dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
         for key, value in {"y": y.detach(), **expected}.items():
             parts = [answer[name][key] for answer in answers]
-            if key in ("x", "y"):
-                error = relative_error(torch.cat(parts, 1), value)
-            else:
+            if key == "igate_preact.bias":
                 error = float((sum(parts) - value).norm() / sum(part.norm() for part in parts))
+            else:
+                error = relative_error(torch.cat(parts, 1) if key in ("x", "y") else sum(parts), value)
             if not error < EXACT:
                 wrong[name, key] = error
     assert not wrong

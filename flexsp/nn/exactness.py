@@ -111,6 +111,7 @@ _IN_ITS_PLACE = (
     (r"\w*(Model|LMHead\w*|For[A-Z]\w*|Block|Layer)",
      "put its parts into a module of your own, whose code treats tokens one by one"),
     (r"Mamba(Mixer)?", "flexsp.nn.Mamba is that layer of Mamba-1 (the parameters have the same names)"),
+    (r"(Falcon|Jamba)MambaMixer", "Mamba-1 with norms: write the layer on flexsp.ops.selective_scan"),
     (r"\w*Mamba2?(Mixer|$)|BambaMixer|FalconH1Mixer",
      "flexsp.nn.Mamba2 is that layer of Mamba-2 (n_groups = 1: the parameters have the same names)"),
     (r"RWKV7Attention", "flexsp.nn.RWKV7 is that layer (the parameters have the same names)"),

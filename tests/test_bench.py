@@ -87,7 +87,7 @@ def test_cases_run_and_give_every_gradient(name: str) -> None:
     leaves = [tensor for key, tensor in inputs.items() if key != "do"]
     assert [g.shape for g in gradients] == [t.shape for t in leaves]
     assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
-    assert ("g" in inputs) == CASES[name].gated
+    assert CASES[name].draw or ("g" in inputs) == CASES[name].gated
     assert "g" not in inputs or inputs["g"].max() <= 0
     assert "beta" not in inputs or torch.allclose(inputs["k"].norm(dim=-1), torch.ones(()))
 
@@ -117,6 +117,8 @@ def test_gates_are_drawn_as_asked() -> None:
         drawn("strong")
     with pytest.raises(ValueError, match="H: expected a multiple of 2 for gated_delta_rule_shared_keys, got 3"):
         make_inputs(CASES["gated_delta_rule_shared_keys"], Shape(1, 4, 3, 4, 4), torch.float32, CPU)
+    with pytest.raises(ValueError, match="gates: expected usual for mlstm, got 'none'"):
+        make_inputs(CASES["mlstm"], Shape(1, 4, 3, 4, 4), torch.float32, CPU, gates="none")
 
 
 def test_floor_counts_inputs_and_outputs() -> None:
@@ -140,6 +142,8 @@ def test_floor_counts_inputs_and_outputs() -> None:
         "gated_delta_product": [6 * one + gate + 2 * beta, 17 * one + 3 * (gate + 2 * beta)],
     }
     assert 4 * one / 4.3e9 == pytest.approx(0.50, abs=0.005)
+    assert CASES["hgrn"].floor_bytes(shape, 2, backward=True) == 8 * one
+    assert CASES["mlstm"].floor_bytes(shape, 2, backward=True) == 11 * one + 6 * gate
 
 
 def _row(case: str, T: int, mode: str, provider: str, ms: float, peak: float = 5.0) -> dict[str, Any]:
@@ -213,6 +217,10 @@ def test_a_table_has_the_second_baseline_where_it_ran() -> None:
     assert lines[3].startswith("| gated_delta_rule | 4096 | fwd+bwd | 1.000 | refused |  |  |  | 0.500 |")
     assert lines[4].startswith("| kda | 4096 | fwd | 3.000 |  |  |  |  | 0.500 |")
     assert "FlashQLA" not in table.op_table({"rows": rows[:3], "cold": []})
+    rows = [_row("mamba3", 4096, "fwd", "flexsp", 1.0), _row("mamba3", 4096, "fwd", "mamba_ssm", 2.0)]
+    lines = table.op_table({"rows": rows, "cold": []}).splitlines()
+    assert "| flexsp ms | mamba_ssm ms | ratio | memory floor ms |" in lines[0]
+    assert lines[2].startswith("| mamba3 | 4096 | fwd | 1.000 | 2.000 | 0.50 | 0.500 |")
 
 
 def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +248,29 @@ def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyP
     assert set(functions) == ran
     given = ["beta", "g", "k", "q", "v"]
     assert called == [(m, grad, given) for m in ("fla.ops.gated_delta_rule", "flash_qla") for grad in (False, True)]
+
+
+def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlstm_kernels has heads before tokens; its gradients are those of its own leaves."""
+    name, seen = "mlstm_kernels.torch.chunkwise.triton_xl_chunk", []
+
+    def theirs(**given: Any) -> torch.Tensor:
+        seen.append({key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)})
+        turned = {key: given[key].transpose(1, 2) for key in "qkvif"}
+        return ops.chunk_mlstm(**turned)[0].transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(mlstm_chunkwise__xl_chunk=theirs))
+    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    inputs = make_inputs(CASES["mlstm"], Shape(1, 9, 2, 4, 8), torch.float32, CPU)
+    functions = op._functions(CASES["mlstm"], inputs, fla=True)
+    assert ("mlstm_kernels", "fwd") in op._functions(CASES["mlstm"], inputs, fla=True)
+    for mode in ("fwd", "fwd_bwd"):
+        ours, other = functions["flexsp", mode](), functions["mlstm_kernels", mode]()
+        pairs = [(ours, other)] if mode == "fwd" else list(zip(ours, other, strict=True))  # type: ignore[call-overload]
+        for a, b in pairs:
+            torch.testing.assert_close(a.transpose(1, 2), b)
+    wide = (1, 2, 9, 4)
+    assert seen[0] == {"q": wide, "k": wide, "v": (1, 2, 9, 8), "i": (1, 2, 9), "f": (1, 2, 9)}
 
 
 def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

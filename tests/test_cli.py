@@ -84,9 +84,9 @@ def test_names_agree_with_what_they_run() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "op", "--ops", "gla"], "expected some of simple_gla"),
+        (["bench", "op", "--ops", "glass"], "expected some of simple_gla"),
         (["bench", "scale", "--schedules", "ring"], "expected some of chain"),
-        (["bench", "scale", "--case", "gla"], "expected some of simple_gla"),
+        (["bench", "scale", "--case", "glass"], "expected some of simple_gla"),
         (["bench", "scale", "--ranks", "two"], "invalid comma-separated list"),
         (["bench", "op", "--T", "long"], "invalid comma-separated list"),
         (["bench"], "required: bench"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexsp.bench.cases import CASES, Case, Shape, baseline_available, forward_backward, make_inputs
+from flexsp.bench.cases import CASES, Case, Inputs, Op, Shape, baseline_available, forward_backward, make_inputs
 from flexsp.bench.cold import first_call
 from flexsp.bench.record import environment, file_stem, load_kind, save, spread_of
 from flexsp.bench.sizes import choose
@@ -129,26 +129,26 @@ def _peak_gib(
     return spread(peaks).as_dict()
 
 
-def _functions(case: Case, inputs: dict[str, torch.Tensor], fla: bool) -> dict[tuple[str, str], Callable[[], object]]:
-    def forward(op: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Callable[[], object]:
+def _functions(case: Case, inputs: Inputs, fla: bool) -> dict[tuple[str, str], Callable[[], object]]:
+    def forward(op: Op, given: Inputs) -> Callable[[], object]:
         def call() -> object:
             with torch.no_grad():
-                return op(inputs)
+                return op(given)
 
         return call
 
-    functions: dict[tuple[str, str], Callable[[], object]] = {
-        ("flexsp", "fwd"): forward(case.ours),
-        ("flexsp", "fwd_bwd"): lambda: forward_backward(case.ours, inputs),
-    }
-    baseline = case.baseline
-    if fla and baseline is not None:
-        functions["fla", "fwd"] = forward(baseline)
-        functions["fla", "fwd_bwd"] = lambda: forward_backward(baseline, inputs)
-    flashqla = case.flashqla
-    if fla and flashqla is not None and find_spec("flash_qla") is not None:
-        functions["flashqla", "fwd"] = forward(flashqla)
-        functions["flashqla", "fwd_bwd"] = lambda: forward_backward(flashqla, inputs)
+    functions: dict[tuple[str, str], Callable[[], object]] = {}
+
+    def add(provider: str, op: Op, given: Inputs) -> None:
+        functions[provider, "fwd"] = forward(op, given)
+        functions[provider, "fwd_bwd"] = lambda: forward_backward(op, given)
+
+    add("flexsp", case.ours, inputs)
+    if fla and case.baseline is not None:
+        add("fla", case.baseline, inputs)
+    for provider, peer in case.others.items():
+        if fla and find_spec(peer.module) is not None:
+            add(provider, peer.op, inputs if peer.prepare is None else peer.prepare(inputs))
     return functions
 
 
@@ -165,7 +165,7 @@ def _warm(functions: dict[tuple[str, str], Callable[[], object]], device: torch.
                 raise
             refused.append({"provider": key[0], "mode": key[1], "error": f"{type(error).__name__}: {error}"[:300]})
             del functions[key]
-        print(f"    {key[0]:9s}{key[1]:8s} first call {time.perf_counter() - began:7.2f} s", flush=True)
+        print(f"    {key[0]:14s}{key[1]:8s} first call {time.perf_counter() - began:7.2f} s", flush=True)
     return refused
 
 
@@ -202,7 +202,7 @@ def _run_case(
 
 def _print_rows(rows: list[Row]) -> None:
     for row in rows:
-        head = f"  {row['case']:29s}{row['T']:7d} {row['mode']:8s}{row['provider']:9s}"
+        head = f"  {row['case']:29s}{row['T']:7d} {row['mode']:8s}{row['provider']:14s}"
         if "error" in row:
             print(f"{head} {row['error']}", flush=True)
             continue

@@ -68,6 +68,8 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "flash_linear_attention": version_of("flash-linear-attention") or version_of("fla-core"),
         "flash_qla": version_of("flash-qla"),
+        "mlstm_kernels": version_of("mlstm_kernels"),
+        "mamba_ssm": version_of("mamba_ssm"),
         "device": "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }

@@ -16,6 +16,12 @@ __all__ = [
 ]  # fmt: skip
 
 Result = dict[str, Any]
+_PEERS = {
+    "flashqla": ("FlashQLA", "flash_qla"),
+    "mlstm_kernels": ("mlstm_kernels", "mlstm_kernels"),
+    "mamba_ssm": ("mamba_ssm", "mamba_ssm"),
+}
+"""By provider, a library's name and its version's name in a record."""
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -33,8 +39,8 @@ def footer(result: Result) -> str:
     parts += [f"{name} {env[key]}" for name, key in (("Triton", "triton"), ("driver", "driver")) if env.get(key)]
     if result["kind"] == "op" and not result["baseline_missing"] and env.get("flash_linear_attention"):
         parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
-    if any(row.get("provider") == "flashqla" for row in result.get("rows", [])):
-        parts.append(f"FlashQLA {env['flash_qla']}")
+    there = {row.get("provider") for row in result.get("rows", [])}
+    parts += [f"{title} {env.get(key)}" for name, (title, key) in _PEERS.items() if name in there]
     if result.get("gates", "usual") != "usual":
         parts.append(f"gates {result['gates']}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
@@ -64,20 +70,23 @@ def shown(value: float | dict[str, float] | None, digits: int, unit: str = "") -
 def op_table(result: Result) -> str:
     """Ours and the baselines that ran in ms, ratios, the memory floor, peak memory: one line per op, T and pass."""
     keyed = {(r["case"], r["T"], r.get("mode"), r["provider"]): r for r in result["rows"]}
-    fla, flashqla = (any(provider == name for *_, provider in keyed) for name in ("fla", "flashqla"))
+    there = {provider for *_, provider in keyed}
+    fla, others = "fla" in there, [name for name in _PEERS if name in there]
     lines = []
     for case, T, mode, provider in keyed:
         if provider != "flexsp":
             continue
         ours, theirs = keyed[case, T, mode, "flexsp"], keyed.get((case, T, mode, "fla"))
-        second = keyed.get((case, T, mode, "flashqla"))
         floor = "" if ours["floor_ms"] is None else f"{ours['floor_ms']:.3f}"
         peaks = [shown(row.get("peak_gib"), 1) if row else "" for row in ((ours, theirs) if fla else (ours,))]
         times = [_ms(ours), *([_ms(theirs), _ratio(ours, theirs)] if fla else [])]
-        times += [_ms(second), _ratio(ours, second)] if flashqla else []
+        for name in others:
+            other = keyed.get((case, T, mode, name))
+            times += [_ms(other), _ratio(ours, other)]
         lines.append([case, str(T), mode.replace("fwd_bwd", "fwd+bwd"), *times, floor, *peaks])
     header = ["op", "T", "pass", "flexsp ms", *(["flash-linear-attention ms", "ratio"] if fla else [])]
-    header += ["FlashQLA ms", "ratio"] if flashqla else []
+    for name in others:
+        header += [f"{_PEERS[name][0]} ms", "ratio"]
     header.append("memory floor ms")
     text = grid([*header, "peak GiB", *(["flash-linear-attention peak GiB"] if fla else [])], lines)
     first = [

@@ -15,9 +15,10 @@ from flexsp.bench.sizes import DEFAULTS
 __all__ = ["main", "parser"]
 
 OPS = (
-    "simple_gla", "linear_attn", "linear_attn_normalized", "retention", "lightning", "mamba2",
+    "simple_gla", "linear_attn", "linear_attn_normalized", "retention", "lightning", "mamba2", "gla",
     "generated_simple_gla", "generated_gla", "generated_deltanet",
     "delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
+    "hgrn", "mlstm", "rwkv7", "mamba", "mamba3",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PEERS = ("fla", "flashqla")

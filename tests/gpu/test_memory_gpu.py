@@ -1,4 +1,4 @@
-"""mLSTM and the selective scan on one GPU against the token loops of their tests on CPU."""
+"""mLSTM, the selective scan and Mamba-3 on one GPU against the token loops of their tests on CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexsp.testing.compare import check_op
+from tests import test_mamba3 as mamba3
 from tests import test_mlstm as mlstm
 from tests import test_selective_scan as selective
 
@@ -36,3 +37,15 @@ def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dt
         partial(selective.scan, **how), partial(selective.oracle, **how), inputs, dtype=dtype, device="cuda",
         wide=selective.KEPT_WIDE,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*mamba3.CASES, "wide"])
+def test_mamba3(case: str, dtype: torch.dtype, packed: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "wide":
+        monkeypatch.setattr(mamba3, "P", 64)
+        monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, True))
+    inputs = mamba3.draw(case, 1 if packed else 2, 203, 6 if packed else 2, seed)
+    inputs |= {"cu_seqlens": BOUNDS} if packed else {}
+    mamba3.compare(mamba3.mamba3, case, inputs, dtype, device="cuda")

@@ -1,0 +1,152 @@
+"""One operator of the benchmarks: its inputs, its name in other libraries, and the bytes it cannot avoid moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["GATES", "Case", "Inputs", "Op", "Peer", "Shape", "baseline_available", "forward_backward", "make_inputs"]
+
+GATES = ("usual", "initialised", "none")
+Inputs = dict[str, torch.Tensor]
+Op = Callable[..., torch.Tensor]  # of the inputs and, for ours, of `sp`
+Normal = Callable[..., torch.Tensor]  # of sizes: N(0, 1) in float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one run: q, k [B, T, H, K], v [B, T, H, V]."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+    def tensors(self, itemsize: int) -> tuple[int, int]:
+        """Bytes of one q or k, and of one v or o."""
+        rows = self.B * self.T * self.H
+        return rows * self.K * itemsize, rows * self.V * itemsize
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library's operator: the module that must be there, the call, and inputs in its layout made of ours."""
+
+    module: str
+    op: Op
+    prepare: Callable[[Inputs], Inputs] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: ours, flash-linear-attention's name for it, and whether it takes gates, a head's or a channel's.
+
+    wide: gates a channel; shared: one q and one k serve all heads; groups: heads that share a q and a k; steps: rows of
+    k, v and beta a token. draw: inputs of other names, of a shape, a dtype and a source of random numbers, with "do".
+    others: further libraries by name.
+    """
+
+    name: str
+    ours: Op
+    baseline: Op | None
+    gated: bool = False
+    positive: bool = False
+    wide: bool = False
+    beta: bool = False
+    shared: bool = False
+    groups: int = 1
+    steps: int = 1
+    draw: Callable[[Shape, torch.dtype, Normal], Inputs] | None = None
+    others: Mapping[str, Peer] = field(default_factory=dict)
+
+    def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
+        """Bytes of every input read once and every output written once; with backward, of both passes.
+
+        Forward q, k, v -> o. Backward q, k, v, do -> dq, dk, dv. Gates fp32 and beta: read, read, gradient written.
+        """
+        read, o = self._bytes(shape, itemsize)
+        return read + o + (2 * read + o if backward else 0)
+
+    def _bytes(self, shape: Shape, itemsize: int) -> tuple[int, int]:
+        """Of all inputs, and of the output."""
+        if self.draw is not None:
+            dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+            inputs = self.draw(shape, dtype, lambda *size: torch.empty(size, device="meta"))
+            sizes = {name: x.numel() * x.element_size() for name, x in inputs.items()}
+            o = sizes.pop("do")
+            return sum(sizes.values()), o
+        q, o = shape.tensors(itemsize)
+        q //= shape.H if self.shared else self.groups
+        gate = shape.B * shape.T * shape.H * 4 * (shape.K if self.wide else 1) if self.gated else 0
+        gate += shape.B * shape.T * self.steps * shape.H * itemsize if self.beta else 0
+        return q + self.steps * (q + o) + gate, o
+
+
+def make_inputs(
+    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, gates: str = "usual"
+) -> Inputs:
+    """Fresh random leaves q, k, v (and log gates g <= 0, one of `GATES`), and the output gradient do."""
+    if shape.H % case.groups:
+        raise ValueError(f"H: expected a multiple of {case.groups} for {case.name}, got {shape.H}")
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if case.draw is not None:
+        if gates != "usual":
+            raise ValueError(f"gates: expected usual for {case.name}, got {gates!r}")
+        inputs = case.draw(shape, dtype, lambda *size: torch.randn(size, device=device, generator=generator))
+        return {name: x if name == "do" else x.requires_grad_() for name, x in inputs.items()}
+    rows = shape.T * case.steps
+
+    def normal(width: int, heads: int = shape.H, tokens: int = shape.T) -> torch.Tensor:
+        size = (shape.B, tokens, heads, width)
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    keys = 1 if case.shared else shape.H // case.groups
+    q, k = normal(shape.K, keys), normal(shape.K, keys, rows)
+    if case.positive:
+        q, k = q.abs_(), k.abs_()
+    inputs = {"q": q, "k": k, "v": normal(shape.V, tokens=rows)}
+    if case.gated:
+        size = (shape.B, shape.T, shape.H, *([shape.K] if case.wide else []))
+        inputs["g"] = _gates(gates if case.name != "mamba2" else "usual", size, generator)
+    if case.beta:
+        inputs["k"] = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
+        raw = torch.randn(shape.B, rows, shape.H, device=device, generator=generator)
+        inputs["beta"] = raw.sigmoid().to(dtype)
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    inputs["do"] = normal(shape.V)
+    return inputs
+
+
+def _gates(kind: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Log gates [B, T, H] or [B, T, H, K]. "initialised": -A softplus(N(0, 1) + b), with A uniform in 0..16 a head and
+    softplus(b) log-uniform in 0.001..0.1 a head, or a channel: as layers begin."""
+    if kind not in GATES:
+        raise ValueError(f"gates: expected one of {', '.join(GATES)}, got {kind!r}")
+    device = generator.device
+    if kind == "none":
+        return torch.zeros(size, device=device)
+    raw = torch.randn(size, device=device, generator=generator)
+    if kind == "usual":
+        return torch.nn.functional.logsigmoid(raw + 3.0)
+    A = 16 * torch.rand(size[2], *[1] * (len(size) - 3), device=device, generator=generator)
+    dt = 1e-3 * 100 ** torch.rand(size[2:], device=device, generator=generator)
+    return -A * torch.nn.functional.softplus(raw + dt.expm1().log())
+
+
+def forward_backward(op: Op, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Output gradients of every leaf, without accumulating into .grad."""
+    leaves = [tensor for name, tensor in inputs.items() if name != "do"]
+    return torch.autograd.grad(op(inputs), leaves, inputs["do"])
+
+
+def baseline_available() -> str | None:
+    """None where flash-linear-attention can be imported, else the reason."""
+    try:
+        import fla.ops.simple_gla  # type: ignore[import-not-found]  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

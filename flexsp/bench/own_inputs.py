@@ -1,0 +1,133 @@
+"""Operators of the benchmarks whose inputs are not q, k, v, gates and beta: HGRN, mLSTM, RWKV-7, Mamba-1 and Mamba-3.
+
+Channels of HGRN and Mamba-1 number H V; Mamba-1 has 16 numbers of state a channel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from flexsp.bench.case import Case, Inputs, Normal, Op, Peer, Shape
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["OWN"]
+
+_STATE = 16
+_DT = (0.001, 0.1)  # steps at initialisation
+
+
+def _ours(name: str, **constants: Any) -> Op:
+    """All inputs but do have the argument's names."""
+
+    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+        op = getattr(importlib.import_module("flexsp.ops"), name)
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, sp=sp)[0]
+        return o
+
+    return run
+
+
+def _theirs(module: str, name: str, **constants: Any) -> Op:
+    def run(x: Inputs) -> torch.Tensor:
+        op = getattr(importlib.import_module(module), name)
+        found = op(**{key: y for key, y in x.items() if key != "do"}, **constants)
+        o: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return o
+
+    return run
+
+
+def _hgrn(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    size = (shape.B, shape.T, shape.H * shape.V)
+    return {"x": normal(*size).to(dtype), "g": F.logsigmoid(normal(*size) + 3).to(dtype), "do": normal(*size).to(dtype)}
+
+
+def _mlstm(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    rows = (shape.B, shape.T, shape.H)
+    wide = {name: normal(*rows, width).to(dtype) for name, width in (("q", shape.K), ("k", shape.K), ("v", shape.V))}
+    return {**wide, "i": normal(*rows), "f": normal(*rows) + 3, "do": normal(*rows, shape.V).to(dtype)}
+
+
+def _heads_first(x: Inputs) -> Inputs:
+    """[B, H, T, ...] of [B, T, H, ...], each a leaf."""
+    turned = {name: y.detach().transpose(1, 2).contiguous() for name, y in x.items()}
+    return {name: y if name == "do" else y.requires_grad_() for name, y in turned.items()}
+
+
+def _rwkv7(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    rows = (shape.B, shape.T, shape.H)
+    removed = F.normalize(normal(*rows, shape.K), dim=-1)
+    found = {
+        "r": normal(*rows, shape.K), "w": -0.6065306597126334 * normal(*rows, shape.K).sigmoid(),
+        "k": normal(*rows, shape.K), "v": normal(*rows, shape.V),
+        "a": -removed, "b": removed * normal(*rows, shape.K).sigmoid(), "do": normal(*rows, shape.V),
+    }  # fmt: skip
+    return {name: y.to(dtype) for name, y in found.items()}
+
+
+def _steps(raw: torch.Tensor) -> torch.Tensor:
+    """Step sizes about log-uniform in `_DT`, of normal numbers."""
+    low, high = _DT
+    return low * (high / low) ** torch.special.ndtr(raw)
+
+
+def _mamba(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    width, tokens = shape.H * shape.V, (shape.B, shape.T)
+    found = {name: normal(*tokens, width).to(dtype) for name in ("u", "delta", "z", "do")}
+    found |= {name: normal(*tokens, _STATE).to(dtype) for name in ("B", "C")}
+    A = -torch.arange(1.0, _STATE + 1, device=found["u"].device).expand(width, _STATE).contiguous()
+    return found | {"A": A, "D": normal(width), "delta_bias": _steps(normal(width)).expm1().log()}
+
+
+def _mamba3(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    """Half the channels of B and C turn, by angles that all heads share."""
+    rows = (shape.B, shape.T, shape.H)
+    found = {name: normal(shape.B, shape.T, 1, shape.K).to(dtype) for name in ("B", "C")}
+    found |= {name: normal(*rows, shape.V).to(dtype) for name in ("x", "do")}
+    found |= {"dt": _steps(normal(*rows)), "A": -F.softplus(normal(*rows)), "trap": normal(*rows)}
+    found |= {"B_bias": 1 + 0.1 * normal(shape.H, shape.K), "C_bias": 1 + 0.1 * normal(shape.H, shape.K)}
+    return found | {"angles": normal(shape.B, shape.T, 1, max(shape.K // 4, 1)), "D": normal(shape.H)}
+
+
+def _ours_mamba3(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+    from flexsp.ops import mamba3
+
+    given: dict[str, Any] = {name: y for name, y in x.items() if name not in ("do", "angles")}
+    angles = x["angles"].expand(-1, -1, x["x"].shape[2], -1)
+    return mamba3(**given, angles=angles, sp=sp)[0]
+
+
+def _mamba_ssm_mamba3(x: Inputs) -> torch.Tensor:
+    """Its Triton kernels, of one row of B and C; they pair neighbouring channels, as ours do."""
+    op = importlib.import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined").mamba3_siso_combined
+    heads_first = {name: y.transpose(1, 2) for name, y in {**x, "ADT": x["A"] * x["dt"]}.items() if y.dim() == 3}
+    y: torch.Tensor = op(
+        Q=x["C"], K=x["B"], V=x["x"], ADT=heads_first["ADT"], DT=heads_first["dt"], Trap=heads_first["trap"],
+        Q_bias=x["C_bias"], K_bias=x["B_bias"], Angles=x["angles"].expand(-1, -1, x["x"].shape[2], -1), D=x["D"],
+    )  # fmt: skip
+    return y
+
+
+_XL_CHUNK = _theirs(
+    "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
+    autocast_kernel_dtype=torch.bfloat16,
+)  # fmt: skip
+OWN = (
+    Case("hgrn", _ours("chunk_hgrn"), _theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
+    Case(
+        "mlstm", _ours("chunk_mlstm"), None, draw=_mlstm,
+        others={"mlstm_kernels": Peer("mlstm_kernels", _XL_CHUNK, _heads_first)},
+    ),
+    Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7"), draw=_rwkv7),
+    Case("mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba),
+    Case(
+        "mamba3", _ours_mamba3, None, draw=_mamba3,
+        others={"mamba_ssm": Peer("mamba_ssm", _mamba_ssm_mamba3)},
+    ),
+)  # fmt: skip

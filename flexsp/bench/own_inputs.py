@@ -1,6 +1,8 @@
-"""Operators of the benchmarks whose inputs are not q, k, v, gates and beta: HGRN, mLSTM, RWKV-7, Mamba-1 and Mamba-3.
+"""Operators of the benchmarks whose inputs are not q, k, v, gates and beta: of HGRN, mLSTM, RWKV-7, Mamba-1, Mamba-3
+and softmax attention.
 
-Channels of HGRN and Mamba-1 number H V; Mamba-1 has 16 numbers of state a channel.
+Channels of HGRN and Mamba-1 number H V; Mamba-1 has 16 numbers of state a channel. Attention has a key head for eight
+heads of queries, or one.
 """
 
 from __future__ import annotations
@@ -95,6 +97,18 @@ def _mamba3(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     return found | {"angles": normal(shape.B, shape.T, 1, max(shape.K // 4, 1)), "D": normal(shape.H)}
 
 
+def _attention(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
+    keys = max(1, shape.H // 8)
+    heads = {"q": (shape.H, shape.K), "k": (keys, shape.K), "v": (keys, shape.V), "do": (shape.H, shape.V)}
+    return {name: normal(shape.B, shape.T, *size).to(dtype) for name, size in heads.items()}
+
+
+def _ours_attention(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+    from flexsp.nn.attention import scaled_dot_product_attention
+
+    return scaled_dot_product_attention(x["q"], x["k"], x["v"], sp=sp)
+
+
 def _ours_mamba3(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
     from flexsp.ops import mamba3
 
@@ -130,4 +144,5 @@ OWN = (
         "mamba3", _ours_mamba3, None, draw=_mamba3,
         others={"mamba_ssm": Peer("mamba_ssm", _mamba_ssm_mamba3)},
     ),
+    Case("attention", _ours_attention, None, draw=_attention),
 )  # fmt: skip

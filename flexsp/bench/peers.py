@@ -1,11 +1,14 @@
-"""Other libraries' delta rules over ranks, beside flexsp's in `flexsp bench scale --peers`.
+"""Other libraries over ranks, beside flexsp in `flexsp bench scale --peers`: delta rules, and attention of torch.
 
-Each cuts a sequence with an object of its own, a context, and gathers what all ranks do to the state.
+Each cuts a sequence with an object of its own, a context. Delta rules gather what all ranks do to the state; torch's
+attention passes keys and values around.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,17 +19,19 @@ from flexsp.bench.cases import Inputs, Op
 
 __all__ = ["peer_over_ranks"]
 
-_MODULES = {"fla": "fla", "flashqla": "flash_qla"}
+_MODULES = {"fla": "fla", "flashqla": "flash_qla", "torch": "torch"}
 """By name, the module that is imported."""
 _OVER_RANKS = {
     "fla": {"gated_delta_rule": "gated_delta_rule", "gated_delta_rule_shared_keys": "gated_delta_rule", "kda": "kda"},
     "flashqla": {"gated_delta_rule": "gated_delta_rule", "gated_delta_rule_shared_keys": "gated_delta_rule"},
+    "torch": {"attention": "attention"},
 }
 """Cases of `flexsp.bench.cases` that a library runs over ranks, and the op's name there."""
 
 
 def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tuple[Op, ...] | None:
-    """The op on one rank, and over all of them with T tokens each; None where the library has it not. On one rank
+    """The op on one rank, and over all of them with T tokens each; None where the library has it not. The last one has
+    shards as ours are: torch's second one is faster, since each rank has a piece from both ends. On one rank
     flash-linear-attention calls FlashQLA where that is installed, over ranks its own kernels.
 
     Raises:
@@ -38,6 +43,8 @@ def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tup
     module = _MODULES[peer]
     if find_spec(module) is None:
         raise ModuleNotFoundError(f"peers: expected the module {module!r} of {peer!r} to be installed")
+    if peer == "torch":
+        return _attention, _Ring(balanced=True), _Ring(balanced=False)
     op = getattr(importlib.import_module("flash_qla" if peer == "flashqla" else f"fla.ops.{name}"), f"chunk_{name}")
     ends = torch.tensor([0, T * world], device="cuda")
     if peer == "fla":
@@ -54,3 +61,29 @@ def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tup
         return o
 
     return run, lambda x: run(x, cp_context=cut)
+
+
+def _attention(x: Inputs) -> torch.Tensor:
+    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+    o: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+class _Ring:
+    """torch's ring attention. What is called `within` a context of torch's, in both passes, goes over all ranks."""
+
+    def __init__(self, balanced: bool) -> None:
+        self.balanced = balanced
+        self.mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
+
+        _cp_options.enable_load_balance = self.balanced
+        with context_parallel(self.mesh):
+            yield
+
+    def __call__(self, x: Inputs) -> torch.Tensor:
+        return _attention(x)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,16 @@ def _operator(
 
 
 def _call(op: Op, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    def forward() -> object:
-        with torch.no_grad():
-            return op(inputs)
+    within = getattr(op, "within", nullcontext)  # for both passes
 
-    return forward if mode == "fwd" else lambda: forward_backward(op, inputs)
+    def call() -> object:
+        with within():
+            if mode == "fwd_bwd":
+                return forward_backward(op, inputs)
+            with torch.no_grad():
+                return op(inputs)
+
+    return call
 
 
 def _others(args: argparse.Namespace, case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
@@ -88,15 +94,15 @@ def _scale_rows(
         sp.set_lengths([T] * world)
     apart = _disagreement(aligned, case, sps, inputs)
     others = _others(args, case, T, world)
-    for name, (_, over_ranks) in others.items():
+    for name, (*_, alike) in others.items():
         mine = _operator(case, next(iter(sps.values())), "fwd", inputs)()
-        theirs = _call(over_ranks, "fwd", inputs)()
+        theirs = _call(alike, "fwd", inputs)()
         apart[name] = max(aligned.gather(_relative(theirs, mine)))  # type: ignore[arg-type]
     rows = []
     for mode in ("fwd", "fwd_bwd"):
         functions = {"local": _operator(case, False, mode, inputs)}
         functions.update({name: _operator(case, sp, mode, inputs) for name, sp in sps.items()})
-        for name, (one_rank, over_ranks) in others.items():
+        for name, (one_rank, over_ranks, *_) in others.items():
             functions |= {f"{name} local": _call(one_rank, mode, inputs), name: _call(over_ranks, mode, inputs)}
         timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations)
         throughput = {name: aligned.back_to_back(call, args.iterations) for name, call in functions.items()}

@@ -18,10 +18,10 @@ OPS = (
     "simple_gla", "linear_attn", "linear_attn_normalized", "retention", "lightning", "mamba2", "gla",
     "generated_simple_gla", "generated_gla", "generated_deltanet",
     "delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
-    "hgrn", "mlstm", "rwkv7", "mamba", "mamba3",
+    "hgrn", "mlstm", "rwkv7", "mamba", "mamba3", "attention",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
-PEERS = ("fla", "flashqla")
+PEERS = ("fla", "flashqla", "torch")
 
 
 def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
@@ -123,7 +123,7 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
         type=_listed(str, PEERS),
         default=[],
         metavar="A,B",
-        help=f"delta rules over ranks of other libraries too, of {','.join(PEERS)} (default none; on GPUs alone)",
+        help=f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)",
     )
     parser.add_argument(
         "--ranks",

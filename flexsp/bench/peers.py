@@ -82,7 +82,8 @@ class _Ring:
         from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 
         _cp_options.enable_load_balance = self.balanced
-        with context_parallel(self.mesh):
+        cut = torch.empty(2 * self.mesh.size(), device="cuda")  # it insists on a tensor that it cuts
+        with context_parallel(self.mesh, buffers=[cut], buffer_seq_dims=[0], no_restore_buffers={cut}):
             yield
 
     def __call__(self, x: Inputs) -> torch.Tensor:

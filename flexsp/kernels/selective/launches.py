@@ -22,11 +22,11 @@ __all__ = ["NAME", "Form", "Plan", "SelectiveCall", "make_plan", "channels_of_he
 
 NAME = "the kernels of flexsp.ops.selective_scan"
 _F32 = torch.float32
-_CHUNK = 16
-_NUMBERS = 512  # of the states of a program, half of them where all gradients are made, which spills with more
+_CHUNK = 8
+_NUMBERS = 512  # of the states of a program
 _CHANNELS = 32  # at most
-_WARPS = 8
-_SEGMENTS = 8  # times as many programs as a device's number of them
+_WARPS = 1
+_SEGMENTS = 32  # times as many programs as a device's number of them
 _SAVED = ("@states", "@decay", "@cut")
 _OWN = (*_SAVED, "@dstates", "@chunks", "@dB", "@dC")
 _PARAMETERS = ("A", "skip", "bias")
@@ -70,11 +70,6 @@ class Plan:
 
     def programs(self, block: int) -> int:
         return -(-self.D // block)
-
-    @property
-    def half(self) -> int:
-        """Channels of the programs that make all gradients."""
-        return max(1, self.block // 2)
 
 
 def channels_of_head(D: int, N: int) -> int:
@@ -151,7 +146,7 @@ class SelectiveCall:
 
     def buffer(self, name: str) -> Buffer:
         p = self.plan
-        parts = _F32, (p.batch, p.programs(p.half), p.T, p.N)
+        parts = _F32, (p.batch, p.programs(self._block("grads_kernel")), p.T, p.N)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "@states": (_F32, (p.batch, p.n_seg + 1, p.H, p.P * p.N)),
             "@dstates": (_F32, (p.batch, p.n_seg + 1, p.H, p.P * p.N)),
@@ -258,6 +253,10 @@ class SelectiveCall:
             launches.append(copied_state("@dinitial", "@dstates", None, 0))
         return launches
 
+    def _block(self, kind: str) -> int:
+        """Channels of a program; with the zero-order hold the kernel of all gradients would spill with as many."""
+        return max(1, self.plan.block // 4) if kind == "grads_kernel" and self.form.zoh else self.plan.block
+
     @property
     def _skip(self) -> str | None:
         return "skip" if self.form.skip else None
@@ -280,13 +279,12 @@ class SelectiveCall:
     ) -> LaunchSpec:  # fmt: skip
         """A walk over segments; `constants` are its own, those of every walk are added here."""
         p = self.plan
-        block = p.half if kind == "grads_kernel" else p.block
-        how = Launch(block, _WARPS, 1)
-        constants |= {"D": p.D, "N": p.N, "P": p.P, "BD": block, "BN": p.numbers, "C": _CHUNK}
+        how = Launch(self._block(kind), _WARPS, 1)
+        constants |= {"D": p.D, "N": p.N, "P": p.P, "BD": self._block(kind), "BN": p.numbers, "C": _CHUNK}
         constants |= {"SOFTPLUS": self.form.softplus, "BIAS": self.form.bias, "PACKED": p.docs > 0}
         table = "@table" if p.docs else "u"
         return LaunchSpec(
-            kind, how, (p.programs(block), p.batch, p.n_seg), (*(x or "u" for x in pointers), table),
+            kind, how, (p.programs(self._block(kind)), p.batch, p.n_seg), (*(x or "u" for x in pointers), table),
             tuple(x for x in named(*pointers) if x not in writes), tuple(writes),
             (*strides, p.T, p.n_seg, p.n_chunks, p.per_seg), constants, how.options,
         )  # fmt: skip

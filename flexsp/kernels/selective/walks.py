@@ -1,9 +1,9 @@
 """The walks of the selective scan: what segments add to the state, the outputs, and the same for the backward pass.
 
-A program walks a segment's chunks with the states [BD, BN] of some channels in registers. Within a chunk all tokens are
-computed at once, [C, BD, BN]. Places of a chunk without a token have dt = 0 and all else 0: a state passes them.
-Log decays are in base 2. Nothing but states at the edges of segments, and in the backward pass at those of chunks, goes
-to memory.
+A program is one warp and walks the tokens of a segment, with the states [BD, BN] of some channels in registers. Tokens
+come in groups of four, whose inputs are loaded before the first of them is computed. Places of a group without a token
+have dt = 0 and all else 0: a state passes them. Log decays are in base 2. Nothing but states at the edges of segments,
+and in the backward pass at those of chunks, goes to memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from flexsp.kernels.primitives import LOG2E, chunk_info
 from flexsp.runtime.launch import begin
 
 _NEAR_ZERO = tl.constexpr(0.25)
+_GROUP = tl.constexpr(4)
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Tiles ----------------------------------------------------------------------------------------------------------------
@@ -28,18 +30,26 @@ def place(d0, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def rows_of(base, start, length, st, at, valid, row):
-    """fp32 [C, *] of the tokens at these places of a chunk, 0 where there is none."""
-    where = base + (start + row)[:, None] * st + at[None, :]
-    return tl.load(where, mask=(row < length)[:, None] & valid[None, :], other=0.0).to(tl.float32)
+def row_of(base, t, left, st, at, valid):
+    """fp32 [*] of token t, 0 where there is none: `left` tokens are there."""
+    return tl.load(base + t * st + at, mask=valid & (left > 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def steps_of(delta, bias, start, length, st, at, d, valid, row, SOFTPLUS: tl.constexpr, BIAS: tl.constexpr):
-    """dt [C, BD] of the tokens at these places of a chunk, and its derivative after delta."""
-    x = rows_of(delta, start, length, st, at, valid, row)
-    if BIAS:
-        x += tl.load(bias + d, mask=valid, other=0.0).to(tl.float32)[None, :]
+def rows_of(base, t, left, st, at, valid):
+    """The rows of the four tokens from t on."""
+    return (
+        row_of(base, t, left, st, at, valid),
+        row_of(base, t + 1, left - 1, st, at, valid),
+        row_of(base, t + 2, left - 2, st, at, valid),
+        row_of(base, t + 3, left - 3, st, at, valid),
+    )
+
+
+@triton.jit
+def step_of(x, shift, there, SOFTPLUS: tl.constexpr):
+    """dt [BD] of a row of delta, and its derivative after it."""
+    x += shift
     slope = tl.full(x.shape, 1.0, tl.float32)
     if SOFTPLUS:
         slope = tl.sigmoid(x)
@@ -47,8 +57,27 @@ def steps_of(delta, bias, start, length, st, at, d, valid, row, SOFTPLUS: tl.con
         one = 1.0 + small
         rest = tl.where(one == 1.0, small, tl.log(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)))  # log1p
         x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + rest
-    there = (row < length)[:, None] & valid[None, :]
     return tl.where(there, x, 0.0), tl.where(there, slope, 0.0)
+
+
+@triton.jit
+def steps_of(delta, shift, t, left, st, at, valid, SOFTPLUS: tl.constexpr):
+    """dt of the four tokens from t on."""
+    x0, x1, x2, x3 = rows_of(delta, t, left, st, at, valid)
+    dt0, _ = step_of(x0, shift, valid & (left > 0), SOFTPLUS)
+    dt1, _ = step_of(x1, shift, valid & (left > 1), SOFTPLUS)
+    dt2, _ = step_of(x2, shift, valid & (left > 2), SOFTPLUS)
+    dt3, _ = step_of(x3, shift, valid & (left > 3), SOFTPLUS)
+    return dt0, dt1, dt2, dt3
+
+
+@triton.jit
+def shift_of(bias, d, valid, BD: tl.constexpr, BIAS: tl.constexpr):
+    """What is added to delta, [BD]."""
+    shift = tl.zeros([BD], tl.float32)
+    if BIAS:
+        shift = tl.load(bias + d, mask=valid, other=0.0).to(tl.float32)
+    return shift
 
 
 @triton.jit
@@ -67,13 +96,19 @@ def phi_of(z):
 
 @triton.jit
 def given_of(dt, A, u, B, ZOH: tl.constexpr):
-    """What tokens add to the state [C, BD, BN], of dt, u [C, BD], natural-log rates A [BD, BN] and B [C, BN]."""
+    """What a token adds to the state [BD, BN], of dt, u [BD], natural-log rates A [BD, BN] and B [BN]."""
     if ZOH:
-        phi, _ = phi_of(dt[:, :, None] * A[None, :, :])
-        x = phi * (dt * u)[:, :, None] * B[:, None, :]
+        phi, _ = phi_of(dt[:, None] * A)
+        x = phi * (dt * u)[:, None] * B[None, :]
     else:
-        x = (dt * u)[:, :, None] * B[:, None, :]
+        x = (dt * u)[:, None] * B[None, :]
     return x
+
+
+@triton.jit
+def decay_of(dt, A2):
+    """2^{dt A2} [BD, BN], of rates in base 2."""
+    return tl.exp2(dt[:, None] * A2)
 
 
 @triton.jit
@@ -96,59 +131,117 @@ def state_at(base, d, n, N: tl.constexpr):
 
 
 @triton.jit
-def _after(a, h, p, b, y, r):
-    """Two runs of tokens, the first before the second: the decay, the sum, and the sum without the last token's own."""
-    return a * b, b * h + y, b * h + r
+def after(h, dt, A, A2, u, B, ZOH: tl.constexpr):
+    """The state behind a token."""
+    return decay_of(dt, A2) * h + given_of(dt, A, u, B, ZOH)
 
 
 @triton.jit
-def kept_and_states(a, x, h):
-    """a_t h_{t-1} and h_t [C, BD, BN] of h_t = a_t h_{t-1} + x_t, from h [BD, BN]."""
-    first = (tl.arange(0, a.shape[0]) == 0)[:, None, None]
-    own = tl.where(first, a * h[None, :, :], 0.0)
-    _, states, kept = tl.associative_scan((a, x + own, own), 0, _after)
-    return kept, states
+def after_group(h, u, delta, B, shift, A, A2, t, left, u_st, u_at, e_st, e_at, b_st, n, valid, there_n,
+                SOFTPLUS: tl.constexpr, ZOH: tl.constexpr):  # fmt: skip
+    """The state behind the four tokens from t on, and the sum of their dt."""
+    dt0, dt1, dt2, dt3 = steps_of(delta, shift, t, left, e_st, e_at, valid, SOFTPLUS)
+    u0, u1, u2, u3 = rows_of(u, t, left, u_st, u_at, valid)
+    b0, b1, b2, b3 = rows_of(B, t, left, b_st, n, there_n)
+    h = after(h, dt0, A, A2, u0, b0, ZOH)
+    h = after(h, dt1, A, A2, u1, b1, ZOH)
+    h = after(h, dt2, A, A2, u2, b2, ZOH)
+    h = after(h, dt3, A, A2, u3, b3, ZOH)
+    return h, (dt0 + dt1) + (dt2 + dt3)
 
 
 @triton.jit
-def state_after(dt, dt_next, rates, x, h):
-    """The state [BD, BN] behind all tokens, from h; dt_next are the steps of the tokens one place later."""
-    later = tl.cumsum(dt_next, axis=0, reverse=True)
-    rates = rates * LOG2E
-    h = tl.exp2(tl.sum(dt, axis=0)[:, None] * rates) * h
-    return h + tl.sum(tl.exp2(later[:, :, None] * rates[None, :, :]) * x, axis=0)
+def read(h, C, u, weight, z, GATE: tl.constexpr):
+    """The output [BD] of a token, of the state behind it."""
+    y = over(h * C[None, :], 1) + u * weight
+    if GATE:
+        gate, _ = silu_of(z)
+        y *= gate
+    return y
 
 
 @triton.jit
-def adjoint_before(dt, rates, x, g):
-    """The gradient [BD, BN] of the state before all tokens, of x of the states of tokens and g of the last one."""
-    until = tl.cumsum(dt, axis=0)
-    rates = rates * LOG2E
-    g = tl.exp2(tl.sum(dt, axis=0)[:, None] * rates) * g
-    return g + tl.sum(tl.exp2(until[:, :, None] * rates[None, :, :]) * x, axis=0)
+def before(g, dt, A2, C, do, z, GATE: tl.constexpr):
+    """The gradient of the state before a token, of that behind it."""
+    if GATE:
+        gate, _ = silu_of(z)
+        do *= gate
+    return decay_of(dt, A2) * (g + do[:, None] * C[None, :])
 
 
 @triton.jit
-def _onto(a, y, b, x):
-    """Two runs of tokens, the first nearer to where it begins: the decay and the sum."""
-    return a * b, b * y + x
+def kept_and_after(h, dt, A, A2, u, B, ZOH: tl.constexpr):
+    """What a token keeps of the state, and the state behind it."""
+    kept = decay_of(dt, A2) * h
+    return kept, kept + given_of(dt, A, u, B, ZOH)
 
 
 @triton.jit
-def adjoints(a, x, g):
-    """y_t = x_t + a_{t+1} y_{t+1} [C, BD, BN], where g [BD, BN] comes in behind the last token.
-
-    x and the a of the tokens one place later come with the last token first: a reverse scan would turn its operands in
-    the registers of all lanes, each by as many shuffles as a warp has halves.
-    """
-    x += tl.where((tl.arange(0, a.shape[0]) == 0)[:, None, None], g[None, :, :], 0.0)
-    return tl.flip(tl.associative_scan((a, x), 0, _onto)[1], 0)
+def kept_of_group(h, u, delta, B, shift, A, A2, t, left, u_st, u_at, e_st, e_at, b_st, n, valid, there_n,
+                  SOFTPLUS: tl.constexpr, ZOH: tl.constexpr):  # fmt: skip
+    """What the four tokens from t on keep of the state, of the state that enters the first."""
+    dt0, dt1, dt2, dt3 = steps_of(delta, shift, t, left, e_st, e_at, valid, SOFTPLUS)
+    u0, u1, u2, u3 = rows_of(u, t, left, u_st, u_at, valid)
+    b0, b1, b2, b3 = rows_of(B, t, left, b_st, n, there_n)
+    k0, h = kept_and_after(h, dt0, A, A2, u0, b0, ZOH)
+    k1, h = kept_and_after(h, dt1, A, A2, u1, b1, ZOH)
+    k2, h = kept_and_after(h, dt2, A, A2, u2, b2, ZOH)
+    return k0, k1, k2, decay_of(dt3, A2) * h
 
 
 @triton.jit
-def token_of(x, at: tl.constexpr):
-    """x [C, BD, BN] of one token."""
-    return tl.sum(tl.where((tl.arange(0, x.shape[0]) == at)[:, None, None], x, 0.0), axis=0)
+def back_through(g, kept, dt, slope, A, A2, u, B, C, do, z, weight, ZOH: tl.constexpr, GATE: tl.constexpr):
+    """The way back through a token, from g of the state behind it: g of the state before it, and the gradients of A
+    [BD, BN], of B and C by these channels [BN], and of u, delta, z and, for dskip, of what u is multiplied by [BD]."""
+    h = kept + given_of(dt, A, u, B, ZOH)
+    dz = do
+    if GATE:
+        gate, gate_slope = silu_of(z)
+        dz = do * (over(h * C[None, :], 1) + u * weight) * gate_slope
+        do *= gate
+    dC = over(h * do[:, None], 0)
+    back = g + do[:, None] * C[None, :]
+    through = back * kept  # the gradient of the exponent
+    a = decay_of(dt, A2)
+    to_A = through * dt[:, None]
+    mine = back * B[None, :]
+    if ZOH:
+        phi, phi_slope = phi_of(dt[:, None] * A)
+        entry = phi * dt[:, None]
+        to_A += back * (u * dt * dt)[:, None] * B[None, :] * phi_slope
+        du = over(mine * entry, 1)
+        dB = over(back * entry * u[:, None], 0)
+        ddt = over(through * A + mine * a * u[:, None], 1)
+    else:
+        read = over(mine, 1)
+        du = read * dt
+        dB = over(back * (dt * u)[:, None], 0)
+        ddt = over(through * A2, 1) * _LN2 + read * u
+    return a * back, to_A, dB, dC, du + do * weight, ddt * slope, dz, do * u
+
+
+@triton.jit
+def written_by(u, delta, B, shift, t, left, u_st, u_at, e_st, e_at, b_st, n, valid, there_n, SOFTPLUS: tl.constexpr):
+    """u, dt with its derivative, and B of token t."""
+    dt, slope = step_of(row_of(delta, t, left, e_st, e_at, valid), shift, valid & (left > 0), SOFTPLUS)
+    return row_of(u, t, left, u_st, u_at, valid), dt, slope, row_of(B, t, left, b_st, n, there_n)
+
+
+@triton.jit
+def read_by(C, do, z, t, left, c_st, o_st, z_st, n, o_at, z_at, there_n, valid, GATE: tl.constexpr):
+    """C, the output's gradient and z of token t."""
+    c = row_of(C, t, left, c_st, n, there_n)
+    dy = row_of(do, t, left, o_st, o_at, valid)
+    gate = dy
+    if GATE:
+        gate = row_of(z, t, left, z_st, z_at, valid)
+    return c, dy, gate
+
+
+@triton.jit
+def put(to, at, token, x, there):
+    """Stores a row of a token."""
+    tl.store(to + token + at, x.to(to.dtype.element_ty), mask=there)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -171,11 +264,13 @@ def summarize_kernel(
     b = tl.program_id(1).to(tl.int64)
     seg = tl.program_id(2)
     n = tl.arange(0, BN)
-    row = tl.arange(0, C)
+    there_n = n < N
     steps = delta + b * e_sb
-    in_row = head * e_sh + p
-    inside = valid[:, None] & (n < N)[None, :]
+    e_at = head * e_sh + p
+    inside = valid[:, None] & there_n[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
     rates = tl.load(state_at(A, d, n, N), mask=inside, other=0.0)
+    rates2 = rates * LOG2E
     h = tl.zeros([BD, BN], tl.float32)
     total = tl.zeros([BD], tl.float32)
     cuts = 0
@@ -189,12 +284,12 @@ def summarize_kernel(
                 if INITIAL:
                     from_state = state_at(initial + doc.to(tl.int64) * D * N, d, n, N)
                     h = tl.load(from_state, mask=inside, other=0.0)
-        dt, slope = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row, SOFTPLUS, BIAS)
-        dt_next, slope_next = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row + 1, SOFTPLUS, BIAS)
-        uc = rows_of(u + b * u_sb, start, length, u_st, head * u_sh + p, valid, row)
-        bc = rows_of(B + b * b_sb, start, length, b_st, n, n < N, row)
-        h = state_after(dt, dt_next, rates, given_of(dt, rates, uc, bc, ZOH), h)
-        total += tl.sum(dt, axis=0)
+        for q in range(0, length, _GROUP):
+            h, dt = after_group(
+                h, u + b * u_sb, steps, B + b * b_sb, shift, rates, rates2, start + q, length - q, u_st,
+                head * u_sh + p, e_st, e_at, b_st, n, valid, there_n, SOFTPLUS, ZOH,
+            )  # fmt: skip
+            total += dt
     to = state_at(states + (b * (n_seg + 1) + seg + 1) * D * N, d, n, N)
     tl.store(to, h, mask=inside)
     if ZERO:
@@ -220,11 +315,16 @@ def output_kernel(
     b = tl.program_id(1).to(tl.int64)
     seg = tl.program_id(2)
     n = tl.arange(0, BN)
-    row = tl.arange(0, C)
+    there_n = n < N
     steps = delta + b * e_sb
-    in_row = head * e_sh + p
-    inside = valid[:, None] & (n < N)[None, :]
+    e_at = head * e_sh + p
+    inside = valid[:, None] & there_n[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
     rates = tl.load(state_at(A, d, n, N), mask=inside, other=0.0)
+    rates2 = rates * LOG2E
+    weight = tl.zeros([BD], tl.float32)
+    if SKIP:
+        weight = tl.load(skip + d, mask=valid, other=0.0).to(tl.float32)
     from_state = state_at(states + (b * (n_seg + 1) + seg) * D * N, d, n, N)
     h = tl.load(from_state, mask=inside, other=0.0)
     for c in range(seg * per_seg, tl.minimum(seg * per_seg + per_seg, n_chunks)):
@@ -236,21 +336,24 @@ def output_kernel(
                 if INITIAL:
                     from_state = state_at(initial + at_doc, d, n, N)
                     h = tl.load(from_state, mask=inside, other=0.0)
-        dt, slope = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row, SOFTPLUS, BIAS)
-        uc = rows_of(u + b * u_sb, start, length, u_st, head * u_sh + p, valid, row)
-        bc = rows_of(B + b * b_sb, start, length, b_st, n, n < N, row)
-        cc = rows_of(Cs + b * c_sb, start, length, c_st, n, n < N, row)
-        a = tl.exp2(dt[:, :, None] * (rates * LOG2E)[None, :, :])
-        kept, run = kept_and_states(a, given_of(dt, rates, uc, bc, ZOH), h)
-        h = token_of(run, C - 1)
-        y = over(run * cc[:, None, :], 2)
-        if SKIP:
-            y += uc * tl.load(skip + d, mask=valid, other=0.0).to(tl.float32)[None, :]
-        if GATE:
-            gate, gate_slope = silu_of(rows_of(z + b * z_sb, start, length, z_st, head * z_sh + p, valid, row))
-            y *= gate
-        to = o + (b * T + start + row)[:, None] * D + d[None, :]
-        tl.store(to, y.to(o.dtype.element_ty), mask=(row < length)[:, None] & valid[None, :])
+        for q in range(0, length, _GROUP):
+            t, left = start + q, length - q
+            dt0, dt1, dt2, dt3 = steps_of(steps, shift, t, left, e_st, e_at, valid, SOFTPLUS)
+            u0, u1, u2, u3 = rows_of(u + b * u_sb, t, left, u_st, head * u_sh + p, valid)
+            b0, b1, b2, b3 = rows_of(B + b * b_sb, t, left, b_st, n, there_n)
+            c0, c1, c2, c3 = rows_of(Cs + b * c_sb, t, left, c_st, n, there_n)
+            z0, z1, z2, z3 = u0, u1, u2, u3
+            if GATE:
+                z0, z1, z2, z3 = rows_of(z + b * z_sb, t, left, z_st, head * z_sh + p, valid)
+            to = o + (b * T + t) * D + d
+            h = after(h, dt0, rates, rates2, u0, b0, ZOH)
+            tl.store(to, read(h, c0, u0, weight, z0, GATE).to(o.dtype.element_ty), mask=valid)
+            h = after(h, dt1, rates, rates2, u1, b1, ZOH)
+            tl.store(to + D, read(h, c1, u1, weight, z1, GATE).to(o.dtype.element_ty), mask=valid & (left > 1))
+            h = after(h, dt2, rates, rates2, u2, b2, ZOH)
+            tl.store(to + 2 * D, read(h, c2, u2, weight, z2, GATE).to(o.dtype.element_ty), mask=valid & (left > 2))
+            h = after(h, dt3, rates, rates2, u3, b3, ZOH)
+            tl.store(to + 3 * D, read(h, c3, u3, weight, z3, GATE).to(o.dtype.element_ty), mask=valid & (left > 3))
         if PACKED and FINAL:  # noqa: SIM102
             if last:
                 to_state = state_at(final + at_doc, d, n, N)
@@ -272,29 +375,37 @@ def collect_kernel(
     b = tl.program_id(1).to(tl.int64)
     seg = tl.program_id(2)
     n = tl.arange(0, BN)
-    row = tl.arange(0, C)
+    there_n = n < N
     steps = delta + b * e_sb
-    in_row = head * e_sh + p
-    inside = valid[:, None] & (n < N)[None, :]
+    e_at = head * e_sh + p
+    inside = valid[:, None] & there_n[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
     rates = tl.load(state_at(A, d, n, N), mask=inside, other=0.0)
+    rates2 = rates * LOG2E
     g = tl.zeros([BD, BN], tl.float32)
-    c0 = seg * per_seg
-    c1 = tl.minimum(c0 + per_seg, n_chunks)
-    for i in range(0, c1 - c0):
-        start, length, doc, first, last = chunk_info(table, c1 - 1 - i, T, C, PACKED)
+    chunk = seg * per_seg
+    until = tl.minimum(chunk + per_seg, n_chunks)
+    for i in range(0, until - chunk):
+        start, length, doc, first, last = chunk_info(table, until - 1 - i, T, C, PACKED)
         if PACKED:  # noqa: SIM102
             if last:
                 g = tl.zeros([BD, BN], tl.float32)
                 if FINAL:
                     from_state = state_at(dfinal + doc.to(tl.int64) * D * N, d, n, N)
                     g = tl.load(from_state, mask=inside, other=0.0)
-        dt, slope = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row, SOFTPLUS, BIAS)
-        cc = rows_of(Cs + b * c_sb, start, length, c_st, n, n < N, row)
-        dy = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, row)
-        if GATE:
-            gate, gate_slope = silu_of(rows_of(z + b * z_sb, start, length, z_st, head * z_sh + p, valid, row))
-            dy *= gate
-        g = adjoint_before(dt, rates, dy[:, :, None] * cc[:, None, :], g)
+        for back in range(0, length, _GROUP):
+            q = (length - 1) // _GROUP * _GROUP - back
+            t, left = start + q, length - q
+            dt0, dt1, dt2, dt3 = steps_of(steps, shift, t, left, e_st, e_at, valid, SOFTPLUS)
+            c0, c1, c2, c3 = rows_of(Cs + b * c_sb, t, left, c_st, n, there_n)
+            y0, y1, y2, y3 = rows_of(do + b * o_sb, t, left, o_st, head * o_sh + p, valid)
+            z0, z1, z2, z3 = y0, y1, y2, y3
+            if GATE:
+                z0, z1, z2, z3 = rows_of(z + b * z_sb, t, left, z_st, head * z_sh + p, valid)
+            g = before(g, dt3, rates2, c3, y3, z3, GATE)
+            g = before(g, dt2, rates2, c2, y2, z2, GATE)
+            g = before(g, dt1, rates2, c1, y1, z1, GATE)
+            g = before(g, dt0, rates2, c0, y0, z0, GATE)
         if PACKED:
             g = tl.where(first, 0.0, g)  # nothing flows back past a document's start
     to = state_at(dstates + (b * (n_seg + 1) + seg) * D * N, d, n, N)
@@ -317,11 +428,13 @@ def chunks_kernel(
     b = tl.program_id(1).to(tl.int64)
     seg = tl.program_id(2)
     n = tl.arange(0, BN)
-    row = tl.arange(0, C)
+    there_n = n < N
     steps = delta + b * e_sb
-    in_row = head * e_sh + p
-    inside = valid[:, None] & (n < N)[None, :]
+    e_at = head * e_sh + p
+    inside = valid[:, None] & there_n[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
     rates = tl.load(state_at(A, d, n, N), mask=inside, other=0.0)
+    rates2 = rates * LOG2E
     from_state = state_at(states + (b * (n_seg + 1) + seg) * D * N, d, n, N)
     h = tl.load(from_state, mask=inside, other=0.0)
     for c in range(seg * per_seg, tl.minimum(seg * per_seg + per_seg, n_chunks)):
@@ -334,11 +447,11 @@ def chunks_kernel(
                     h = tl.load(from_state, mask=inside, other=0.0)
         to = state_at(chunks + (b * n_chunks + c) * D * N, d, n, N)
         tl.store(to, h, mask=inside)
-        dt, slope = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row, SOFTPLUS, BIAS)
-        dt_next, slope_next = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row + 1, SOFTPLUS, BIAS)
-        uc = rows_of(u + b * u_sb, start, length, u_st, head * u_sh + p, valid, row)
-        bc = rows_of(B + b * b_sb, start, length, b_st, n, n < N, row)
-        h = state_after(dt, dt_next, rates, given_of(dt, rates, uc, bc, ZOH), h)
+        for q in range(0, length, _GROUP):
+            h, _ = after_group(
+                h, u + b * u_sb, steps, B + b * b_sb, shift, rates, rates2, start + q, length - q, u_st,
+                head * u_sh + p, e_st, e_at, b_st, n, valid, there_n, SOFTPLUS, ZOH,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -358,11 +471,13 @@ def grads_kernel(
     b = tl.program_id(1).to(tl.int64)
     seg = tl.program_id(2)
     n = tl.arange(0, BN)
-    row = tl.arange(0, C)
+    there_n = n < N
     steps = delta + b * e_sb
-    in_row = head * e_sh + p
-    inside = valid[:, None] & (n < N)[None, :]
+    e_at = head * e_sh + p
+    inside = valid[:, None] & there_n[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
     rates = tl.load(state_at(A, d, n, N), mask=inside, other=0.0)
+    rates2 = rates * LOG2E
     weight = tl.zeros([BD], tl.float32)
     if SKIP:
         weight = tl.load(skip + d, mask=valid, other=0.0).to(tl.float32)
@@ -371,11 +486,12 @@ def grads_kernel(
     sum_A = tl.zeros([BD, BN], tl.float32)
     sum_skip = tl.zeros([BD], tl.float32)
     sum_bias = tl.zeros([BD], tl.float32)
-    c0 = seg * per_seg
-    c1 = tl.minimum(c0 + per_seg, n_chunks)
+    chunk = seg * per_seg
+    until = tl.minimum(chunk + per_seg, n_chunks)
     part = (b * tl.num_programs(0) + tl.program_id(0)) * T
-    for i in range(0, c1 - c0):
-        c = c1 - 1 - i
+    u_at, z_at, o_at = head * u_sh + p, head * z_sh + p, head * o_sh + p
+    for i in range(0, until - chunk):
+        c = until - 1 - i
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = doc.to(tl.int64) * D * N if PACKED else 0
         if PACKED:  # noqa: SIM102
@@ -385,54 +501,42 @@ def grads_kernel(
                     from_state = state_at(dfinal + at_doc, d, n, N)
                     g = tl.load(from_state, mask=inside, other=0.0)
         from_state = state_at(chunks + (b * n_chunks + c) * D * N, d, n, N)
-        h = tl.load(from_state, mask=inside, other=0.0)
-        dt, slope = steps_of(steps, bias, start, length, e_st, in_row, d, valid, row, SOFTPLUS, BIAS)
-        uc = rows_of(u + b * u_sb, start, length, u_st, head * u_sh + p, valid, row)
-        bc = rows_of(B + b * b_sb, start, length, b_st, n, n < N, row)
-        cc = rows_of(Cs + b * c_sb, start, length, c_st, n, n < N, row)
-        dy = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, row)
-        there = (row < length)[:, None] & valid[None, :]
-        to_tokens = (b * T + start + row)[:, None]
-        exponent = dt[:, :, None] * rates[None, :, :]
-        a = tl.exp2(exponent * LOG2E)
-        kept, run = kept_and_states(a, given_of(dt, rates, uc, bc, ZOH), h)
-        if GATE:
-            zc = rows_of(z + b * z_sb, start, length, z_st, head * z_sh + p, valid, row)
-            gate, gate_slope = silu_of(zc)
-            y = over(run * cc[:, None, :], 2) + uc * weight[None, :]
-            tl.store(dz + to_tokens * D + d[None, :], (dy * y * gate_slope).to(dz.dtype.element_ty), mask=there)
-            dy *= gate
-        to_part = (part + start + row)[:, None] * N + n[None, :]
-        there_n = (row < length)[:, None] & (n < N)[None, :]
-        tl.store(dC + to_part, over(run * dy[:, :, None], 1), mask=there_n)
-        dt_next, slope_next = steps_of(steps, bias, start, length, e_st, in_row, d, valid, C - row, SOFTPLUS, BIAS)
-        cr = rows_of(Cs + b * c_sb, start, length, c_st, n, n < N, C - 1 - row)
-        dyr = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, C - 1 - row)
-        if GATE:
-            gate, gate_slope = silu_of(rows_of(z + b * z_sb, start, length, z_st, head * z_sh + p, valid, C - 1 - row))
-            dyr *= gate
-        a_next = tl.exp2(dt_next[:, :, None] * (rates * LOG2E)[None, :, :])
-        back = adjoints(a_next, dyr[:, :, None] * cr[:, None, :], g)
-        through = back * kept  # the gradient of the exponent
-        if ZOH:
-            phi, phi_slope = phi_of(exponent)
-            entry = phi * dt[:, :, None]
-            entry_dt = a
-            through_A = through * dt[:, :, None] + back * (uc * dt * dt)[:, :, None] * bc[:, None, :] * phi_slope
-        else:
-            entry = tl.zeros([C, BD, BN], tl.float32) + dt[:, :, None]
-            entry_dt = tl.full([C, BD, BN], 1.0, tl.float32)
-            through_A = through * dt[:, :, None]
-        sum_A += tl.sum(through_A, axis=0)
-        tl.store(dB + to_part, over(back * entry * uc[:, :, None], 1), mask=there_n)
-        read = back * bc[:, None, :]
-        du_c = over(read * entry, 2) + dy * weight[None, :]
-        tl.store(du + to_tokens * D + d[None, :], du_c.to(du.dtype.element_ty), mask=there)
-        ddt = over(through * rates[None, :, :] + read * entry_dt * uc[:, :, None], 2) * slope
-        tl.store(ddelta + to_tokens * D + d[None, :], ddt.to(ddelta.dtype.element_ty), mask=there)
-        sum_skip += over(dy * uc, 0)
-        sum_bias += over(ddt, 0)
-        g = token_of(a * back, 0)
+        for reached in range(0, length, _GROUP):
+            q = (length - 1) // _GROUP * _GROUP - reached
+            h = tl.load(from_state, mask=inside, other=0.0)
+            for earlier in range(0, q, _GROUP):
+                h, _ = after_group(
+                    h, u + b * u_sb, steps, B + b * b_sb, shift, rates, rates2, start + earlier, length - earlier, u_st,
+                    head * u_sh + p, e_st, e_at, b_st, n, valid, there_n, SOFTPLUS, ZOH,
+                )  # fmt: skip
+            t, left = start + q, length - q
+            row, of_part = b * T + t, part + t
+            kept = kept_of_group(
+                h, u + b * u_sb, steps, B + b * b_sb, shift, rates, rates2, t, left, u_st, u_at, e_st, e_at, b_st, n,
+                valid, there_n, SOFTPLUS, ZOH,
+            )  # fmt: skip
+            for I in tl.static_range(3, -1, -1):
+                there, there_part = valid & (left > I), there_n & (left > I)
+                ut, dt, slope, bt = written_by(
+                    u + b * u_sb, steps, B + b * b_sb, shift, t + I, left - I, u_st, u_at, e_st, e_at, b_st, n, valid,
+                    there_n, SOFTPLUS,
+                )  # fmt: skip
+                ct, dy, zt = read_by(
+                    Cs + b * c_sb, do + b * o_sb, z + b * z_sb, t + I, left - I, c_st, o_st, z_st, n, o_at, z_at,
+                    there_n, valid, GATE,
+                )  # fmt: skip
+                g, to_A, dB_t, dC_t, du_t, ddt_t, dz_t, dskip_t = back_through(
+                    g, kept[I], dt, slope, rates, rates2, ut, bt, ct, dy, zt, weight, ZOH, GATE
+                )
+                put(du, d, (row + I) * D, du_t, there)
+                put(ddelta, d, (row + I) * D, ddt_t, there)
+                if GATE:
+                    put(dz, d, (row + I) * D, dz_t, there)
+                put(dB, n, (of_part + I) * N, dB_t, there_part)
+                put(dC, n, (of_part + I) * N, dC_t, there_part)
+                sum_A += to_A
+                sum_skip += dskip_t
+                sum_bias += ddt_t
         if PACKED:
             if INITIAL:
                 to_state = state_at(dinitial + at_doc, d, n, N)

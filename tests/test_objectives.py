@@ -1,0 +1,262 @@
+"""Transitions of several steps against token loops in float64: packed, over ranks, continued; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, normalize
+
+from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests.marks import quick
+from tests.test_grammar import gradients, rotated
+
+H, K, V, R = 2, 4, 6, 3
+EXACT = 1e-11
+Tensors = dict[str, torch.Tensor]
+TRAPEZOID: dict[str, Any] = {"data_dependent": True, "discretization": "trapezoidal"}
+ROPE = feature_map.rope(data_dependent=True)
+READ, WRITE = transition.preconditioned_gd(eps=0.1), transition.preconditioned_gd(at="write", eps=0.1)
+
+
+def model(d: Any, t: Any, f: Any = None) -> FlexLinearAttention:
+    return FlexLinearAttention(decay=d, features=f, transition=t)
+
+
+MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
+    "spectral": lambda: model(decay.gated(), transition.spectral()),
+    "spectral, steps": lambda: model(decay.exponential(), transition.spectral()),
+    "read": lambda: model(decay.gated(), READ),
+    "read, no decay": lambda: model(decay.none(), READ),
+    "read, a gate a channel": lambda: model(decay.gated(per_head=False), READ),
+    "read, steps": lambda: model(decay.exponential(), READ, feature_map.rope()),
+    "write": lambda: model(decay.gated(), WRITE),
+    "write, a gate a channel": lambda: model(decay.gated(per_head=False), WRITE),
+    "write, rows": lambda: model(
+        decay.exponential(), transition.preconditioned_gd(at="write", eps=0.1, mimo_rank=R)
+    ),
+    "rows": lambda: model(decay.gated(), transition.one_step_gd(mimo_rank=R)),
+    "rows, fixed": lambda: model(decay.fixed(), transition.one_step_gd(mimo_rank=R), feature_map.elu()),
+    "trapezoid": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd()),
+    "mamba3": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd(mimo_rank=R), ROPE),
+    "trapezoid, read": lambda: model(decay.exponential(**TRAPEZOID), READ),
+    "mamba3, read": lambda: model(
+        decay.exponential(**TRAPEZOID), transition.preconditioned_gd(eps=0.1, mimo_rank=R), ROPE
+    ),
+}  # fmt: skip
+QUICK = ("spectral", "read", "write", "mamba3, read")
+
+
+def draw(name: str, B: int, T: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+    what = MODELS[name]()
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    keys = (B, T, H, K) if what.transition.rank == 1 else (B, T, R, H, K)
+    found = {"q": normal(*keys), "k": normal(*keys), "v": normal(B, T, H, V)}
+    shapes = {"theta": (K // 2,), "psi": (V // 2,), "trap": ()}
+    for key in what.inputs:
+        if key in shapes:
+            found[key] = normal(B, T, H, *shapes[key])
+    if what.transition.kind in ("temporal_difference", "information", "contrastive"):
+        found["k"] = normalize(found["k"], dim=-1)
+    if "eta" in what.inputs:
+        found["eta"] = normal(B, T, H).sigmoid()
+    if "mimo_x" in what.inputs:
+        found["mimo_x"] = normal(H, R, V)
+    if "A" in what.inputs:
+        found["A"] = -normal(H).exp()
+    if "decay" in what.inputs:
+        gates = normal(B, T, H, K) if what.decay.vector else normal(B, T, H)
+        found["decay"] = logsigmoid(gates) if what.decay.kind == "gated" else gates.exp()
+    return {key: x.to(dtype) for key, x in found.items()}
+
+
+# The token loops ------------------------------------------------------------------------------------------------------
+
+
+def outer(k: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return k.unsqueeze(-1) * x.unsqueeze(-2)
+
+
+def read(q: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    return (q.unsqueeze(-1) * S).sum(-2)
+
+
+def turned(S: torch.Tensor, theta: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
+    """R(theta) S R'(psi)^T, by matrices."""
+
+    def matrix(angle: torch.Tensor) -> torch.Tensor:
+        blocks = torch.stack([torch.stack([angle.cos(), -angle.sin()], -1), torch.stack([angle.sin(), angle.cos()], -1)], -2)
+        n = angle.shape[-1]
+        return (torch.eye(n, dtype=S.dtype)[:, None, :, None] * blocks.unsqueeze(-2)).flatten(-2).flatten(-3, -2)
+
+    return matrix(theta) @ S @ matrix(psi).transpose(-1, -2)
+
+
+def rows_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
+    trapezoid, t = what.decay.trapezoidal, what.transition
+    q, k = (x[key] if t.rank > 1 else x[key].unsqueeze(1) for key in ("q", "k"))  # [B, R, H, K]
+    factors = x["mimo_x"].transpose(0, 1) if t.rank > 1 else torch.ones(1, 1, 1, dtype=a.dtype)
+    step = x["decay"] if what.decay.kind == "exponential" else torch.ones_like(x["v"][..., 0])
+    l = x["trap"].sigmoid() if trapezoid else torch.ones_like(step)
+    S, squares = M[..., :K, :V], k.square().sum(1)
+    P = M[..., :K, -1] if t.eps is not None else torch.zeros_like(squares)
+    if trapezoid:
+        before, value = M[..., :K, V : V + t.rank].permute(0, 3, 1, 2), M[..., K, :V].unsqueeze(1)
+        S = S + ((1 - l) * step)[..., None, None] * outer(before, factors * value).sum(1)
+        P = P + ((1 - l) * step)[..., None] * before.square().sum(1)
+    P = a * P + (l * step)[..., None] * squares
+    writes = k
+    if t.at == "write":
+        writes = x["eta"][:, None, :, None] * k / (P + t.eps).unsqueeze(1)
+    S = a.unsqueeze(-1) * S + (l * step)[..., None, None] * outer(writes, factors * x["v"].unsqueeze(1)).sum(1)
+    reads = q / (P + t.eps).unsqueeze(1) if t.eps is not None and t.at == "read" else q
+    o = K**-0.5 * read(reads, S.unsqueeze(1))
+    columns = [S] + ([k.permute(0, 2, 3, 1)] if trapezoid else []) + ([P.unsqueeze(-1)] if t.eps is not None else [])
+    new = torch.cat(columns, -1)
+    if trapezoid:
+        row = torch.cat([x["v"], torch.zeros(*x["v"].shape[:-1], new.shape[-1] - V, dtype=a.dtype)], -1)
+        new = torch.cat([new, row.unsqueeze(-2)], -2)
+    return (o if t.rank > 1 else o.squeeze(1)), new
+
+
+def spectral_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
+    v = x["v"] * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else x["v"]
+    S = a.unsqueeze(-1) * turned(M, x["theta"], x["psi"]) + outer(x["k"], v)
+    return K**-0.5 * read(x["q"], S), S
+
+
+STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "one_step_gd": rows_step, "preconditioned_gd": rows_step, "spectral": spectral_step,
+}  # fmt: skip
+
+
+def mapped(what: FlexLinearAttention, x: Tensors, key: str) -> torch.Tensor:
+    """q or k of one document with features."""
+    y, kind = x[key], what.features.kind
+    if kind == "elu":
+        return torch.where(y > 0, y + 1, y.exp())
+    if kind != "rope":
+        return y
+    place = torch.arange(y.shape[1], dtype=y.dtype)[:, None, None]
+    speed = torch.tensor([10000.0 ** (-2 * i / K) for i in range(K // 2)], dtype=y.dtype)
+    angle = x["theta"].cumsum(1) if "theta" in x else (place * speed).expand(y.shape[0], -1, H, -1)
+    angle = angle.unsqueeze(2).expand(*y.shape[:-1], K // 2) if y.dim() == 5 else angle
+    return rotated(y, angle)
+
+
+def token_loop(name: str, x: Tensors, initial: torch.Tensor, bounds: list[int] | None) -> tuple[Any, Any]:
+    what, T = MODELS[name](), x["v"].shape[1]
+    step, outputs, finals = STEPS[what.transition.kind], [], []
+    for n, (begin, end) in enumerate([(0, T)] if bounds is None else zip(bounds, bounds[1:], strict=False)):
+        M = initial if bounds is None else initial[n : n + 1]
+        here = {key: y if key in ("A", "mimo_x") else y[:, begin:end] for key, y in x.items()}
+        here |= {key: mapped(what, here, key) for key in ("q", "k")}
+        for t in range(end - begin):
+            now = {key: y if key in ("A", "mimo_x") else y[:, t] for key, y in here.items()}
+            a = torch.ones(M.shape[0], H, 1, dtype=M.dtype)
+            if what.decay.kind == "gated":
+                a = now["decay"].exp() if what.decay.vector else now["decay"].exp().unsqueeze(-1)
+            elif what.decay.kind == "exponential":
+                a = (now["decay"] * now["A"]).exp().unsqueeze(-1)
+            elif what.decay.kind == "fixed":
+                a = a * torch.tensor([1 - 2.0 ** (-5 - h) for h in range(H)], dtype=M.dtype)[:, None]
+            o, M = step(what, now, a, M)
+            outputs.append(o)
+        finals.append(M)
+    return torch.stack(outputs, 1), torch.cat(finals)
+
+
+def draw_state(name: str, N: int, seed: int) -> torch.Tensor:
+    """Initial states with sums of squares above 0; what is never read is 0."""
+    what = MODELS[name]()
+    rows, columns = (K, V) if what._objective is None else what._objective.rows_and_columns(K, V)
+    made = torch.Generator().manual_seed(seed)
+    state = torch.randn(N, H, rows, columns, dtype=torch.float64, generator=made)
+    if getattr(what.transition, "eps", None) is not None:
+        state[..., :K, -1] = state[..., :K, -1].abs()
+    state[..., K:, V:] = 0
+    return state
+
+
+def call_of(name: str, bounds: list[int] | None = None) -> Callable[..., Any]:
+    cu, made = None if bounds is None else torch.tensor(bounds), MODELS[name]()
+    return lambda values, state: made(**values, initial_state=state, output_final_state=True, cu_seqlens=cu)
+
+
+# Tests ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 0, 1, 38, 38, 70]], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", quick(MODELS, *QUICK))
+def test_against_token_loop(name: str, bounds: list[int] | None, seed: int) -> None:
+    x = draw(name, 1 if bounds else 2, 70, seed)
+    initial = draw_state(name, 5 if bounds else 2, seed)
+    found = gradients(call_of(name, bounds), x, initial, seed)
+    want = gradients(lambda values, state: token_loop(name, values, state, bounds), x, initial, seed)
+    for each in (found, want):
+        each["dinitial"][..., K:, V:] = 0  # nothing reads the corner
+    errors = {key: relative_error(found[key], want[key]) for key in want}
+    assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize("name", quick(MODELS))
+def test_one_token_at_a_time(name: str, seed: int) -> None:
+    """The state of one call continues in the next; angles of features do not, their sums are the caller's."""
+    x = draw(name, 2, 9, seed)
+    made, state = MODELS[name](), draw_state(name, 2, seed)
+    if made.features.kind == "rope" and "theta" not in x:
+        pytest.skip("positions start anew with every call")
+    o, final = call_of(name)(x, state)
+    if "theta" in x and made.features.kind == "rope":
+        x["theta"] = x["theta"].cumsum(1)
+    for t in range(9):
+        now = {key: y if key in ("A", "mimo_x") else y[:, t : t + 1] for key, y in x.items()}
+        one, state = call_of(name)(now, state)
+        assert relative_error(one, o[:, t : t + 1]) < EXACT
+    assert relative_error(state, final) < EXACT
+
+
+def on_ranks(sp: Any, name: str, lengths: list[int], bounds: list[int] | None, seed: int) -> Tensors:
+    """This rank's outputs and gradients, its share of those that ranks add up, and its final states."""
+    x, initial = draw(name, 1 if bounds else 2, sum(lengths), seed), draw_state(name, len(bounds) - 1 if bounds else 2, seed)
+    sp.set_lengths(lengths)
+    start, stop, _ = sp.shard_range(lengths[sp.rank])
+    leaves = {key: (y if key in SHARED else y[:, start:stop]).clone().requires_grad_() for key, y in x.items()}
+    leaf = initial.clone().requires_grad_() if bounds or sp.is_first else None
+    cu = None if bounds is None else torch.tensor(bounds)
+    o, final = MODELS[name]()(**leaves, sp=sp, initial_state=leaf, output_final_state=True, cu_seqlens=cu)
+    loss = (o * cotangent(o.shape, sum(lengths), seed)[:, start:stop]).sum()
+    if final is not None:
+        loss = loss + (final * cotangent(final.shape, final.shape[1], seed)).sum()
+    loss.backward()
+    found = {"o": o.detach(), "final": final, "initial": None if leaf is None else leaf.grad}
+    return {key: y.detach() for key, y in (found | {k: y.grad for k, y in leaves.items()}).items() if y is not None}
+
+
+SHARED = ("A", "mimo_x")
+
+
+def cotangent(shape: Any, T: int, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(shape[0], T, *shape[2:], dtype=torch.float64, generator=made)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 0, 5, 20, 30, 30, 37]], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", quick(MODELS, "mamba3, read"))
+def test_ranks_equal_one_rank(name: str, bounds: list[int] | None, seed: int) -> None:
+    (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
+    for lengths in ([20, 0, 17], [0, 1, 36]):
+        answers = run_ranks(on_ranks, 3, name, lengths, bounds, seed)
+        for key, want in whole.items():
+            parts = [answer[key] for answer in answers if key in answer]
+            of_tokens = key not in (*SHARED, "final", "initial")
+            found = torch.cat(parts, 1) if of_tokens else torch.stack(parts).sum(0)
+            assert relative_error(found, want) < EXACT, (lengths, key)

@@ -47,8 +47,15 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "mamba3, read": lambda: model(
         decay.exponential(**TRAPEZOID), transition.preconditioned_gd(eps=0.1, mimo_rank=R), ROPE
     ),
+    "difference": lambda: model(decay.gated(), transition.temporal_difference()),
+    "difference, bootstrapped": lambda: model(decay.gated(per_head=False), transition.temporal_difference(0.7)),
+    "difference, rope": lambda: model(decay.exponential(), transition.temporal_difference(0.7), ROPE),
+    "information": lambda: model(decay.gated(), transition.information(eps=0.3)),
+    "information, a gate a channel": lambda: model(decay.gated(per_head=False), transition.information()),
+    "information, no decay": lambda: model(decay.none(), transition.information()),
+    "information, steps": lambda: model(decay.exponential(), transition.information()),
 }  # fmt: skip
-QUICK = ("spectral", "read", "write", "mamba3, read")
+QUICK = ("spectral", "read", "write", "mamba3, read", "difference, bootstrapped", "information")
 
 
 def draw(name: str, B: int, T: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
@@ -133,8 +140,25 @@ def spectral_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: tor
     return K**-0.5 * read(x["q"], S), S
 
 
+def error_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
+    """The information filter and temporal differences: both correct what the decayed state predicts."""
+    k, v = x["k"], x["v"]
+    v = v * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else v
+    S, kept = a.unsqueeze(-1) * M[..., :V], M[..., V]
+    if what.transition.kind == "information":
+        kept = a * kept
+        p = 1 / (kept + what.transition.eps)
+        gain = x["eta"].unsqueeze(-1) * p * k / (1 + (p * k * k).sum(-1, keepdim=True))
+        S, kept = S + outer(gain, v - read(k, S)), kept + k * k
+    else:
+        S = S + outer(x["eta"].unsqueeze(-1) * kept, v + what.transition.discount * read(k, S) - read(kept, S))
+        kept = k
+    return K**-0.5 * read(x["q"], S), torch.cat([S, kept.unsqueeze(-1)], -1)
+
+
 STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "one_step_gd": rows_step, "preconditioned_gd": rows_step, "spectral": spectral_step,
+    "temporal_difference": error_step, "information": error_step,
 }  # fmt: skip
 
 

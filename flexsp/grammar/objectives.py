@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 import torch
 from torch.nn.functional import pad
 
-from flexsp.grammar.engines import Call, on_diagonal, running_weights
+from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexsp.grammar.decay import Decay
     from flexsp.grammar.feature_map import FeatureMap
 
-__all__ = ["Objective", "Rows", "Spectral", "Transition"]
+__all__ = ["Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -141,8 +141,6 @@ class Rows(Objective):
     def runs(self, call: Call) -> str:
         if call.gate is None or call.gate.dim() == 3:
             return _diagonal_runs(call)
-        from flexsp.grammar.engines import runs_compiled
-
         return runs_compiled(call, "linear", {"q": call.q, "k": call.k, "v": call.v})
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
@@ -275,3 +273,73 @@ class Spectral(Objective):
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
         S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)
         return o.to(call.v.dtype), S.contiguous()
+
+
+@dataclass(frozen=True)
+class _GeneralDelta(Objective):
+    """S_t = S' + p_t (v_t - r_t S')^T of the decayed state S', with one column of further state."""
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        return K, V + 1
+
+    def runs(self, call: Call) -> str:
+        key = call.k.to(call.wide)
+        return runs_compiled(call, "general_delta", self._tokens(call, key, key))
+
+    def _tokens(self, call: Call, r: Tensor, p: Tensor) -> dict[str, Tensor]:
+        return {"q": call.q, "r": r, "p": p, "v": call.v if call.column is None else call.values}
+
+    def _run(self, call: Call, r: Tensor, p: Tensor, column: Optional) -> tuple[Tensor, Optional]:
+        """``column`` is that of final states, [N, H, K]."""
+        o, S = compiled(call, "general_delta", self._tokens(call, r, p), call.state)
+        if not call.want_final or column is None:
+            return o, None
+        o = o if call.group is None else tie(o, column)
+        return o, None if S is None else torch.cat([S, column.unsqueeze(-1)], -1)
+
+
+@dataclass(frozen=True)
+class TemporalDifference(_GeneralDelta):
+    """S_t = S' + eta_t k_{t-1} (v_t + discount k_t S' - k_{t-1} S')^T with the decayed state S'."""
+
+    kind: str = "temporal_difference"
+    inputs: tuple[str, ...] = ("eta",)
+    discount: float = 0.0
+
+    def explain(self) -> str:
+        return (
+            "compiled from general_delta in flexsp/grammar/programs.py, with the token before's key; the state holds "
+            "K x V, the last key as a column"
+        )
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        k, start = call.k.to(call.wide), call.last_column
+        before = previous(k, call.cu_seqlens, call.group, start)
+        p = before * call.given["eta"].to(call.wide).unsqueeze(-1)
+        end = last(k, start, call.cu_seqlens, call.group) if call.want_final else None
+        return self._run(call, before - self.discount * k, p, end)
+
+
+@dataclass(frozen=True)
+class Information(_GeneralDelta):
+    """S_t = S' + gain_t (v_t - k_t S')^T, the gain that of a filter whose precisions lam [K] are kept a channel."""
+
+    kind: str = "information"
+    inputs: tuple[str, ...] = ("eta",)
+    eps: float = 1.0
+
+    def explain(self) -> str:
+        return (
+            "runs lam by flexsp/variants/vector_state.py, then what is compiled from general_delta in "
+            "flexsp/grammar/programs.py; the state holds K x V, lam as a column"
+        )
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        k, start = call.k.to(call.wide), call.last_column
+        lam, end = running_weights(call, k.square(), start, "FlexLinearAttention information, lam")
+        left = previous(lam, call.cu_seqlens, call.group, start)
+        if call.gate is not None:
+            left = left * (call.gate if call.gate.dim() == 4 else call.gate.unsqueeze(-1)).exp()
+        spread = k / (left + self.eps)
+        gain = spread / (1 + (spread * k).sum(-1, keepdim=True)) * call.given["eta"].to(call.wide).unsqueeze(-1)
+        return self._run(call, call.k, gain, end)

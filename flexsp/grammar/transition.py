@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from flexsp.exceptions import check_integer, check_number
-from flexsp.grammar.objectives import Rows, Spectral, Transition
+from flexsp.grammar.objectives import Information, Rows, Spectral, TemporalDifference, Transition
 
 __all__ = [
     "Transition",
     "contrastive",
     "delta_rule",
+    "information",
     "one_step_gd",
     "preconditioned_gd",
     "spectral",
@@ -86,7 +87,26 @@ def contrastive(feedback: str = "chunk_lagged") -> Transition:
     raise NotImplementedError(f"transition.contrastive(feedback={feedback!r}) is not there yet")
 
 
-def temporal_difference() -> Transition:
-    """Not there yet."""
-    raise NotImplementedError("transition.temporal_difference() is not there yet")
+def temporal_difference(discount: float = 0.0) -> Transition:
+    """S_t = S' + eta_t k_{t-1} (v_t + discount k_t S' - k_{t-1} S')^T: a delta rule with the key of the token before.
 
+    Sutton 1988, Learning to predict by the methods of temporal differences: k_{t-1} predicts v_t, and what k_t will be
+    worth, discounted. k_{t-1} has the features of its token and is 0 at the start of a sequence or document, whose
+    first token writes nothing. The call's ``eta`` is [B, T, H]. With ``discount`` 0 states stay bounded for keys of length 1
+    and eta of 0..2; with others they may grow, so keep a decay.
+
+    The state is [N, H, K, V + 1], the last column the last token's key.
+    """
+    return TemporalDifference(discount=check_number("discount", discount))
+
+
+def information(eps: float = 1.0) -> Transition:
+    """S_t = S' + gain_t (v_t - k_t S')^T: a Kalman filter in information form whose precisions are kept a channel.
+
+    lam'_t = e^{g_t} lam_{t-1}, p_t = 1 / (lam'_t + eps), gain_t = eta_t p_t k_t / (1 + sum_d p_td k_td^2),
+    lam_t = lam'_t + k_t^2. ``eps`` is the precision of a channel that has seen nothing; the call's ``eta`` [B, T, H] lies
+    in 0..1. Without the sum in the gain, or with one of a whole chunk, states would not be bounded.
+
+    The state is [N, H, K, V + 1], the last column lam.
+    """
+    return Information(eps=check_number("eps", eps, above=0))

@@ -18,6 +18,7 @@ from tests.test_grammar import gradients, rotated
 H, K, V, R = 2, 4, 6, 3
 EXACT = 1e-11
 Tensors = dict[str, torch.Tensor]
+SHARED = ("A", "mimo_x")  # by all tokens
 TRAPEZOID: dict[str, Any] = {"data_dependent": True, "discretization": "trapezoidal"}
 ROPE = feature_map.rope(data_dependent=True)
 READ, WRITE = transition.preconditioned_gd(eps=0.1), transition.preconditioned_gd(at="write", eps=0.1)
@@ -54,8 +55,13 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "information, a gate a channel": lambda: model(decay.gated(per_head=False), transition.information()),
     "information, no decay": lambda: model(decay.none(), transition.information()),
     "information, steps": lambda: model(decay.exponential(), transition.information()),
+    "contrastive": lambda: model(decay.gated(), transition.contrastive(block=5)),
+    "contrastive, large blocks": lambda: model(
+        decay.gated(per_head=False), transition.contrastive(block=64, temperature=0.5)
+    ),
+    "contrastive, steps": lambda: model(decay.exponential(), transition.contrastive(block=5), feature_map.relu()),
 }  # fmt: skip
-QUICK = ("spectral", "read", "write", "mamba3, read", "difference, bootstrapped", "information")
+QUICK = ("spectral", "read", "write", "mamba3, read", "difference, bootstrapped", "information", "contrastive")
 
 
 def draw(name: str, B: int, T: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
@@ -156,9 +162,21 @@ def error_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.
     return K**-0.5 * read(x["q"], S), torch.cat([S, kept.unsqueeze(-1)], -1)
 
 
+def contrastive_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
+    """`seen` are the block's values so far, `entered` the state before its first token."""
+    seen, logits = x["seen"], [torch.zeros_like(a[..., 0])]
+    logits += [(read(x["k"], x["entered"]) * v).sum(-1) / what.transition.temperature for v in seen]
+    p = torch.stack(logits, -1).softmax(-1)
+    vbar = sum((p[..., j + 1, None] * v for j, v in enumerate(seen)), torch.zeros_like(x["v"]))
+    step = x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else 1
+    S = a.unsqueeze(-1) * M + outer(x["eta"].unsqueeze(-1) * x["k"], step * (x["v"] - vbar))
+    return K**-0.5 * read(x["q"], S), S
+
+
 STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "one_step_gd": rows_step, "preconditioned_gd": rows_step, "spectral": spectral_step,
     "temporal_difference": error_step, "information": error_step,
+    "contrastive": contrastive_step,
 }  # fmt: skip
 
 
@@ -167,6 +185,8 @@ def mapped(what: FlexLinearAttention, x: Tensors, key: str) -> torch.Tensor:
     y, kind = x[key], what.features.kind
     if kind == "elu":
         return torch.where(y > 0, y + 1, y.exp())
+    if kind == "relu":
+        return y * (y > 0)
     if kind != "rope":
         return y
     place = torch.arange(y.shape[1], dtype=y.dtype)[:, None, None]
@@ -181,10 +201,14 @@ def token_loop(name: str, x: Tensors, initial: torch.Tensor, bounds: list[int] |
     step, outputs, finals = STEPS[what.transition.kind], [], []
     for n, (begin, end) in enumerate([(0, T)] if bounds is None else zip(bounds, bounds[1:], strict=False)):
         M = initial if bounds is None else initial[n : n + 1]
-        here = {key: y if key in ("A", "mimo_x") else y[:, begin:end] for key, y in x.items()}
+        here = {key: y if key in SHARED else y[:, begin:end] for key, y in x.items()}
         here |= {key: mapped(what, here, key) for key in ("q", "k")}
+        entered = M
         for t in range(end - begin):
-            now = {key: y if key in ("A", "mimo_x") else y[:, t] for key, y in here.items()}
+            now = {key: y if key in SHARED else y[:, t] for key, y in here.items()}
+            first = t - t % getattr(what.transition, "block", 1)
+            entered = M if t == first else entered
+            now |= {"entered": entered, "seen": [here["v"][:, j] for j in range(first, t + 1)]}
             a = torch.ones(M.shape[0], H, 1, dtype=M.dtype)
             if what.decay.kind == "gated":
                 a = now["decay"].exp() if what.decay.vector else now["decay"].exp().unsqueeze(-1)
@@ -231,20 +255,23 @@ def test_against_token_loop(name: str, bounds: list[int] | None, seed: int) -> N
     assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.parametrize("name", quick(MODELS))
-def test_one_token_at_a_time(name: str, seed: int) -> None:
+@pytest.mark.parametrize("name", quick(MODELS, "mamba3, read"))
+def test_one_call_after_another(name: str, seed: int) -> None:
     """The state of one call continues in the next; angles of features do not, their sums are the caller's."""
-    x = draw(name, 2, 9, seed)
     made, state = MODELS[name](), draw_state(name, 2, seed)
-    if made.features.kind == "rope" and "theta" not in x:
+    if made.features.kind == "rope" and "theta" not in made.inputs:
         pytest.skip("positions start anew with every call")
+    step = getattr(made.transition, "block", 1)
+    x = draw(name, 2, 9 * step, seed)
     o, final = call_of(name)(x, state)
-    if "theta" in x and made.features.kind == "rope":
+    if made.features.kind == "rope":
         x["theta"] = x["theta"].cumsum(1)
-    for t in range(9):
-        now = {key: y if key in ("A", "mimo_x") else y[:, t : t + 1] for key, y in x.items()}
+    for t in range(0, 9 * step, step):
+        now = {key: y if key in SHARED else y[:, t : t + step] for key, y in x.items()}
+        if made.features.kind == "rope":
+            now["theta"] = now["theta"].diff(dim=1, prepend=torch.zeros_like(now["theta"][:, :1]))
         one, state = call_of(name)(now, state)
-        assert relative_error(one, o[:, t : t + 1]) < EXACT
+        assert relative_error(one, o[:, t : t + step]) < EXACT
     assert relative_error(state, final) < EXACT
 
 
@@ -265,19 +292,16 @@ def on_ranks(sp: Any, name: str, lengths: list[int], bounds: list[int] | None, s
     return {key: y.detach() for key, y in (found | {k: y.grad for k, y in leaves.items()}).items() if y is not None}
 
 
-SHARED = ("A", "mimo_x")
-
-
 def cotangent(shape: Any, T: int, seed: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(seed)
     return torch.randn(shape[0], T, *shape[2:], dtype=torch.float64, generator=made)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 0, 5, 20, 30, 30, 37]], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", quick(MODELS, "mamba3, read"))
+@pytest.mark.parametrize("name", quick([x for x in MODELS if x != "contrastive, large blocks"], "mamba3, read"))
 def test_ranks_equal_one_rank(name: str, bounds: list[int] | None, seed: int) -> None:
     (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
-    for lengths in ([20, 0, 17], [0, 1, 36]):
+    for lengths in ([20, 0, 17], [0, 5, 32] if "contrastive" in name else [0, 1, 36]):
         answers = run_ranks(on_ranks, 3, name, lengths, bounds, seed)
         for key, want in whole.items():
             parts = [answer[key] for answer in answers if key in answer]

@@ -112,28 +112,32 @@ def running_weights(call: Call, x: Tensor, initial: Optional, op: str) -> tuple[
     return o.view(x.shape), None if final is None else final.unflatten(1, x.shape[2:])
 
 
-def compiled(call: Call, name: str, tokens: dict[str, Tensor], initial: Optional) -> tuple[Tensor, Optional]:
-    """The program ``name`` of `flexsp.grammar.programs` with the call's gates."""
+def compiled(
+    call: Call, name: str, tokens: dict[str, Tensor], initial: Optional, **options: float
+) -> tuple[Tensor, Optional]:
+    """The program ``name`` of `flexsp.grammar.programs` with the call's gates; its numbers and more in ``options``."""
     tokens = tokens | call.gates
+    key = _key(call, name, tokens, options)
     if torch.compiler.is_compiling():
-        made, inputs = _made_for_graphs(*_key(call, name))
+        made, inputs = _made_for_graphs(*key)
         return graph.call(made, [tokens[x] for x in inputs], initial, call.cu_seqlens, call.group)
-    return _program(*_key(call, name))(
-        prev_s=initial, cu_seqlens=call.cu_seqlens, sp=False if call.group is None else call.group, **tokens
-    )
+    group = False if call.group is None else call.group
+    return _program(*key)(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=group, **tokens)
 
 
-def runs_compiled(call: Call, name: str, tokens: dict[str, Tensor]) -> str:
+def runs_compiled(call: Call, name: str, tokens: dict[str, Tensor], **options: float) -> str:
     """What `compiled` runs for such tensors."""
-    return _program(*_key(call, name)).runs(sp=False, **tokens, **call.gates)
+    tokens = tokens | call.gates
+    return _program(*_key(call, name, tokens, options)).runs(sp=False, **tokens)
 
 
-def _key(call: Call, name: str) -> tuple[Any, ...]:
-    return name, *call.sizes, call.scale, tuple(call.gates), call.fallback
+def _key(call: Call, name: str, tokens: dict[str, Tensor], options: dict[str, float]) -> tuple[Any, ...]:
+    further = tuple(x for x in ("column", "g", "gk") if x in tokens)
+    return name, (*call.sizes, call.scale, further, call.fallback), tuple(options.items())
 
 
-def _program(name: str, *key: Any) -> LinearAttention:
-    made: LinearAttention = getattr(programs, name)(*key)
+def _program(name: str, sizes: tuple[Any, ...], options: tuple[tuple[str, float], ...]) -> LinearAttention:
+    made: LinearAttention = getattr(programs, name)(*sizes, **dict(options))
     return made
 
 

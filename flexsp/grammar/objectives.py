@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexsp.grammar.decay import Decay
     from flexsp.grammar.feature_map import FeatureMap
 
-__all__ = ["Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
+__all__ = ["Contrastive", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -343,3 +343,55 @@ class Information(_GeneralDelta):
         spread = k / (left + self.eps)
         gain = spread / (1 + (spread * k).sum(-1, keepdim=True)) * call.given["eta"].to(call.wide).unsqueeze(-1)
         return self._run(call, call.k, gain, end)
+
+
+@dataclass(frozen=True)
+class Contrastive(Objective):
+    """S_t = S' + eta_t k_t (v_t - vbar_t)^T, vbar_t by a softmax of what the state that enters the block predicts."""
+
+    kind: str = "contrastive"
+    inputs: tuple[str, ...] = ("eta",)
+    block: int = 64
+    temperature: float = 1.0
+
+    def explain(self) -> str:
+        return (
+            "compiled from contrastive in flexsp/grammar/programs.py, in PyTorch: it is not affine in the state, for which "
+            "no kernels can be generated (a GPU call raises without fallback=\"pytorch\"), and ranks run one after the "
+            f"other, with shards that start on edges of blocks of {self.block}; the state holds K x V"
+        )
+
+    def runs(self, call: Call) -> str:
+        return runs_compiled(call, "contrastive", self._tokens(call), **self._options)
+
+    @property
+    def _options(self) -> dict[str, float]:
+        return {"chunk_size": self.block, "temperature": self.temperature}
+
+    def _tokens(self, call: Call) -> dict[str, Tensor]:
+        found = {"q": call.q, "k": call.k, "v": call.v, "eta": call.given["eta"]}
+        return found if call.column is None else found | {"column": call.column}
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        self._check_shards(call)
+        o, S = compiled(call, "contrastive", self._tokens(call), call.state, **self._options)
+        return o, S if call.want_final else None
+
+    def _check_shards(self, call: Call) -> None:
+        """Every rank looks at all shards, so that all of them raise."""
+        if call.group is None or call.group.world_size == 1:
+            return
+        if call.cu_seqlens is not None and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of torch.compile "
+                "cannot: leave the call out of it (torch.compiler.disable)"
+            )
+        bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
+        for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):
+            into = start - max(x for x in bounds if x <= start)
+            if length and into % self.block:
+                check.fail(
+                    "sp", f"shards that start on edges of blocks of {self.block} tokens, which are part of the model",
+                    f"rank {rank} from token {into} of the sequence or document",
+                )  # fmt: skip
+            start += length

@@ -23,7 +23,7 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )  # fmt: skip
 
-__all__ = ["delta", "general_delta", "linear"]
+__all__ = ["contrastive", "delta", "general_delta", "linear"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -116,23 +116,60 @@ def _beta_merge(
     return _delta_merge(q, _times(k, beta), v, u, w, chunk_state, scale, g, gk, row, own)
 
 
+def _expected(k: Tensor, v: Tensor, S: Tensor, temperature: float) -> Tensor:
+    """The mean of v_j over j <= i with weights e^{k_i S v_j / temperature}, beside one of 1 for a value of 0."""
+    logits = ((k @ S) @ v.T) / temperature
+    logits = logits.masked_fill(torch.ones_like(logits).tril(0) < 0.5, float("-inf"))
+    largest = logits.amax(-1).clamp(min=0.0)
+    weights = (logits - largest[:, None]).exp()
+    return (weights @ v) / (weights.sum(-1) + (-largest).exp())[:, None]
+
+
+def _contrastive_chunk(
+    k: Tensor, v: Tensor, eta: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
+) -> Tensor:
+    return _written(_times(k, eta), g, gk).T @ _times(v, column)
+
+
+def _contrastive_decay(
+    prev_s: Tensor, k: Tensor, v: Tensor, eta: Tensor, chunk_state: Tensor, temperature: float, g: Optional = None,
+    gk: Optional = None, column: Optional = None,
+) -> Tensor:  # fmt: skip
+    means = _times(_expected(k, v, prev_s, temperature), column)
+    return _kept(prev_s, g, gk) + chunk_state - _written(_times(k, eta), g, gk).T @ means
+
+
+def _contrastive_merge(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, chunk_state: Tensor, scale: float, temperature: float,
+    g: Optional = None, gk: Optional = None, column: Optional = None,
+) -> Tensor:  # fmt: skip
+    writes = _times(v - _expected(k, v, chunk_state, temperature), column)
+    return (_scores(q, _times(k, eta), g, gk) @ writes + _read(q, g, gk) @ chunk_state) * scale
+
+
 def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str]) -> Callable[..., LinearAttention]:
     @functools.lru_cache(maxsize=64)
     def make(
-        H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None
-    ) -> LinearAttention:
+        H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None,
+        chunk_size: int | None = None, **numbers: float,
+    ) -> LinearAttention:  # fmt: skip
         h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
         shapes = {"K": SymbTensor(["T", h, k]), "V": SymbTensor(["T", h, v]), "": SymbTensor(["T", h])}
         meta: dict[str, Any] = {name: shapes[size] for name, size in tokens.items()}
-        meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
+        meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale, **numbers}
         meta |= {name: shapes["K" if name == "gk" else ""] for name in given}
-        return LinearAttention(meta, functions[0], functions[1], functions[2], fallback=fallback)
+        return LinearAttention(
+            meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size
+        )  # fmt: skip
 
     return make
 
 
-# Of H, K, V, the factor on q, the names of what is given besides their tokens, and LinearAttention's fallback.
+# Of H, K, V, the factor on q, the names of what is given besides their tokens, and LinearAttention's fallback and chunk.
 # `general_delta` reads the decayed state with r and writes with p: e_t = v_t - r_t S', S_t = S' + p_t e_t^T.
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
 delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
 general_delta = _program((_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"})
+contrastive = _program(
+    (_contrastive_chunk, _contrastive_decay, _contrastive_merge), {"q": "K", "k": "K", "v": "V", "eta": ""}
+)

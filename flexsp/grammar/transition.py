@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexsp.exceptions import check_integer, check_number
-from flexsp.grammar.objectives import Information, Rows, Spectral, TemporalDifference, Transition
+from flexsp.grammar.objectives import Contrastive, Information, Rows, Spectral, TemporalDifference, Transition
 
 __all__ = [
     "Transition",
@@ -82,9 +82,23 @@ def spectral() -> Transition:
     return Spectral()
 
 
-def contrastive(feedback: str = "chunk_lagged") -> Transition:
-    """Not there yet."""
-    raise NotImplementedError(f"transition.contrastive(feedback={feedback!r}) is not there yet")
+def contrastive(feedback: str = "chunk_lagged", block: int = 64, temperature: float = 1.0) -> Transition:
+    """S_t = S' + eta_t k_t (v_t - vbar_t)^T: tokens write what tells their value from those that the state expects.
+
+    One step on log softmax of the logits l_tj = k_t S_c v_j / temperature, as in InfoNCE (van den Oord et al. 2018, arXiv
+    1807.03748), where S_c is the state that enters the ``block`` of tokens of which t is one (``feedback``
+    "chunk_lagged", the only one there): vbar_t = sum_j p_tj v_j over the block's tokens j <= t, and a candidate of value
+    0 and logit 0, without which the first token of a block would write nothing. The call's ``eta`` is [B, T, H].
+
+    Blocks are counted from the start of the sequence, of each document where packed, and of each call, so continue a
+    state only after whole blocks. Under ``sp`` shards must start on edges of blocks, else ValueError. The update is not
+    affine in the state: ranks run one after the other, and there are no kernels, so a call on a GPU raises NotAvailable
+    unless ``fallback="pytorch"``.
+    """
+    if feedback != "chunk_lagged":
+        raise NotImplementedError(f"transition.contrastive(feedback={feedback!r}): only 'chunk_lagged' is there")
+    above_zero = check_number("temperature", temperature, above=0)
+    return Contrastive(block=check_integer("block", block, least=1), temperature=above_zero)
 
 
 def temporal_difference(discount: float = 0.0) -> Transition:

@@ -57,8 +57,8 @@ def exponential(data_dependent: bool = True, discretization: str = "euler") -> D
     dt. Else dt = 1.
 
     ``discretization="trapezoidal"`` is Mamba-3's rule (Lahoti et al. 2026) with the call's ``trap`` [B, T, H], a weight
-    before the sigmoid, l = sigmoid(trap): a token writes its product times l_t dt_t, and that of the token before, which
-    decays with the state, times (1 - l_t) dt_t. For `transition.one_step_gd` and `transition.preconditioned_gd`.
+    before the sigmoid, l = sigmoid(trap): a token writes its product times l_t dt_t, and that of the token before,
+    which decays with the state, times (1 - l_t) dt_t. For `transition.one_step_gd` and `transition.preconditioned_gd`.
     """
     if discretization not in ("euler", "trapezoidal"):
         raise NotImplementedError(

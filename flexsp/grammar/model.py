@@ -304,7 +304,8 @@ class FlexLinearAttention:
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
         of_keys = "[B, T, H, K]" if self.transition.rank == 1 else "[B, T, R, H, K]"
-        for name, x, dims in (("q", q, of_keys), ("k", k, of_keys), ("v", v, "[B, T, H, V]")):
+        named = (("q", q, of_keys), ("k", k, of_keys), ("v", v, "[B, T, H, V]"))
+        for name, x, dims in named:
             check.check_tensor(name, x, None, dims)
         B, T, *rows, H, K = q.shape
         if k.shape != q.shape or v.shape[:3] != (B, T, H):
@@ -314,9 +315,8 @@ class FlexLinearAttention:
             )
         if rows and rows != [self.transition.rank]:
             check.fail("q", f"mimo_rank = {self.transition.rank} rows R in {of_keys}", rows[0])
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            dtypes = _FLOATS if x is q else (q.dtype,)
-            check.check_tensor(name, x, tuple(x.shape), of_keys, dtypes=dtypes, device=q.device)
+        for name, x, dims in named:
+            check.check_tensor(name, x, None, dims, dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
         for name, n in (("q", min(B, H, K)), ("v", v.shape[3])):
             if n < 1:
                 check.fail(name, "one row, head and channel at least", list(q.shape if name == "q" else v.shape))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.nn.functional import pad
@@ -45,8 +45,8 @@ class Transition:
             self._refuse("decay.exponential(discretization='trapezoidal')")
         return None
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise NotImplementedError(f"transition.{self.kind} with {what} is not there")
+    def _refuse(self, what: str, why: str = "") -> NoReturn:
+        raise NotImplementedError(f"transition.{self.kind} with {what} is not there{why}")
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,12 @@ class Rows(Objective):
                 written = keys * over * call.given["eta"].to(call.wide)[:, :, None, :, None]
         if self.trapezoidal:  # a product is written once, with the weight that the next token gives it
             eta, first = following(eta, call.cu_seqlens, call.group)
-            if last_keys is not None and last_v is not None:
+            if start is not None and last_keys is not None and last_v is not None:
                 start = start + first[..., None, None] * products(last_keys, value_rows(last_v, factors))
         narrow = torch.float32 if self.eps is not None and call.q.dtype == torch.float16 else call.q.dtype
         rows = (reads, written * (gamma + eta)[:, :, None, :, None], x)
-        o, S = on_diagonal(call, *(row.to(narrow) for row in rows), start, f"FlexLinearAttention {self.kind}")
+        q, k, v = (row.to(narrow) for row in rows)
+        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}")
         if self.rank > 1 or self.trapezoidal:
             o = o + own_products(call.scale * reads, written, x, gamma, eta)
         final = None
@@ -230,9 +231,9 @@ class Spectral(Objective):
 
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         if decay.vector:
-            self._refuse("a gate for each key channel, which turning pairs of channels does not commute with,")
+            self._refuse("a gate for each key channel", ": it does not commute with turning pairs of channels")
         if features.kind == "rope":
-            self._refuse("feature_map.rope, which would turn q and k once more: add the angles to theta. It")
+            self._refuse("feature_map.rope", ": it would turn q and k once more, so add its angles to theta")
         return super().engine(decay, features, masked)
 
     def shapes(self, q: Tensor, v: Tensor) -> Shapes:
@@ -248,8 +249,8 @@ class Spectral(Objective):
 
     def explain(self) -> str:
         return (
-            "runs on the diagonal engine (flexsp.ops.chunk_simple_gla), with q, k, v and outputs turned by running sums "
-            "of theta and psi; the state holds K x V"
+            "runs on the diagonal engine (flexsp.ops.chunk_simple_gla), with q, k, v and outputs turned by running "
+            "sums of theta and psi; the state holds K x V"
         )
 
     def runs(self, call: Call) -> str:
@@ -356,9 +357,9 @@ class Contrastive(Objective):
 
     def explain(self) -> str:
         return (
-            "compiled from contrastive in flexsp/grammar/programs.py, in PyTorch: it is not affine in the state, for which "
-            "no kernels can be generated (a GPU call raises without fallback=\"pytorch\"), and ranks run one after the "
-            f"other, with shards that start on edges of blocks of {self.block}; the state holds K x V"
+            "compiled from contrastive in flexsp/grammar/programs.py, in PyTorch: it is not affine in the state, for "
+            'which no kernels can be generated (a GPU call raises without fallback="pytorch"), and ranks run one after '
+            f"the other, with shards that start on edges of blocks of {self.block}; the state holds K x V"
         )
 
     def runs(self, call: Call) -> str:
@@ -383,8 +384,8 @@ class Contrastive(Objective):
             return
         if call.cu_seqlens is not None and torch.compiler.is_compiling():
             raise NotImplementedError(
-                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of torch.compile "
-                "cannot: leave the call out of it (torch.compiler.disable)"
+                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of "
+                "torch.compile cannot: leave the call out of it (torch.compiler.disable)"
             )
         bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
         for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):

@@ -165,8 +165,8 @@ def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str
     return make
 
 
-# Of H, K, V, the factor on q, the names of what is given besides their tokens, and LinearAttention's fallback and chunk.
-# `general_delta` reads the decayed state with r and writes with p: e_t = v_t - r_t S', S_t = S' + p_t e_t^T.
+# Of H, K, V, the factor on q, the names of what is given besides their tokens, LinearAttention's fallback and chunk,
+# and numbers. `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
 delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
 general_delta = _program((_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"})

@@ -6,8 +6,6 @@ nothing else is said; else one matrix [N, H, K + rows, V + columns], the state f
 
 from __future__ import annotations
 
-from typing import Any
-
 from flexsp.exceptions import check_integer, check_number
 from flexsp.grammar.objectives import Contrastive, Information, Rows, Spectral, TemporalDifference, Transition
 
@@ -74,10 +72,10 @@ def preconditioned_gd(
 def spectral() -> Transition:
     """S_t = e^{g_t} R(theta_t) S_{t-1} R'(psi_t)^T + k_t v_t^T: rotations of the state from both sides.
 
-    R turns the pairs of key channels (2 i, 2 i + 1) by the call's ``theta`` [B, T, H, K/2], R' those of value channels by
-    its ``psi`` [B, T, H, V/2], both in radians; K and V are even. Rotations that commute stand for those of a singular
-    value decomposition, whose gradient is not defined where singular values are equal. Not with a gate for each key
-    channel, nor with `feature_map.rope`, which is such a rotation itself.
+    R turns the pairs of key channels (2 i, 2 i + 1) by the call's ``theta`` [B, T, H, K/2], R' those of value channels
+    by its ``psi`` [B, T, H, V/2], both in radians; K and V are even. Rotations that commute stand for those of a
+    singular value decomposition, whose gradient is not defined where singular values are equal. Not with a gate for
+    each key channel, nor with `feature_map.rope`, which is such a rotation itself.
     """
     return Spectral()
 
@@ -85,10 +83,10 @@ def spectral() -> Transition:
 def contrastive(feedback: str = "chunk_lagged", block: int = 64, temperature: float = 1.0) -> Transition:
     """S_t = S' + eta_t k_t (v_t - vbar_t)^T: tokens write what tells their value from those that the state expects.
 
-    One step on log softmax of the logits l_tj = k_t S_c v_j / temperature, as in InfoNCE (van den Oord et al. 2018, arXiv
-    1807.03748), where S_c is the state that enters the ``block`` of tokens of which t is one (``feedback``
-    "chunk_lagged", the only one there): vbar_t = sum_j p_tj v_j over the block's tokens j <= t, and a candidate of value
-    0 and logit 0, without which the first token of a block would write nothing. The call's ``eta`` is [B, T, H].
+    One step on log softmax of the logits l_tj = k_t S_c v_j / temperature, as in InfoNCE (van den Oord et al. 2018,
+    arXiv 1807.03748), where S_c is the state that enters the ``block`` of tokens of which t is one (``feedback``
+    "chunk_lagged", the only one there): vbar_t = sum_j p_tj v_j over the block's tokens j <= t, and a candidate of
+    value 0 and logit 0, without which the first token of a block would write nothing. The call's ``eta`` is [B, T, H].
 
     Blocks are counted from the start of the sequence, of each document where packed, and of each call, so continue a
     state only after whole blocks. Under ``sp`` shards must start on edges of blocks, else ValueError. The update is not
@@ -106,8 +104,8 @@ def temporal_difference(discount: float = 0.0) -> Transition:
 
     Sutton 1988, Learning to predict by the methods of temporal differences: k_{t-1} predicts v_t, and what k_t will be
     worth, discounted. k_{t-1} has the features of its token and is 0 at the start of a sequence or document, whose
-    first token writes nothing. The call's ``eta`` is [B, T, H]. With ``discount`` 0 states stay bounded for keys of length 1
-    and eta of 0..2; with others they may grow, so keep a decay.
+    first token writes nothing. The call's ``eta`` is [B, T, H]. With ``discount`` 0 states stay bounded for keys of
+    length 1 and eta of 0..2; with others they may grow, so keep a decay.
 
     The state is [N, H, K, V + 1], the last column the last token's key.
     """
@@ -118,8 +116,8 @@ def information(eps: float = 1.0) -> Transition:
     """S_t = S' + gain_t (v_t - k_t S')^T: a Kalman filter in information form whose precisions are kept a channel.
 
     lam'_t = e^{g_t} lam_{t-1}, p_t = 1 / (lam'_t + eps), gain_t = eta_t p_t k_t / (1 + sum_d p_td k_td^2),
-    lam_t = lam'_t + k_t^2. ``eps`` is the precision of a channel that has seen nothing; the call's ``eta`` [B, T, H] lies
-    in 0..1. Without the sum in the gain, or with one of a whole chunk, states would not be bounded.
+    lam_t = lam'_t + k_t^2. ``eps`` is the precision of a channel that has seen nothing; the call's ``eta`` [B, T, H]
+    lies in 0..1. Without the sum in the gain states would not be bounded.
 
     The state is [N, H, K, V + 1], the last column lam.
     """

@@ -36,6 +36,7 @@ from tests.test_objectives import (
     draw,
     draw_state,
     model,
+    token_loop,
 )  # fmt: skip
 
 GATED = [name for name in MODELS if MODELS[name]().decay.kind == "gated" and "contrastive" not in name]
@@ -103,6 +104,24 @@ def test_precision_in_pytorch(name: str, dtype: torch.dtype, seed: int) -> None:
 )  # fmt: skip
 def test_generated_kernels(name: str, dtype: torch.dtype, bounds: list[int] | None, tmp_path: Path, seed: int) -> None:
     check_precision(name, dtype, bounds, seed, str(tmp_path))
+
+
+def test_small_keys_in_float16(seed: int) -> None:
+    """A query over nearly nothing is larger than float16 can hold."""
+    x = {key: y.half() for key, y in draw("read", 1, 9, seed).items()}
+    x["k"] = x["k"] * 1e-3
+    what = model(decay.gated(), transition.preconditioned_gd())
+    want, _ = what(**{key: y.double() for key, y in x.items()})
+    assert relative_error(what(**x)[0], want) < 1e-3
+
+
+def test_large_logits(seed: int) -> None:
+    """The softmax of numbers whose exponentials are not finite."""
+    x, initial = draw("contrastive", 1, 20, seed), 1e4 * draw_state("contrastive", 1, seed)
+    found = gradients(call_of("contrastive"), x, initial, seed)
+    what = MODELS["contrastive"]()
+    want = gradients(lambda values, state: token_loop(what, values, state, None), x, initial, seed)
+    assert max(relative_error(found[key], want[key]) for key in want) < 1e-10
 
 
 @pytest.mark.parametrize("name", quick(MODELS, "mamba3, read"))

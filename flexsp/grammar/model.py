@@ -146,22 +146,23 @@ class FlexLinearAttention:
         lines = [f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"]
         lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
         lines += [x.explain() for x in (self.mask, self._custom, self._objective) if x is not None]
-        if self._objective is not None:
-            pass
-        elif self._on_the_diagonal_engine:
-            lines.append("runs on the diagonal engine (flexsp.ops.chunk_simple_gla)")
-        elif self._custom is not None and self._custom.without_kernels:
-            lines.append(f"the class's three methods run in PyTorch, no kernels: {self._custom.without_kernels}")
-            lines += [] if self.fallback else ['on a GPU, which raises without fallback="pytorch"']
-        else:
-            of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
-            lines.append(
-                f"compiled from {of}: PyTorch on CPU and in float64; on GPUs generated kernels, where they can be made "
-                "for the sizes of a call (give explain its tensors)"
-            )
+        lines += [] if self._objective is not None else self._engine()
         if q is not None and k is not None and v is not None:
             lines.append(f"this call {self._what_runs(q, k, v, given)}")
         return "\n".join(lines)
+
+    def _engine(self) -> list[str]:
+        """Which engine runs what is one program, as lines of `explain`."""
+        if self._on_the_diagonal_engine:
+            return ["runs on the diagonal engine (flexsp.ops.chunk_simple_gla)"]
+        if self._custom is not None and self._custom.without_kernels:
+            found = [f"the class's three methods run in PyTorch, no kernels: {self._custom.without_kernels}"]
+            return found + ([] if self.fallback else ['on a GPU, which raises without fallback="pytorch"'])
+        of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
+        return [
+            f"compiled from {of}: PyTorch on CPU and in float64; on GPUs generated kernels, where they can be made "
+            "for the sizes of a call (give explain its tensors)"
+        ]
 
     @torch.no_grad()
     def _what_runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor]) -> str:
@@ -205,14 +206,15 @@ class FlexLinearAttention:
         """Outputs [B, T, H, V] in v's dtype, and the final state [N, H, K, V] or None.
 
         Args:
-            q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens.
-            given: what the components name: ``decay``, ``A``, ``theta``, ``beta``, arrays of a custom mask, inputs of
+            q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens. With several rows a
+                token (``mimo_rank``) q, k and the outputs are [B, T, R, H, *].
+            given: what the components name: ``decay``, ``A``, ``theta``, ``eta``, arrays of a custom mask, inputs of
                 a custom transition; docstrings give shapes and units. In the inputs' dtype or float32. Log gates
                 below -104 (-800 in float64) act as that, a decay of 0, and have no gradient. Signs are checked as by
                 the ops: on CPU, on CUDA under FLEXSP_CHECK=1.
             scale: factor on q, K^-1/2 if None.
             initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`. States of a custom
-                transition are larger, see the class.
+                transition and of some others are larger, see there.
         """
         check.check_flag("output_final_state", output_final_state)
         self._check(q, k, v, given)

@@ -287,19 +287,20 @@ def test_one_call_after_another(name: str, seed: int) -> None:
     assert relative_error(state, final) < EXACT
 
 
-def on_ranks(sp: Any, name: str, lengths: list[int], bounds: list[int] | None, seed: int) -> Tensors:
+def on_ranks(
+    sp: Any, name: str, lengths: list[int], bounds: list[int] | None, seed: int, dtype: torch.dtype = torch.float64
+) -> Tensors:
     """This rank's outputs and gradients, its share of those that ranks add up, and its final states."""
-    x, initial = (
-        draw(name, 1 if bounds else 2, sum(lengths), seed),
-        draw_state(name, len(bounds) - 1 if bounds else 2, seed),
-    )
+    T, N = sum(lengths), len(bounds) - 1 if bounds else 2
+    x, initial = draw(name, 1 if bounds else 2, T, seed), draw_state(name, N, seed)
     sp.set_lengths(lengths)
     start, stop, _ = sp.shard_range(lengths[sp.rank])
-    leaves = {key: (y if key in SHARED else y[:, start:stop]).clone().requires_grad_() for key, y in x.items()}
-    leaf = initial.clone().requires_grad_() if bounds or sp.is_first else None
+    leaves = {key: (y if key in SHARED else y[:, start:stop]).to(dtype, copy=True) for key, y in x.items()}
+    leaves = {key: y.requires_grad_() for key, y in leaves.items()}
+    leaf = initial.to(dtype, copy=True).requires_grad_() if bounds or sp.is_first else None
     cu = None if bounds is None else torch.tensor(bounds)
     o, final = MODELS[name]()(**leaves, sp=sp, initial_state=leaf, output_final_state=True, cu_seqlens=cu)
-    loss = (o * cotangent(o.shape, sum(lengths), seed)[:, start:stop]).sum()
+    loss = (o * cotangent(o.shape, T, seed)[:, start:stop]).sum()
     if final is not None:
         loss = loss + (final * cotangent(final.shape, final.shape[1], seed)).sum()
     loss.backward()
@@ -317,12 +318,17 @@ def cotangent(shape: Any, T: int, seed: int) -> torch.Tensor:
 def test_ranks_equal_one_rank(name: str, bounds: list[int] | None, seed: int) -> None:
     (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
     for lengths in ([20, 0, 17], [0, 5, 32] if "contrastive" in name else [0, 1, 36]):
-        answers = run_ranks(on_ranks, 3, name, lengths, bounds, seed)
-        for key, want in whole.items():
-            parts = [answer[key] for answer in answers if key in answer]
-            of_tokens = key not in (*SHARED, "final", "initial")
-            found = torch.cat(parts, 1) if of_tokens else torch.stack(parts).sum(0)
-            assert relative_error(found, want) < EXACT, (lengths, key)
+        compare(run_ranks(on_ranks, 3, name, lengths, bounds, seed), whole, EXACT)
+
+
+def compare(parts: list[Tensors], whole: Tensors, bound: float) -> None:
+    """What ranks have, put together, is what one has."""
+    for key, want in whole.items():
+        found = [part[key] for part in parts if key in part]
+        of_tokens = key not in (*SHARED, "final", "initial")
+        error = relative_error(torch.cat(found, 1) if of_tokens else torch.stack(found).sum(0), want)
+        assert error < bound, (key, error)
+
 
 
 SEED = {  # flexsp/grammar for the components of the project's first text, section 7.1

@@ -33,9 +33,11 @@ from tests.test_objectives import (
     Tensors,
     V,
     call_of,
+    compare,
     draw,
     draw_state,
     model,
+    on_ranks,
     token_loop,
 )  # fmt: skip
 
@@ -215,6 +217,14 @@ def in_graphs(sp: Any, name: str, seed: int) -> float:
         grads = [y.grad for y in (*leaves.values(), *([] if state is None else [state]))]
         found.append([o.detach(), *([] if final is None else [final.detach()]), *grads])
     return max(relative_error(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bounds", [None, [0, 0, 5, 20, 30, 30, 37]], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral"])
+def test_generated_kernels_over_ranks(name: str, bounds: list[int] | None, seed: int) -> None:
+    (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
+    compare(run_ranks(on_ranks, 3, name, [20, 0, 17], bounds, seed, torch.float32, env=ENV), whole, 1e-4)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def exponential(data_dependent: bool = True, discretization: str = "euler") -> D
     """e^{dt A}, as in Mamba-2: the call's ``A`` [H] is <= 0.
 
     If ``data_dependent`` its ``decay`` holds the steps dt >= 0 [B, T, H], and what a token writes is multiplied by its
-    dt. Else dt = 1.
+    dt, in rules that correct what the state predicts its v. Else dt = 1.
 
     ``discretization="trapezoidal"`` is Mamba-3's rule (Lahoti et al. 2026) with the call's ``trap`` [B, T, H], a weight
     before the sigmoid, l = sigmoid(trap): a token writes its product times l_t dt_t, and that of the token before,

@@ -109,7 +109,7 @@ def running_weights(call: Call, x: Tensor, initial: Optional, op: str) -> tuple[
     start = None if initial is None else initial.flatten(1)
     options = vectors.Call(start, True, cu_seqlens=call.cu_seqlens, sp=group)
     o, final = vectors.run_vector(op, x.flatten(2), gate.flatten(2), options)
-    return o.view(x.shape), None if final is None else final.unflatten(1, x.shape[2:])
+    return o.unflatten(2, x.shape[2:]), None if final is None else final.unflatten(1, x.shape[2:])
 
 
 def compiled(

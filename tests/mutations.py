@@ -11,6 +11,7 @@ from tests.mutations_fla import FLA
 from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
 from tests.mutations_memory import MEMORY
+from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_planner import PLANNER
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -590,5 +591,8 @@ _ATTENTION = [
     ),
 ]
 
-MUTATIONS = [*KERNELS, *ASSEMBLY, *GATES, *MEMORY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER]
+MUTATIONS = [
+    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS,
+    *FLA, *PLANNER,
+]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

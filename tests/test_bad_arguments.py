@@ -111,6 +111,12 @@ SELECTIVE = {
     "C": torch.rand(B, T, K), "D": torch.rand(D), "z": torch.rand(B, T, D), "delta_bias": torch.rand(D),
 }  # fmt: skip
 FLEX = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule())
+FLEX_ROWS = FlexLinearAttention(
+    decay.exponential(discretization="trapezoidal"), transition=transition.preconditioned_gd(mimo_rank=2)
+)
+ROWS_GIVEN = {"decay": torch.rand(B, T, H), "A": -torch.rand(H), "trap": torch.rand(B, T, H), "cu_seqlens": bounds()}
+ROWS_GIVEN |= {"mimo_x": torch.rand(H, 2, V), "v": torch.rand(B, T, H, V)}
+ROWS_GIVEN |= {name: torch.rand(B, T, 2, H, K) for name in "qk"}
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
 NORM = {"use_qk_l2norm_in_kernel": "flag"}
@@ -188,6 +194,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "FlexLinearAttention": (
         FLEX, {**qkv(), **FLEX_GIVEN, "initial_state": PACKED["initial_state"], "cu_seqlens": bounds()}, COMMON, {},
+    ),
+    "FlexLinearAttention, several rows": (
+        FLEX_ROWS, {**ROWS_GIVEN, "initial_state": torch.rand(bounds().numel() - 1, H, K + 1, V + 3)}, COMMON, {},
     ),
     "LinearAttention": (
         load("simple_gla").make(H, K, V),

@@ -179,21 +179,6 @@ def test_ranks_equal_one_rank(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: decay.exponential(discretization="trapezoidal"), "trapezoidal"),
-        (lambda: transition.one_step_gd(mimo_rank=4), "mimo_rank=4"),
-        (lambda: transition.preconditioned_gd(preconditioner="diagonal", mimo_rank=4), "preconditioned_gd"),
-        (lambda: transition.contrastive(feedback="chunk_lagged"), "contrastive"),
-        (lambda: transition.temporal_difference(), "temporal_difference"),
-    ],
-)
-def test_components_that_are_not_there_say_so(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("gla", {"decay": None}, r"expected \['decay'\] besides q, k and v, got \[\]"),

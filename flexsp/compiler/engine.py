@@ -117,10 +117,10 @@ class Generated:
     ) -> None:  # fmt: skip
         self.program, self.code_dir, self.chunk = program, code_dir, chunk_size
         self.lowering = None if lowering is None else lowering_named(lowering)
+        _refuse_transition(program)
         if chunk_size not in (None, *CHUNKS):
             raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
         self.dense = program.transition == "dense"
-        _refuse_transition(program)
         step = differentiate(program)
         self.stages = make_stages(step)
         given = [*self._saved(step), *(name for stage in self.stages if stage.backward for name in stage.leaves)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from flexsp.compiler.frontend.check import Program
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, Extent, InputMeta, Part
 from flexsp.compiler.frontend.primitives import joined, part_of
 from flexsp.compiler.graphs.values import NotEmittable
+
+if TYPE_CHECKING:
+    from flexsp.grammar.decay import Decay
 
 __all__ = ["CustomTransition"]
 
@@ -36,6 +39,7 @@ class CustomTransition:
     """The user's class (an instance of it) checked, and compiled for the sizes of a call."""
 
     kind = "custom"
+    rank = 1
 
     def __init__(self, given: Any) -> None:
         self.made = given() if isinstance(given, type) else given
@@ -73,6 +77,11 @@ class CustomTransition:
                 self._fail(f"{attribute}: expected another name than {name!r}")
             found[name] = tuple(shape)
         return found
+
+    def engine(self, decay: Decay, features: Any, masked: bool) -> None:
+        """None: its methods are compiled."""
+        if decay.trapezoidal:
+            raise NotImplementedError("custom_transition with discretization='trapezoidal' is not there")
 
     @property
     def wants_gate(self) -> bool:

@@ -13,12 +13,16 @@ __all__ = ["Decay", "exponential", "fixed", "gated", "none"]
 
 @dataclass(frozen=True)
 class Decay:
-    """`inputs` are the tensors that a call must bring for it, `vector` whether every key channel has its own gate."""
+    """`inputs` are the tensors that a call must bring for it, `vector` whether every key channel has its own gate.
+
+    `trapezoidal` says that the token before is written once more.
+    """
 
     kind: Literal["none", "fixed", "gated", "exponential"]
     inputs: tuple[str, ...] = ()
     vector: bool = False
     log_decay: tuple[float, ...] | None = None
+    trapezoidal: bool = False
 
 
 def none() -> Decay:
@@ -50,8 +54,18 @@ def exponential(data_dependent: bool = True, discretization: str = "euler") -> D
     """e^{dt A}, as in Mamba-2: the call's ``A`` [H] is <= 0.
 
     If ``data_dependent`` its ``decay`` holds the steps dt >= 0 [B, T, H], and what a token writes is multiplied by its
-    dt. Else dt = 1.
+    dt, in rules that correct what the state predicts its v. Else dt = 1.
+
+    ``discretization="trapezoidal"`` is Mamba-3's rule (Lahoti et al. 2026) with the call's ``trap`` [B, T, H], a weight
+    before the sigmoid, l = sigmoid(trap): a token writes its product times l_t dt_t, and that of the token before,
+    which decays with the state, times (1 - l_t) dt_t. For `transition.one_step_gd` and `transition.preconditioned_gd`.
     """
-    if discretization != "euler":
-        raise NotImplementedError(f"decay.exponential(discretization={discretization!r}): only 'euler' is there yet")
-    return Decay("exponential", ("decay", "A") if data_dependent else ("A",))
+    if discretization not in ("euler", "trapezoidal"):
+        raise NotImplementedError(
+            f"decay.exponential(discretization={discretization!r}): only 'euler' and 'trapezoidal' are there"
+        )
+    if discretization == "euler":
+        return Decay("exponential", ("decay", "A") if data_dependent else ("A",))
+    if not data_dependent:
+        raise NotImplementedError("decay.exponential(discretization='trapezoidal') needs data_dependent=True")
+    return Decay("exponential", ("decay", "A", "trap"), trapezoidal=True)

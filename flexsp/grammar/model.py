@@ -17,6 +17,7 @@ from flexsp.compiler import LinearAttention, graph
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
+from flexsp.grammar.engines import Call
 from flexsp.grammar.feature_map import FeatureMap, identity
 from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.ops import _validate as check
@@ -41,7 +42,8 @@ class FlexLinearAttention:
     Args:
         decay: from `flexsp.grammar.decay`: none (the default), fixed, gated, exponential.
         features: from `flexsp.grammar.feature_map`: identity (the default), elu, relu, rope.
-        transition: from `flexsp.grammar.transition`: one_step_gd (the default), delta_rule.
+        transition: from `flexsp.grammar.transition`: one_step_gd (the default), delta_rule, preconditioned_gd,
+            temporal_difference, information, spectral, contrastive.
         custom_mask: a scalar function ``mask(i, j, g, ...)`` of the query's position i, the key's position j and
             arrays, whose names calls give: o_i = scale sum_{j <= i} M(i, j) q_i P_ij k_j v_j, with P_ij what the
             transition does between the two tokens (1 for one_step_gd). See below.
@@ -108,6 +110,7 @@ class FlexLinearAttention:
             from flexsp.grammar.mask import make_mask  # sympy is slow to import
 
             self.mask = make_mask(custom_mask)
+        self._objective = self.transition.engine(self.decay, self.features, self.mask is not None)
         own = self.mask.inputs if self.mask is not None else tuple(getattr(self._custom, "inputs", ()))
         taken = _ARGUMENTS | {*self.decay.inputs, *self.features.inputs, *getattr(transition, "inputs", ())}
         for name in own:
@@ -142,21 +145,24 @@ class FlexLinearAttention:
         """
         lines = [f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"]
         lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
-        lines += [x.explain() for x in (self.mask, self._custom) if x is not None]
-        if self._on_the_diagonal_engine:
-            lines.append("runs on the diagonal engine (flexsp.ops.chunk_simple_gla)")
-        elif self._custom is not None and self._custom.without_kernels:
-            lines.append(f"the class's three methods run in PyTorch, no kernels: {self._custom.without_kernels}")
-            lines += [] if self.fallback else ['on a GPU, which raises without fallback="pytorch"']
-        else:
-            of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
-            lines.append(
-                f"compiled from {of}: PyTorch on CPU and in float64; on GPUs generated kernels, where they can be made "
-                "for the sizes of a call (give explain its tensors)"
-            )
+        lines += [x.explain() for x in (self.mask, self._custom, self._objective) if x is not None]
+        lines += [] if self._objective is not None else self._engine()
         if q is not None and k is not None and v is not None:
             lines.append(f"this call {self._what_runs(q, k, v, given)}")
         return "\n".join(lines)
+
+    def _engine(self) -> list[str]:
+        """Which engine runs what is one program, as lines of `explain`."""
+        if self._on_the_diagonal_engine:
+            return ["runs on the diagonal engine (flexsp.ops.chunk_simple_gla)"]
+        if self._custom is not None and self._custom.without_kernels:
+            found = [f"the class's three methods run in PyTorch, no kernels: {self._custom.without_kernels}"]
+            return found + ([] if self.fallback else ['on a GPU, which raises without fallback="pytorch"'])
+        of = "the class's three methods" if self._custom is not None else "flexsp/grammar/programs.py"
+        return [
+            f"compiled from {of}: PyTorch on CPU and in float64; on GPUs generated kernels, where they can be made "
+            "for the sizes of a call (give explain its tensors)"
+        ]
 
     @torch.no_grad()
     def _what_runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor]) -> str:
@@ -165,6 +171,10 @@ class FlexLinearAttention:
             kernels = q.is_cuda and q.dtype != torch.float64
             return f"runs {'the kernels of chunk_simple_gla' if kernels else 'its reference in PyTorch'}"
         q, k, gate, per_head, column, factors = self._operands(q, k, given, None, None)
+        if self._objective is not None:
+            scale = q.shape[-1] ** -0.5
+            call = Call(q, k, v, _clamped(gate, per_head, q), column, given, scale, fallback=self.fallback)
+            return self._objective.runs(call)
         tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
         sizes = (q.shape[2], q.shape[3], v.shape[3])
         key = self._key(tokens, sizes, q.shape[3] ** -0.5, _clamped(gate, per_head, q), column, factors)
@@ -173,7 +183,7 @@ class FlexLinearAttention:
     @property
     def _on_the_diagonal_engine(self) -> bool:
         plain = self.mask is None or self.mask.is_decay
-        return self.transition.kind == "one_step_gd" and not self.decay.vector and plain
+        return self.transition.kind == "one_step_gd" and self._objective is None and not self.decay.vector and plain
 
     @property
     def _has_steps(self) -> bool:
@@ -196,30 +206,39 @@ class FlexLinearAttention:
         """Outputs [B, T, H, V] in v's dtype, and the final state [N, H, K, V] or None.
 
         Args:
-            q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens.
-            given: what the components name: ``decay``, ``A``, ``theta``, ``beta``, arrays of a custom mask, inputs of
+            q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens. With several rows a
+                token (``mimo_rank``) q, k and the outputs are [B, T, R, H, *].
+            given: what the components name: ``decay``, ``A``, ``theta``, ``eta``, arrays of a custom mask, inputs of
                 a custom transition; docstrings give shapes and units. In the inputs' dtype or float32. Log gates
                 below -104 (-800 in float64) act as that, a decay of 0, and have no gradient. Signs are checked as by
                 the ops: on CPU, on CUDA under FLEXSP_CHECK=1.
             scale: factor on q, K^-1/2 if None.
             initial_state, output_final_state, cu_seqlens, sp: as for `flexsp.ops.chunk_simple_gla`. States of a custom
-                transition are larger, see the class.
+                transition and of some others are larger, see there.
         """
         check.check_flag("output_final_state", output_final_state)
         self._check(q, k, v, given)
-        group, sizes = resolve_sp(sp), (q.shape[2], q.shape[3], v.shape[3])
+        group, sizes = resolve_sp(sp), (q.shape[-2], q.shape[-1], v.shape[3])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
-        state = sizes[1:] if self._custom is None else self._custom.rows_and_columns(*sizes[1:])
+        owner = self._custom or self._objective
+        state = sizes[1:] if owner is None else owner.rows_and_columns(*sizes[1:])
         states = (check.number_of_states(q.shape[0], cu_seqlens), sizes[0], *state)
         dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
-        scale = check.check_scale(scale, q.shape[3])
-        several = group is not None and ("theta" in given or self.mask is not None)  # sums go over the ranks too
+        scale = check.check_scale(scale, q.shape[-1])
+        summed = "theta" in given or self.mask is not None or self._objective is not None
+        several = group is not None and summed  # sums go over the ranks too
         if group is not None and several:
             names = tuple(given)
             _, q, k, v, initial_state, *views = joined(group, q, k, v, initial_state, *given.values())
             given = dict(zip(names, views, strict=True))
         q, k, gate, per_head, column, factors = self._operands(q, k, given, cu_seqlens, group)
+        if self._objective is not None:
+            o, final = self._objective.run(Call(
+                q, k, v, _clamped(gate, per_head, q), column, given, scale, initial_state, output_final_state,
+                cu_seqlens, group, self.fallback,
+            ))  # fmt: skip
+            return joined(group, o, final)[1:] if group is not None else (o, final)
         common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
         if self._on_the_diagonal_engine:
             if column is not None:
@@ -286,27 +305,35 @@ class FlexLinearAttention:
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> None:
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check.check_tensor(name, x, None, f"[B, T, H, {'V' if name == 'v' else 'K'}]")
-        if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
+        of_keys = "[B, T, H, K]" if self.transition.rank == 1 else "[B, T, R, H, K]"
+        named = (("q", q, of_keys), ("k", k, of_keys), ("v", v, "[B, T, H, V]"))
+        for name, x, dims in named:
+            check.check_tensor(name, x, None, dims)
+        B, T, *rows, H, K = q.shape
+        if k.shape != q.shape or v.shape[:3] != (B, T, H):
             raise ValueError(
-                "q, k, v: expected [B, T, H, K], [B, T, H, K] and [B, T, H, V], got "
+                f"q, k, v: expected {of_keys}, {of_keys} and [B, T, H, V], got "
                 f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check.check_tensor(name, x, None, "[B, T, H, K]", dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
-        B, T, H, K = q.shape
+        if rows and rows != [self.transition.rank]:
+            check.fail("q", f"mimo_rank = {self.transition.rank} rows R in {of_keys}", rows[0])
+        for name, x, dims in named:
+            check.check_tensor(name, x, None, dims, dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
         for name, n in (("q", min(B, H, K)), ("v", v.shape[3])):
             if n < 1:
                 check.fail(name, "one row, head and channel at least", list(q.shape if name == "q" else v.shape))
+        if self._objective is not None:
+            self._objective.check(q, v)
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
             "decay": ((B, T, H, K), "[B, T, H, K]") if self.decay.vector else ((B, T, H), "[B, T, H]"),
             "A": ((H,), "[H]"),
             "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
             "beta": ((B, T, H), "[B, T, H]"),
+            "trap": ((B, T, H), "[B, T, H]"),
         }
-        if self._custom is not None:
-            shapes |= self._custom.shapes(q, v)
+        owner = self._custom or self._objective
+        if owner is not None:
+            shapes |= owner.shapes(q, v)
         if self.mask is not None:
             self.mask.check(given, q)
         for name in (*self.decay.inputs, *self.features.inputs, *self.transition.inputs):
@@ -329,7 +356,7 @@ class FlexLinearAttention:
         if self.decay.kind == "exponential":
             A = given["A"].to(wide)
             return (given["decay"].to(wide) * A, None) if self._has_steps else (None, A)
-        H = q.shape[2]
+        H = q.shape[-2]
         if self.decay.log_decay is None:
             return None, torch.log1p(-(2.0 ** (-5.0 - torch.arange(H, device=q.device, dtype=wide))))
         if len(self.decay.log_decay) != H:
@@ -346,6 +373,7 @@ class FlexLinearAttention:
             return F.relu(q), F.relu(k)
         if self.features.kind == "rope":
             angle = _angles(q, theta, self.features.base, cu_seqlens, sp)
+            angle = angle.unsqueeze(2) if q.dim() == 5 else angle  # the rows of a token turn alike
             return rotate(q, angle), rotate(k, angle)
         return q, k
 
@@ -379,7 +407,7 @@ def _clamped(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.
     least = _MIN_LOG_DECAY[wide]
     if gate is not None:
         return gate.to(wide).clamp(min=least)
-    return None if per_head is None else per_head.clamp(min=least).expand(q.shape[:3])
+    return None if per_head is None else per_head.clamp(min=least).expand(*q.shape[:2], q.shape[-2])
 
 
 def _angles(
@@ -387,7 +415,7 @@ def _angles(
     sp: SequenceParallel | None,
 ) -> torch.Tensor:  # fmt: skip
     """Angles [B, T, H, K/2] or what broadcasts to it, float32 at least."""
-    _, T, _, K = q.shape
+    T, K = q.shape[1], q.shape[-1]
     if K % 2:
         raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
     if theta is not None:

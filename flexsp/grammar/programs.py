@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )  # fmt: skip
 
-__all__ = ["delta", "linear"]
+__all__ = ["contrastive", "delta", "general_delta", "linear"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -73,45 +74,102 @@ def _linear_merge(
 
 
 def _delta_chunk(
-    k: Tensor, v: Tensor, beta: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
+    r: Tensor, p: Tensor, v: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
 ) -> Tensor:
-    p = _times(k, beta)
-    inverse = unit_lower_inverse(identity(k, k.size(0)) + _scores(k, p, g, gk).tril(-1))
+    inverse = unit_lower_inverse(identity(r, r.size(0)) + _scores(r, p, g, gk).tril(-1))
     u = inverse @ _times(v, column)
     cache_result(u, "u")
-    cache_result(inverse @ _read(k, g, gk), "w")
+    cache_result(inverse @ _read(r, g, gk), "w")
     return _written(p, g, gk).T @ u
 
 
 def _delta_decay(
-    prev_s: Tensor, k: Tensor, beta: Tensor, w: Tensor, chunk_state: Tensor, g: Optional = None, gk: Optional = None
+    prev_s: Tensor, p: Tensor, w: Tensor, chunk_state: Tensor, g: Optional = None, gk: Optional = None
 ) -> Tensor:
-    return _kept(prev_s, g, gk) - _written(_times(k, beta), g, gk).T @ (w @ prev_s) + chunk_state
+    return _kept(prev_s, g, gk) - _written(p, g, gk).T @ (w @ prev_s) + chunk_state
 
 
 def _delta_merge(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor, scale: float,
-    g: Optional = None, gk: Optional = None, row: Optional = None, own: Optional = None,
+    q: Tensor, p: Tensor, v: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor, scale: float, g: Optional = None,
+    gk: Optional = None, row: Optional = None, own: Optional = None,
 ) -> Tensor:  # fmt: skip
-    p = _times(k, beta)
     o = _times(_scores(q, p, g, gk) @ (u - w @ chunk_state) + _read(q, g, gk) @ chunk_state, row)
     return (o if own is None else o + _times(v, own * (q * p).sum(-1))) * scale
 
 
-def _program(functions: tuple[Callable[..., Tensor], ...], tokens: tuple[str, ...]) -> Callable[..., LinearAttention]:
+def _beta_chunk(
+    k: Tensor, v: Tensor, beta: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
+) -> Tensor:
+    return _delta_chunk(k, _times(k, beta), v, g, gk, column)
+
+
+def _beta_decay(
+    prev_s: Tensor, k: Tensor, beta: Tensor, w: Tensor, chunk_state: Tensor, g: Optional = None, gk: Optional = None
+) -> Tensor:
+    return _delta_decay(prev_s, _times(k, beta), w, chunk_state, g, gk)
+
+
+def _beta_merge(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, u: Tensor, w: Tensor, chunk_state: Tensor, scale: float,
+    g: Optional = None, gk: Optional = None, row: Optional = None, own: Optional = None,
+) -> Tensor:  # fmt: skip
+    return _delta_merge(q, _times(k, beta), v, u, w, chunk_state, scale, g, gk, row, own)
+
+
+def _expected(k: Tensor, v: Tensor, S: Tensor, temperature: float) -> Tensor:
+    """The mean of v_j over j <= i with weights e^{k_i S v_j / temperature}, beside one of 1 for a value of 0."""
+    logits = ((k @ S) @ v.T) / temperature
+    logits = logits.masked_fill(torch.ones_like(logits).tril(0) < 0.5, float("-inf"))
+    largest = logits.amax(-1).clamp(min=0.0)
+    weights = (logits - largest[:, None]).exp()
+    return (weights @ v) / (weights.sum(-1) + (-largest).exp())[:, None]
+
+
+def _contrastive_chunk(
+    k: Tensor, v: Tensor, eta: Tensor, g: Optional = None, gk: Optional = None, column: Optional = None
+) -> Tensor:
+    return _written(_times(k, eta), g, gk).T @ _times(v, column)
+
+
+def _contrastive_decay(
+    prev_s: Tensor, k: Tensor, v: Tensor, eta: Tensor, chunk_state: Tensor, temperature: float, g: Optional = None,
+    gk: Optional = None, column: Optional = None,
+) -> Tensor:  # fmt: skip
+    means = _times(_expected(k, v, prev_s, temperature), column)
+    return _kept(prev_s, g, gk) + chunk_state - _written(_times(k, eta), g, gk).T @ means
+
+
+def _contrastive_merge(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, chunk_state: Tensor, scale: float, temperature: float,
+    g: Optional = None, gk: Optional = None, column: Optional = None,
+) -> Tensor:  # fmt: skip
+    writes = _times(v - _expected(k, v, chunk_state, temperature), column)
+    return (_scores(q, _times(k, eta), g, gk) @ writes + _read(q, g, gk) @ chunk_state) * scale
+
+
+def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str]) -> Callable[..., LinearAttention]:
     @functools.lru_cache(maxsize=64)
     def make(
-        H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None
-    ) -> LinearAttention:
+        H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None,
+        chunk_size: int | None = None, **numbers: float,
+    ) -> LinearAttention:  # fmt: skip
         h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-        key, number = SymbTensor(["T", h, k]), SymbTensor(["T", h])
-        meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
-        meta |= {name: key if name == "gk" else number for name in (*tokens, *given)}
-        return LinearAttention(meta, functions[0], functions[1], functions[2], fallback=fallback)
+        shapes = {"K": SymbTensor(["T", h, k]), "V": SymbTensor(["T", h, v]), "": SymbTensor(["T", h])}
+        meta: dict[str, Any] = {name: shapes[size] for name, size in tokens.items()}
+        meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale, **numbers}
+        meta |= {name: shapes["K" if name == "gk" else ""] for name in given}
+        return LinearAttention(
+            meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size
+        )  # fmt: skip
 
     return make
 
 
-# Of H, K, V, the factor on q, the names of what is given besides q, k, v (and beta), and LinearAttention's fallback.
-linear = _program((_linear_chunk, _linear_decay, _linear_merge), ())
-delta = _program((_delta_chunk, _delta_decay, _delta_merge), ("beta",))
+# Of H, K, V, the factor on q, the names of what is given besides their tokens, LinearAttention's fallback and chunk,
+# and numbers. `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
+linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
+delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
+general_delta = _program((_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"})
+contrastive = _program(
+    (_contrastive_chunk, _contrastive_decay, _contrastive_merge), {"q": "K", "k": "K", "v": "V", "eta": ""}
+)

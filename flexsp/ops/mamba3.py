@@ -9,9 +9,9 @@ import torch
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
-from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
+from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
 from flexsp.scan.sequence import following, last, running_sum
 
@@ -171,8 +171,8 @@ def recurrent_mamba3(
     for t in range(sizes.T):
         angle = _wrapped(state.angle + _TURN * tokens.turns[:, t])
         k, q = (rotate(row[:, t], angle.unsqueeze(1), rotate_pairwise) for row in (tokens.B, tokens.C))
-        before = tokens.eta[:, t, :, None, None] * _products(state.k, _rows(state.v, mimo_x))
-        own = tokens.gamma[:, t, :, None, None] * _products(k, tokens.x[:, t])
+        before = tokens.eta[:, t, :, None, None] * products(state.k, value_rows(state.v, mimo_x))
+        own = tokens.gamma[:, t, :, None, None] * products(k, tokens.x[:, t])
         h = decay[:, t, :, None, None] * (state.ssm + before) + own
         state = Mamba3State(angle, h, k, tokens.v[:, t])
         y.append((q.unsqueeze(-1) * h.unsqueeze(1)).sum(-2))
@@ -216,7 +216,7 @@ def _tokens(
     keys, reads = (_heads(rows.to(dtype), bias, sizes) for rows, bias in ((B, B_bias), (C, C_bias)))
     turns = 0.5 * angles.to(dtype).tanh() * step.unsqueeze(-1)
     return _Tokens(
-        step * A.to(dtype), share * step, (1 - share) * step, turns, keys, reads, _rows(v, mimo_x), v,
+        step * A.to(dtype), share * step, (1 - share) * step, turns, keys, reads, value_rows(v, mimo_x), v,
     )  # fmt: skip
 
 
@@ -227,11 +227,6 @@ def _heads(rows: Tensor, bias: Optional, sizes: _Sizes) -> Tensor:
     if bias is None:
         return rows
     return rows + (bias.transpose(0, 1) if sizes.mimo else bias).to(rows.dtype)
-
-
-def _rows(v: Tensor, mimo_x: Optional) -> Tensor:
-    """[..., R, H, P] of v [..., H, P]."""
-    return v.unsqueeze(-3) if mimo_x is None else v.unsqueeze(-3) * mimo_x.transpose(0, 1).to(v.dtype)
 
 
 def _chunked(
@@ -252,34 +247,19 @@ def _chunked(
     angle = _TURN * turns.unsqueeze(2)
     keys, reads = rotate(tokens.B, angle, pairwise), rotate(tokens.C, angle, pairwise)
     written = keys * (tokens.gamma + eta)[:, :, None, :, None]
-    gate = torch.cat([tokens.gate.unsqueeze(2), tokens.gate.new_zeros(*tokens.x.shape[:2], sizes.R - 1, sizes.H)], 2)
     start = None
     if initial is not None:
-        start = initial.ssm + eta_first[..., None, None] * _products(initial.k, _rows(initial.v, mimo_x))
-    q, k, v = (rows.to(x.dtype).flatten(1, 2) for rows in (reads, written, tokens.x))
-    y, ssm = diagonal(
-        q, k, v, gate.flatten(1, 2), scale=1.0, initial_state=start, output_final_state=want_final,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens * sizes.R, sp=sp, op="mamba3", rows=sizes.R,
+        start = initial.ssm + eta_first[..., None, None] * products(initial.k, value_rows(initial.v, mimo_x))
+    q, k, v = (rows.to(x.dtype) for rows in (reads, written, tokens.x))
+    y, ssm = on_engine(
+        q, k, v, tokens.gate, scale=1.0, initial=start, want_final=want_final, cu_seqlens=cu_seqlens, sp=sp,
+        op="mamba3",
     )  # fmt: skip
-    y = y.unflatten(1, (sizes.T, sizes.R)) + _own(tokens, eta)
+    y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta)  # rotations cancel
     if not want_final:
         return y, None, ()
     ends = _ends(turns, keys, tokens.v, initial, cu_seqlens, sp)
     return y if sp is None else tie(y, ends[0]), ssm, ends
-
-
-def _own(tokens: _Tokens, eta: Tensor) -> Tensor:
-    """What row i of C misses of its own token's products, [B, T, R, H, P].
-
-    The engine's row i has seen the products j <= i, with gamma + eta for gamma. Rotations cancel.
-    """
-    R = tokens.x.shape[2]
-    row, found = torch.arange(R, device=eta.device).unsqueeze(-1), torch.zeros_like(tokens.x)
-    for j in range(R):
-        weight = torch.where(row >= j, -eta.unsqueeze(2), tokens.gamma.unsqueeze(2))
-        read = (tokens.C * tokens.B[:, :, j, None]).sum(-1)
-        found = found + (weight * read).unsqueeze(-1) * tokens.x[:, :, j, None]
-    return found
 
 
 def _ends(
@@ -294,11 +274,6 @@ def _ends(
         before = torch.cat([initial.angle, initial.k.transpose(1, 2).flatten(2), initial.v], -1)
     angle, k, v = last(together, before, cu_seqlens, sp).split([S, R * K, P], -1)
     return angle, k.unflatten(-1, (R, K)).transpose(1, 2), v
-
-
-def _products(k: Tensor, rows: Tensor) -> Tensor:
-    """The sum over R of k x^T: [N, H, K, P] of [N, R, H, K] and [N, R, H, P]. No matmul: autocast would round it."""
-    return (k.unsqueeze(-1) * rows.unsqueeze(-2)).sum(1)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -85,16 +85,23 @@ def _fraction(x: torch.Tensor) -> torch.Tensor:
     return x - x.detach().round()
 
 
-def previous(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
-    """x [B, T, H, ...] of the token before; 0 at the start of the sequence or document."""
+def previous(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks, initial: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [B, T, H, ...] of the token before; ``initial`` [N, H, ...] or 0 at the start of the sequence or document."""
     T = x.shape[1]
-    place, begin, _ = _places(T, x.device, cu_seqlens, sp)
     first = x.new_zeros(x.shape[0], 1, *x.shape[2:])
     if sp is not None and sp.world_size > 1:
         mine = x[:, -1] if T else x.sum(1)  # zeros, with a gradient
+        if initial is not None and cu_seqlens is None and not T:
+            mine = initial
         cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
         first = _arrived(mine, cut, sp, "the token before")
-    return _where(place > begin, torch.cat([first, x], 1)[:, :T])
+    if cu_seqlens is None:
+        return torch.cat([first if initial is None else first + initial.unsqueeze(1), x], 1)[:, :T]
+    place, begin, _ = _places(T, x.device, cu_seqlens, sp)
+    before = _where(place > begin, torch.cat([first, x], 1)[:, :T])
+    return before if initial is None else before + _initial(initial, cu_seqlens, place, place == begin)
 
 
 def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

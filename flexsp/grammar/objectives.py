@@ -1,0 +1,398 @@
+"""Transitions of several steps (docs/variants.md): each one knows its inputs, its state, and how to run itself.
+
+All of the state of a head travels as one matrix [N, H, K + rows, V + columns]: the state first, columns to its right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch.nn.functional import pad
+
+from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
+from flexsp.ops import _validate as check
+from flexsp.ops._rotary import rotate
+from flexsp.ops._rows import own_products, products, value_rows
+from flexsp.scan.exchange import tie
+from flexsp.scan.sequence import following, last, previous, running_sum
+
+if TYPE_CHECKING:
+    from flexsp.grammar.decay import Decay
+    from flexsp.grammar.feature_map import FeatureMap
+
+__all__ = ["Contrastive", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+_TURN = 2 * math.pi
+
+
+@dataclass(frozen=True)
+class Transition:
+    """`inputs` are the tensors that a call must bring for it, `rank` the rows of q and k that a token has."""
+
+    kind: str
+    inputs: tuple[str, ...] = ()
+    rank: int = 1
+
+    def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
+        """What runs it beside these components: itself where it takes several steps, None where one program does."""
+        if decay.trapezoidal:
+            self._refuse("decay.exponential(discretization='trapezoidal')")
+        return None
+
+    def _refuse(self, what: str, why: str = "") -> NoReturn:
+        raise NotImplementedError(f"transition.{self.kind} with {what} is not there{why}")
+
+
+@dataclass(frozen=True)
+class Objective(Transition):
+    """A transition of several steps."""
+
+    def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
+        super().engine(decay, features, masked)
+        if masked:
+            self._refuse("custom_mask")
+        return self
+
+    def shapes(self, q: Tensor, v: Tensor) -> Shapes:
+        """Shapes of its inputs, as numbers and as text."""
+        return {name: ((*q.shape[:2], q.shape[-2]), "[B, T, H]") for name in self.inputs}
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        """Sizes of the matrix that holds all of a head's state."""
+        return K, V
+
+    def check(self, q: Tensor, v: Tensor) -> None:
+        """Raises for sizes that it cannot take."""
+
+    def explain(self) -> str:
+        """What runs, and what the state is."""
+        raise NotImplementedError
+
+    def runs(self, call: Call) -> str:
+        """What runs this call."""
+        raise NotImplementedError
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        """Outputs in v's dtype, and final states or None."""
+        raise NotImplementedError
+
+
+def _diagonal_runs(call: Call) -> str:
+    kernels = call.q.is_cuda and call.q.dtype != torch.float64
+    return f"runs {'the kernels of chunk_simple_gla' if kernels else 'its reference in PyTorch'}"
+
+
+@dataclass(frozen=True)
+class Rows(Objective):
+    """One gradient step with several rows a token, the trapezoidal rule or a diagonal preconditioner.
+
+    With the weights gamma_t = l_t dt_t of a token's own products and eta_t = (1 - l_t) dt_t of those before it
+    (Mamba-3; gamma_t = dt_t or 1 and eta_t = 0 by Euler's rule), summed over the rows j:
+
+        S_t = e^{g_t} (S_{t-1} + eta_t k_{t-1} x_{t-1}^T) + gamma_t k_t x_t^T
+        P_t = e^{g_t} (P_{t-1} + eta_t k_{t-1}^2) + gamma_t k_t^2
+        o_t = scale q_t S_t, preconditioned at reading scale (q_t / (P_t + eps)) S_t
+    """
+
+    eps: float | None = None
+    at: str = "read"
+    trapezoidal: bool = False
+
+    def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
+        if self.eps is None and self.rank == 1 and not decay.trapezoidal:
+            return None
+        if masked:
+            self._refuse("custom_mask" if self.rank == 1 else f"mimo_rank={self.rank} and custom_mask")
+        if decay.vector and self.rank > 1:
+            self._refuse(f"mimo_rank={self.rank} and a gate for each key channel")
+        if self.at == "write" and decay.trapezoidal:
+            self._refuse("at='write' and decay.exponential(discretization='trapezoidal')")
+        return replace(self, trapezoidal=decay.trapezoidal)
+
+    def shapes(self, q: Tensor, v: Tensor) -> Shapes:
+        H, V = q.shape[-2], v.shape[-1]
+        found = super().shapes(q, v)
+        return found | ({"mimo_x": ((H, self.rank, V), "[H, R, V]")} if self.rank > 1 else {})
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        return K + self.trapezoidal, V + self.trapezoidal * self.rank + (self.eps is not None)
+
+    def explain(self) -> str:
+        kept = ["K x V"]
+        kept += [f"the last {self.rank} key(s) as columns"] if self.trapezoidal else []
+        kept += ["P as the last column"] if self.eps is not None else []
+        kept += ["the last value as a row"] if self.trapezoidal else []
+        first = ""
+        if self.eps is not None:
+            what = "q / (P + eps)" if self.at == "read" else "eta k / (P + eps)"
+            first = f"P by flexsp/variants/vector_state.py, then {what} "
+        rows = f", {self.rank} row(s) a token" if self.rank > 1 or self.trapezoidal else ""
+        return (
+            f"runs {first}on the diagonal engine (flexsp.ops.chunk_simple_gla){rows}, with a gate a channel on "
+            f"flexsp/grammar/programs.py; the state holds {', '.join(kept)}"
+        )
+
+    def runs(self, call: Call) -> str:
+        if call.gate is None or call.gate.dim() == 3:
+            return _diagonal_runs(call)
+        return runs_compiled(call, "linear", {"q": call.q, "k": call.k, "v": call.v})
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        reads, keys = (x.to(call.wide) if self.rank > 1 else x.to(call.wide).unsqueeze(2) for x in (call.q, call.k))
+        factors, start, P = call.given.get("mimo_x"), call.state, None
+        x = value_rows(call.v.to(call.wide), factors)
+        gamma, eta = self._weights(call)
+        last_keys, last_v = self._before(call)
+        written = keys
+        if self.eps is not None:
+            sums, P = self._sums(call, keys, gamma, eta, last_keys)
+            over = (1 / (sums + self.eps)).unsqueeze(2)
+            if self.at == "read":
+                reads = reads * over
+            else:
+                written = keys * over * call.given["eta"].to(call.wide)[:, :, None, :, None]
+        if self.trapezoidal:  # a product is written once, with the weight that the next token gives it
+            eta, first = following(eta, call.cu_seqlens, call.group)
+            if start is not None and last_keys is not None and last_v is not None:
+                start = start + first[..., None, None] * products(last_keys, value_rows(last_v, factors))
+        narrow = torch.float32 if self.eps is not None and call.q.dtype == torch.float16 else call.q.dtype
+        rows = (reads, written * (gamma + eta)[:, :, None, :, None], x)
+        q, k, v = (row.to(narrow) for row in rows)
+        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}")
+        if self.rank > 1 or self.trapezoidal:
+            o = o + own_products(call.scale * reads, written, x, gamma, eta)
+        final = None
+        if call.want_final:
+            o, final = self._together(call, o, S, P, keys, last_keys, last_v)
+        return (o if self.rank > 1 else o.squeeze(2)).to(call.v.dtype), final
+
+    def _weights(self, call: Call) -> tuple[Tensor, Tensor]:
+        """(gamma, eta) [B, T, H]."""
+        step = call.v.new_ones(call.v.shape[:3]) if call.column is None else call.column
+        step = step.to(call.wide)
+        if not self.trapezoidal:
+            return step, torch.zeros_like(step)
+        share = call.given["trap"].to(call.wide).sigmoid()
+        return share * step, (1 - share) * step
+
+    def _before(self, call: Call) -> tuple[Optional, Optional]:
+        """The last keys [N, R, H, K] and value [N, H, V] of the initial state."""
+        if call.initial is None or not self.trapezoidal:
+            return None, None
+        _, K, V = call.sizes
+        return call.initial[..., :K, V : V + self.rank].permute(0, 3, 1, 2), call.initial[..., K, :V]
+
+    def _sums(
+        self, call: Call, keys: Tensor, gamma: Tensor, eta: Tensor, last_keys: Optional
+    ) -> tuple[Tensor, Optional]:  # fmt: skip
+        """P of every token, and final ones. Of sums of what is not negative: the engine's own way would subtract."""
+        squares = keys.square().sum(2)
+        new = gamma.unsqueeze(-1) * squares
+        if self.trapezoidal and call.gate is not None:
+            start = None if last_keys is None else last_keys.square().sum(1)
+            before = previous(squares, call.cu_seqlens, call.group, start)
+            new = new + (call.gate.exp() * eta).unsqueeze(-1) * before
+        return running_weights(call, new, call.last_column, f"FlexLinearAttention {self.kind}, P")
+
+    def _together(
+        self, call: Call, o: Tensor, S: Optional, P: Optional, keys: Tensor, last_keys: Optional, last_v: Optional
+    ) -> tuple[Tensor, Optional]:  # fmt: skip
+        """o, which leads to all exchanges, and the final state as one matrix."""
+        _, K, V = call.sizes
+        columns, row = [], None
+        if self.trapezoidal:
+            ends = torch.cat([keys.transpose(2, 3).flatten(3), call.v.to(call.wide)], -1)
+            start = None
+            if last_keys is not None and last_v is not None:
+                start = torch.cat([last_keys.transpose(1, 2).flatten(2), last_v], -1)
+            ends = last(ends, start, call.cu_seqlens, call.group)
+            o = o if call.group is None else tie(o, ends)
+            of_keys, row = ends.split([self.rank * K, V], -1)
+            columns.append(of_keys.unflatten(-1, (self.rank, K)).transpose(-1, -2))
+        if S is None:
+            return o, None
+        columns += [] if P is None else [P.unsqueeze(-1)]
+        final = torch.cat([S, *columns], -1)
+        return o, final if row is None else torch.cat([final, pad(row.unsqueeze(-2), (0, final.shape[-1] - V))], -2)
+
+
+@dataclass(frozen=True)
+class Spectral(Objective):
+    """S_t = e^{g_t} R(theta_t) S_{t-1} R'(psi_t)^T + k_t v_t^T: rotations commute, so tokens are turned instead."""
+
+    kind: str = "spectral"
+    inputs: tuple[str, ...] = ("theta", "psi")
+
+    def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
+        if decay.vector:
+            self._refuse("a gate for each key channel", ": it does not commute with turning pairs of channels")
+        if features.kind == "rope":
+            self._refuse("feature_map.rope", ": it would turn q and k once more, so add its angles to theta")
+        return super().engine(decay, features, masked)
+
+    def shapes(self, q: Tensor, v: Tensor) -> Shapes:
+        return {
+            "theta": ((*q.shape[:3], q.shape[-1] // 2), "[B, T, H, K/2]"),
+            "psi": ((*v.shape[:3], v.shape[-1] // 2), "[B, T, H, V/2]"),
+        }
+
+    def check(self, q: Tensor, v: Tensor) -> None:
+        for name, x in (("q", q), ("v", v)):
+            if x.shape[-1] % 2:
+                check.fail(name, "an even last dimension for transition.spectral", x.shape[-1])
+
+    def explain(self) -> str:
+        return (
+            "runs on the diagonal engine (flexsp.ops.chunk_simple_gla), with q, k, v and outputs turned by running "
+            "sums of theta and psi; the state holds K x V"
+        )
+
+    def runs(self, call: Call) -> str:
+        return _diagonal_runs(call)
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        H, K, V = call.sizes
+        turns = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1) / _TURN
+        angles = _TURN * running_sum(turns, call.cu_seqlens, call.group, wrapped=True)
+        theta, psi = angles.split([K // 2, V // 2], -1)
+        q, k = (rotate(x.to(call.wide), -theta).to(x.dtype).unsqueeze(2) for x in (call.q, call.k))
+        v = rotate(call.values, -psi).to(call.v.dtype).unsqueeze(2)
+        o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral")
+        o = rotate(o.squeeze(2).to(call.wide), psi)
+        if not call.want_final:
+            return o.to(call.v.dtype), None
+        ends = last(angles, None, call.cu_seqlens, call.group)
+        o = o if call.group is None else tie(o, ends)
+        if S is None:
+            return o.to(call.v.dtype), None
+        theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
+        S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)
+        return o.to(call.v.dtype), S.contiguous()
+
+
+@dataclass(frozen=True)
+class _GeneralDelta(Objective):
+    """S_t = S' + p_t (v_t - r_t S')^T of the decayed state S', with one column of further state."""
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        return K, V + 1
+
+    def runs(self, call: Call) -> str:
+        key = call.k.to(call.wide)
+        return runs_compiled(call, "general_delta", self._tokens(call, key, key))
+
+    def _tokens(self, call: Call, r: Tensor, p: Tensor) -> dict[str, Tensor]:
+        return {"q": call.q, "r": r, "p": p, "v": call.v if call.column is None else call.values}
+
+    def _run(self, call: Call, r: Tensor, p: Tensor, column: Optional) -> tuple[Tensor, Optional]:
+        """``column`` is that of final states, [N, H, K]."""
+        o, S = compiled(call, "general_delta", self._tokens(call, r, p), call.state)
+        if not call.want_final or column is None:
+            return o, None
+        o = o if call.group is None else tie(o, column)
+        return o, None if S is None else torch.cat([S, column.unsqueeze(-1)], -1)
+
+
+@dataclass(frozen=True)
+class TemporalDifference(_GeneralDelta):
+    """S_t = S' + eta_t k_{t-1} (v_t + discount k_t S' - k_{t-1} S')^T with the decayed state S'."""
+
+    kind: str = "temporal_difference"
+    inputs: tuple[str, ...] = ("eta",)
+    discount: float = 0.0
+
+    def explain(self) -> str:
+        return (
+            "compiled from general_delta in flexsp/grammar/programs.py, with the token before's key; the state holds "
+            "K x V, the last key as a column"
+        )
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        k, start = call.k.to(call.wide), call.last_column
+        before = previous(k, call.cu_seqlens, call.group, start)
+        p = before * call.given["eta"].to(call.wide).unsqueeze(-1)
+        end = last(k, start, call.cu_seqlens, call.group) if call.want_final else None
+        return self._run(call, before - self.discount * k, p, end)
+
+
+@dataclass(frozen=True)
+class Information(_GeneralDelta):
+    """S_t = S' + gain_t (v_t - k_t S')^T, the gain that of a filter whose precisions lam [K] are kept a channel."""
+
+    kind: str = "information"
+    inputs: tuple[str, ...] = ("eta",)
+    eps: float = 1.0
+
+    def explain(self) -> str:
+        return (
+            "runs lam by flexsp/variants/vector_state.py, then what is compiled from general_delta in "
+            "flexsp/grammar/programs.py; the state holds K x V, lam as a column"
+        )
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        k, start = call.k.to(call.wide), call.last_column
+        lam, end = running_weights(call, k.square(), start, "FlexLinearAttention information, lam")
+        left = previous(lam, call.cu_seqlens, call.group, start)
+        if call.gate is not None:
+            left = left * (call.gate if call.gate.dim() == 4 else call.gate.unsqueeze(-1)).exp()
+        spread = k / (left + self.eps)
+        gain = spread / (1 + (spread * k).sum(-1, keepdim=True)) * call.given["eta"].to(call.wide).unsqueeze(-1)
+        return self._run(call, call.k, gain, end)
+
+
+@dataclass(frozen=True)
+class Contrastive(Objective):
+    """S_t = S' + eta_t k_t (v_t - vbar_t)^T, vbar_t by a softmax of what the state that enters the block predicts."""
+
+    kind: str = "contrastive"
+    inputs: tuple[str, ...] = ("eta",)
+    block: int = 64
+    temperature: float = 1.0
+
+    def explain(self) -> str:
+        return (
+            "compiled from contrastive in flexsp/grammar/programs.py, in PyTorch: it is not affine in the state, for "
+            'which no kernels can be generated (a GPU call raises without fallback="pytorch"), and ranks run one after '
+            f"the other, with shards that start on edges of blocks of {self.block}; the state holds K x V"
+        )
+
+    def runs(self, call: Call) -> str:
+        return runs_compiled(call, "contrastive", self._tokens(call), **self._options)
+
+    @property
+    def _options(self) -> dict[str, float]:
+        return {"chunk_size": self.block, "temperature": self.temperature}
+
+    def _tokens(self, call: Call) -> dict[str, Tensor]:
+        found = {"q": call.q, "k": call.k, "v": call.v, "eta": call.given["eta"]}
+        return found if call.column is None else found | {"column": call.column}
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        self._check_shards(call)
+        o, S = compiled(call, "contrastive", self._tokens(call), call.state, **self._options)
+        return o, S if call.want_final else None
+
+    def _check_shards(self, call: Call) -> None:
+        """Every rank looks at all shards, so that all of them raise."""
+        if call.group is None or call.group.world_size == 1:
+            return
+        if call.cu_seqlens is not None and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of "
+                "torch.compile cannot: leave the call out of it (torch.compiler.disable)"
+            )
+        bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
+        for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):
+            into = start - max(x for x in bounds if x <= start)
+            if length and into % self.block:
+                check.fail(
+                    "sp", f"shards that start on edges of blocks of {self.block} tokens, which are part of the model",
+                    f"rank {rank} from token {into} of the sequence or document",
+                )  # fmt: skip
+            start += length

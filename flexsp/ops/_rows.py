@@ -1,0 +1,59 @@
+"""Several rows a token on the diagonal engine: what `mamba3` and `flexsp.grammar` share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.kernels.diagonal.op import diagonal
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["on_engine", "own_products", "products", "value_rows"]
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+
+
+def value_rows(v: Tensor, mimo_x: Optional) -> Tensor:
+    """[..., R, H, P] of v [..., H, P] and factors [H, R, P]; R = 1 without."""
+    return v.unsqueeze(-3) if mimo_x is None else v.unsqueeze(-3) * mimo_x.transpose(0, 1).to(v.dtype)
+
+
+def products(k: Tensor, rows: Tensor) -> Tensor:
+    """The sum over R of k x^T: [N, H, K, P] of [N, R, H, K] and [N, R, H, P]. No matmul: autocast would round it."""
+    return (k.unsqueeze(-1) * rows.unsqueeze(-2)).sum(1)
+
+
+def on_engine(
+    q: Tensor, k: Tensor, v: Tensor, gate: Optional, *, scale: float, initial: Optional, want_final: bool,
+    cu_seqlens: Optional, sp: SequenceParallel | None, op: str,
+) -> tuple[Tensor, Optional]:  # fmt: skip
+    """The recurrence of `diagonal` with rows [B, T, R, H, *]; a token's log gate [B, T, H] is that of its first row.
+
+    Row i of q reads what rows j <= i of its own token have written.
+    """
+    (B, T, R, H), further = q.shape[:4], None
+    if gate is not None:
+        further = torch.cat([gate.unsqueeze(2), gate.new_zeros(B, T, R - 1, H)], 2).flatten(1, 2)
+    o, final = diagonal(
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, scale=scale, initial_state=initial,
+        output_final_state=want_final, cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R,
+    )  # fmt: skip
+    return o.unflatten(1, (T, R)), final
+
+
+def own_products(reads: Tensor, keys: Tensor, x: Tensor, gamma: Tensor, eta: Tensor) -> Tensor:
+    """What row i of `reads` [B, T, R, H, K] misses of its own token's products, [B, T, R, H, P].
+
+    The engine's row i has seen the products j <= i, with gamma + eta [B, T, H] for gamma.
+    """
+    R = x.shape[2]
+    row, found = torch.arange(R, device=eta.device).unsqueeze(-1), torch.zeros_like(x)
+    for j in range(R):
+        weight = torch.where(row >= j, -eta.unsqueeze(2), gamma.unsqueeze(2))
+        read = (reads * keys[:, :, j, None]).sum(-1)
+        found = found + (weight * read).unsqueeze(-1) * x[:, :, j, None]
+    return found

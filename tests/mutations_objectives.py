@@ -1,0 +1,67 @@
+"""The changes of tests/mutate.py to the transitions of several steps."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["OBJECTIVES"]
+
+_LOOP = "tests/test_objectives.py::test_against_token_loop"
+_RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
+_CALLS = "tests/test_objectives.py::test_one_call_after_another"
+_EDGES = "tests/test_objectives_edges.py::"
+
+OBJECTIVES = [
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("over = (1 / (sums + self.eps))", "over = (1 / (sums + 2 * self.eps))", "eps counts twice", _LOOP),
+        ('if self.at == "read":', 'if self.at != "read":', "queries and keys are taken for each other", _LOOP),
+        ("before = previous(squares, call.cu_seqlens, call.group, start)", "before = previous(squares, None, None)",
+         "squares of keys reach the next document", _LOOP),
+        ("(call.gate.exp() * eta).unsqueeze(-1) * before", "eta.unsqueeze(-1) * before",
+         "the trapezoidal term of P does not decay", _LOOP),
+        ("first[..., None, None] * products(last_keys", "0 * first[..., None, None] * products(last_keys",
+         "the token before a call is forgotten", _CALLS),
+        ("o = o + own_products(call.scale * reads", "o = o + own_products(reads",
+         "a token's own products have no scale", _LOOP),
+        ("if self.eps is not None and call.q.dtype == torch.float16", "if self.eps is None",
+         "queries over P overflow in float16", _EDGES + "test_small_keys_in_float16"),
+        ("columns += [] if P is None else [P.unsqueeze(-1)]", "columns += [] if P is None else [0 * P.unsqueeze(-1)]",
+         "final states have no sums", _LOOP),
+        ("rotate(call.values, -psi)", "rotate(call.values, psi)",
+         "values turn the wrong way round", _LOOP),
+        ("rotate(rotate(S, psi).transpose(-1, -2), theta)", "rotate(rotate(S, psi).transpose(-1, -2), 0 * theta)",
+         "final states are not turned from the left", _LOOP),
+        ("before - self.discount * k, p, end", "before + self.discount * k, p, end", "what is to come counts negative",
+         _LOOP),
+        ("before = previous(k, call.cu_seqlens, call.group, start)",
+         "before = previous(k, call.cu_seqlens, None, start)",
+         "the key before a shard is 0", _RANKS + "[difference, bootstrapped-batch]"),
+        ("left = previous(lam, call.cu_seqlens, call.group, start)", "left = lam - k.square()",
+         "the precision before a token has decayed twice", _LOOP),
+        ("gain = spread / (1 + (spread * k)", "gain = spread / (2 + (spread * k)", "the gain is too small", _LOOP),
+        ("if length and into % self.block:", "if length and into % self.block > 4:", "blocks start anew with shards",
+         _EDGES + "test_shards_start_on_edges_of_blocks"),
+    ),
+    *_in(
+        "flexsp/grammar/programs.py",
+        ("fill(torch.ones_like(logits).tril(0) < 0.5", "fill(torch.ones_like(logits) < 0.5",
+         "tokens see values of later ones", _LOOP),
+        ("weights.sum(-1) + (-largest).exp()", "weights.sum(-1)", "there is no candidate of value 0", _LOOP),
+        ("logits.amax(-1).clamp(min=0.0)", "0 * logits[:, 0]", "logits overflow",
+         _EDGES + "test_large_logits"),
+        ("fallback=fallback, chunk_size=chunk_size", "fallback=fallback", "blocks are of 64", _LOOP),
+    ),
+    *_in(
+        "flexsp/grammar/engines.py",
+        ("None if self.initial is None else self.initial[..., : self.sizes[1], -1]", "None",
+         "sums and keys start anew with every call", _CALLS),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("            mine = initial\n        cut = torch", "            pass\n        cut = torch",
+         "a first rank without tokens loses the token before a call", _RANKS + "[difference, bootstrapped-batch]"),
+        ("cu_seqlens, place, place == begin)", "cu_seqlens, place, place != begin)", "initial tokens stand elsewhere",
+         _LOOP),
+    ),
+]  # fmt: skip

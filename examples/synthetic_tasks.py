@@ -49,9 +49,9 @@ class Size:
     """Channels of a model, heads of its mixers, their channels of keys and of values, and the tokens of the short
     convolutions before them; with 1 these mix no tokens."""
 
-    width: int = 64
-    heads: int = 2
-    head: int = 32
+    width: int = 128
+    heads: int = 8
+    head: int = 16
     conv: int = 4
 
     def short(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ VARIANTS: dict[str, Make] = {
     "simple GLA": lambda s: SimpleGLA(s.width, s.heads, s.head, s.head, **s.short()),
     "Mamba-2": lambda s: Mamba2(s.width, s.head, s.head, expand=1, conv_size=s.conv),
     "Mamba-3": lambda s: Mamba3(s.width, s.head, expand=1, head_dim=s.head),
-    "Mamba": lambda s: Mamba(s.width, state_size=16, expand=128 / s.width, conv_size=s.conv),
+    "Mamba": lambda s: Mamba(s.width, state_size=16, expand=s.heads * s.head**2 / 16 / s.width, conv_size=s.conv),
     "mLSTM": lambda s: MLSTM(s.width, s.heads, qk_dim_factor=1.0, **s.short()),
     "GLA": lambda s: GatedLinearAttention(s.width, s.heads, expand_k=1.0, **s.short()),
     "HGRN2": lambda s: HGRN2(s.width, s.heads, None, **s.short()),
@@ -223,9 +223,10 @@ class Task:
         return tokens, labels
 
 
+BARE = Size(conv=1)
 TASKS = {
-    "parity": Task("parity", draw_parity, 2, 2, (64, 256), 1, Size(conv=1), 1 / 2),
-    "s3": Task("permutations of three", draw_s3, 7, 6, (64, 256), 1, Size(128, heads=8, head=16, conv=1), 1 / 6),
+    "parity": Task("parity", draw_parity, 2, 2, (64, 256), 1, BARE, 1 / 2),
+    "s3": Task("permutations of three", draw_s3, 7, 6, (64, 256), 1, BARE, 1 / 6, lr=5e-3),
     "copying": Task("selective copying", draw_copying, 18, SYMBOLS, (96,), 2, Size(), 1 / SYMBOLS),
     "recall": Task("associative recall", draw_recall, 1 + 2 * KEYS, 1 + 2 * KEYS, (128,), 2, Size(), 1 / KEYS),
 }

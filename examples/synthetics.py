@@ -79,8 +79,9 @@ def task_of(name: str, tiny: bool) -> Task:
     task = TASKS[name]
     if not tiny:
         return task
+    size = replace(task.size, width=task.size.width // 2, heads=task.size.heads // 2)
     lengths = tuple(length // 2 for length in task.lengths)
-    return replace(task, lengths=lengths, steps=task.steps // 5, batch=task.batch // 4)
+    return replace(task, size=size, lengths=lengths, steps=task.steps // 5, batch=task.batch // 4)
 
 
 # ---------------------------------------------------------------- workers
@@ -238,6 +239,8 @@ def run(options: argparse.Namespace) -> Path:
     began = time.monotonic()
     Run(path, left, options, deadline).go()
     rows = read_cells(path, head)
+    if not rows:
+        raise UserError(f"--minutes: expected the time that one cell takes at least, got {options.minutes}")
     result = {**head, "seconds": round(time.monotonic() - began), "tasks": described(options.tiny), "cells": rows}
     with file_errors():
         file = out / f"{file_stem('synthetics', env)}.json"

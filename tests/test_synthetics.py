@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -458,6 +459,13 @@ def test_a_killed_worker_does_not_hang_the_rest(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_time_limit_ends_training_and_reports_what_is_there(tmp_path: Path) -> None:
     began = time.monotonic()
-    out = start(*PARITY, "--jobs", "1", "--minutes", "0.05", "--out", str(tmp_path))
+    argv = [*PARITY, "--jobs", "1", "--out", str(tmp_path)]
+    out = start(*argv, "--minutes", "1")
     assert time.monotonic() - began < 100 and "| guessing |" in out
-    assert len(result_of(tmp_path)["cells"]) < 75
+    assert 1 <= len(result_of(tmp_path)["cells"]) < 75
+    shutil.rmtree(tmp_path)
+    done = subprocess.run(
+        command(*argv, "--minutes", "0.01"), cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("--minutes: expected the time that one cell takes at least, got 0.01\n")

@@ -211,7 +211,7 @@ class Task:
     size: Size
     guessing: float  # the accuracy of a model that sees the labelled token alone
     steps: int = 1000
-    lr: float = 3e-3
+    lr: float = 5e-3
     batch: int = 128
 
     def test_batch(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -225,8 +225,8 @@ class Task:
 
 BARE = Size(conv=1)
 TASKS = {
-    "parity": Task("parity", draw_parity, 2, 2, (64, 256), 1, BARE, 1 / 2),
-    "s3": Task("permutations of three", draw_s3, 7, 6, (64, 256), 1, BARE, 1 / 6, lr=5e-3),
+    "parity": Task("parity", draw_parity, 2, 2, (64, 256), 1, BARE, 1 / 2, steps=500),
+    "s3": Task("permutations of three", draw_s3, 7, 6, (64, 256), 1, BARE, 1 / 6, steps=800),
     "copying": Task("selective copying", draw_copying, 18, SYMBOLS, (96,), 2, Size(), 1 / SYMBOLS),
     "recall": Task("associative recall", draw_recall, 1 + 2 * KEYS, 1 + 2 * KEYS, (128,), 2, Size(), 1 / KEYS),
 }

@@ -81,7 +81,7 @@ def task_of(name: str, tiny: bool) -> Task:
         return task
     size = replace(task.size, width=task.size.width // 2, heads=task.size.heads // 2)
     lengths = tuple(length // 2 for length in task.lengths)
-    return replace(task, size=size, lengths=lengths, steps=task.steps // 5, batch=task.batch // 4)
+    return replace(task, size=size, lengths=lengths, steps=max(200, task.steps // 5), batch=task.batch // 4)
 
 
 # ---------------------------------------------------------------- workers

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -246,7 +247,10 @@ def run(options: argparse.Namespace) -> Path:
         file = out / f"{file_stem('synthetics', env)}.json"
         save(file, result)
         (out / "table.md").write_text(markdown(result) + "\n")
-        picture(result, out / "synthetics.png")
+        if find_spec("matplotlib") is None:
+            print("no picture: pip install matplotlib, then the same command once more", flush=True)
+        else:
+            picture(result, out / "synthetics.png")
     print(f"\n{markdown(result)}\n\n{file}", flush=True)
     return file
 
@@ -300,7 +304,8 @@ def markdown(result: Result) -> str:
     versions = f"torch {env['torch']}" + (f", Triton {env['triton']}" if env.get("triton") else "")
     device = env["device"].upper() if env["device"] == "cpu" else env["device"]
     seeds = len({row["seed"] for row in result["cells"]})
-    lines += ["", f"{device}, {versions}; commit {source}, {env['date'][:10]}, {seeds} seeds: `{env['command']}`"]
+    command = re.sub(r" --out \S+", "", env["command"])  # a folder of that machine
+    lines += ["", f"{device}, {versions}; commit {source}, {env['date'][:10]}, {seeds} seeds: `{command}`"]
     return "\n".join(lines)
 
 

@@ -266,6 +266,7 @@ def train(variant: str, task: Task, seed: int, device: torch.device, every: int 
     made = torch.Generator(device).manual_seed(1 + seed)
     tests = [task.test_batch(length, device) for length in task.lengths]
     curve: list[tuple[int, list[float]]] = []
+    solved = None
     for step in range(task.steps):
         for group in optimizer.param_groups:
             group["lr"] = task.lr * rate(step, task.steps)
@@ -276,12 +277,12 @@ def train(variant: str, task: Task, seed: int, device: torch.device, every: int 
         optimizer.step()
         if (step + 1) % every == 0 or step + 1 == task.steps:
             curve.append((step + 1, accuracies(model, tests)))
-            if all(min(accuracy) >= SOLVED for _, accuracy in curve[-2:]) and len(curve) > 1:
+            if len(curve) > 1 and all(min(accuracy) >= SOLVED for _, accuracy in curve[-2:]):
+                solved = curve[-2][0]
                 break
-    solved = len(curve) > 1 and all(min(accuracy) >= SOLVED for _, accuracy in curve[-2:])
     return {
         "accuracy": dict(zip(task.lengths, curve[-1][1], strict=True)),
-        "solved": curve[-2][0] if solved else None,
+        "solved": solved,
         "steps": curve[-1][0],
         "seconds": round(time.monotonic() - began, 2),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -191,6 +191,30 @@ def test_training_stops_once_all_lengths_are_solved(monkeypatch: pytest.MonkeyPa
         assert (result["steps"], result["solved"], result["accuracy"]) == (steps, solved, accuracy)
 
 
+def test_one_good_test_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = replace(tasks().TASKS["parity"], steps=40, batch=2, lengths=(8,))
+    found = iter([0.5, 1.0, 0.5, 0.9995, 0.999, 1.0, 1.0])
+    monkeypatch.setattr(tasks(), "accuracies", lambda *_: [next(found)])
+    monkeypatch.setattr(tasks(), "make_model", lambda *_: Oracle(8))
+    result = tasks().train("", task, 0, torch.device("cpu"), every=5)
+    assert (result["steps"], result["solved"]) == (25, 20)
+
+
+def test_seeds_draw_other_texts() -> None:
+    seen: list[torch.Tensor] = []
+
+    def draw(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tasks().draw_parity(*args)[0])
+        return tasks().draw_parity(*args)
+
+    task = replace(tasks().TASKS["parity"], draw=draw, steps=1, batch=8, lengths=(16,))
+    for seed in 0, 1, 0:
+        tasks().train("linear attention", task, seed, torch.device("cpu"))
+    tests, texts = seen[::2], seen[1::2]
+    assert torch.equal(tests[0], tests[1]) and torch.equal(texts[0], texts[2])
+    assert not torch.equal(texts[0], texts[1])
+
+
 def test_a_seed_gives_one_result() -> None:
     task = replace(tasks().TASKS["parity"], steps=6, batch=8, lengths=(16, 24))
     cpu = torch.device("cpu")

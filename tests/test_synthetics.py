@@ -436,6 +436,7 @@ def test_an_error_is_a_line_of_the_pipe_and_the_worker_ends() -> None:
         sent: list[Any] = []  # noqa: RUF012
 
         def recv(self) -> Any:
+            assert not self.sent, "goes on after an error"
             return "no such variant", "parity", 0
 
         def send(self, result: Any) -> None:

@@ -286,7 +286,7 @@ def train(variant: str, task: Task, seed: int, device: torch.device, every: int 
         "steps": curve[-1][0],
         "seconds": round(time.monotonic() - began, 2),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "curve": curve,
+        "curve": [[step, *accuracy] for step, accuracy in curve],
     }
 
 
@@ -302,4 +302,4 @@ def rate(step: int, steps: int) -> float:
 def accuracies(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> list[float]:
     """The part of labelled positions that the model gets right; waits for the device once."""
     found = [(model(tokens).argmax(-1) == labels).sum() / (labels != IGNORED).sum() for tokens, labels in tests]
-    return torch.stack(found).tolist()
+    return [round(x, 5) for x in torch.stack(found).tolist()]

@@ -32,7 +32,7 @@ from checkpoint import UserError, file_errors
 from synthetic_tasks import TASKS, VARIANTS, Task, train
 from training import one_line_errors
 
-from flexsp.bench.record import environment, file_stem, load, save
+from flexsp.bench.record import environment, file_stem, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "synthetics.md"
@@ -245,7 +245,7 @@ def run(options: argparse.Namespace) -> Path:
     result = {**head, "seconds": round(time.monotonic() - began), "tasks": described(options.tiny), "cells": rows}
     with file_errors():
         file = out / f"{file_stem('synthetics', env)}.json"
-        save(file, result)
+        save_lines(file, result)
         (out / "table.md").write_text(markdown(result) + "\n")
         if find_spec("matplotlib") is None:
             print("no picture: pip install matplotlib, then the same command once more", flush=True)
@@ -253,6 +253,15 @@ def run(options: argparse.Namespace) -> Path:
             picture(result, out / "synthetics.png")
     print(f"\n{markdown(result)}\n\n{file}", flush=True)
     return file
+
+
+def save_lines(file: Path, result: Result) -> None:
+    """As JSON with a line for each cell."""
+    head, mark = json.dumps({**result, "cells": []}, indent=1), '"cells": []'
+    cells = ",\n".join(json.dumps(row) for row in result["cells"])
+    part = file.with_suffix(".part")
+    part.write_text(head.replace(mark, f'"cells": [\n{cells}\n]') + "\n")
+    part.replace(file)  # one that is killed leaves the last whole version
 
 
 def described(tiny: bool) -> dict[str, Any]:

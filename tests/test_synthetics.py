@@ -219,8 +219,8 @@ def test_a_seed_gives_one_result() -> None:
     task = replace(tasks().TASKS["parity"], steps=6, batch=8, lengths=(16, 24))
     cpu = torch.device("cpu")
     first, again, other = (tasks().train("DeltaNet", task, seed, cpu, every=3)["curve"] for seed in (0, 0, 1))
-    assert first == again and [step for step, _ in first] == [3, 6]
-    assert first != other
+    assert first == again and [step for step, *_ in first] == [3, 6]
+    assert first != other and all(len(row) == 3 for row in first)
 
 
 # ---------------------------------------------------------------- runs
@@ -373,6 +373,14 @@ def test_a_table_of_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG") and "](page.png)" in text
     script().report(tmp_path / "synthetics_h200_20260102.json", page)
     assert page.read_text() == text
+
+
+def test_a_file_has_a_line_for_each_cell(tmp_path: Path) -> None:
+    result = {"kind": "synthetics", "tiny": False, "cells": rows_for_a_table()}
+    script().save_lines(tmp_path / "x.json", result)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == result and text.count("\n") == 6 + len(result["cells"])
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_the_page_has_the_numbers_of_its_file() -> None:

@@ -109,7 +109,7 @@ def product(n: int, neg: bool, gate: bool = False) -> Make:
     )
 
 
-# All but HGRN and RG-LRU keep 2048 numbers of a text in a layer; these keep a vector of four times the width.
+# A layer keeps heads * head**2 numbers of a text; HGRN and RG-LRU keep a vector of four times the width.
 VARIANTS: dict[str, Make] = {
     "linear attention": lambda s: OpLayer("linear", s),
     "RetNet": lambda s: OpLayer("retention", s),
@@ -223,12 +223,12 @@ class Task:
         return tokens, labels
 
 
-BARE = Size(conv=1)
+BARE, SMALL = Size(conv=1), Size(64, heads=4)
 TASKS = {
     "parity": Task("parity", draw_parity, 2, 2, (64, 256), 1, BARE, 1 / 2, steps=500),
     "s3": Task("permutations of three", draw_s3, 7, 6, (64, 256), 1, BARE, 1 / 6, steps=800),
     "copying": Task("selective copying", draw_copying, 18, SYMBOLS, (96,), 2, Size(), 1 / SYMBOLS),
-    "recall": Task("associative recall", draw_recall, 1 + 2 * KEYS, 1 + 2 * KEYS, (128,), 2, Size(), 1 / KEYS),
+    "recall": Task("associative recall", draw_recall, 1 + 2 * KEYS, 1 + 2 * KEYS, (128,), 2, SMALL, 1 / KEYS),
 }
 
 

@@ -1,5 +1,6 @@
 # make demo      trains a small language model, one sequence cut over 4 CPU processes
 # make demo-hybrid  trains a small Qwen3-Next of transformers on 4 CPU processes, and compares it with one; some minutes
+# make synthetics  trains small models of every variant on recall, copying and state tracking; minutes on a GPU
 # make test      the CPU suite                      make lint       ruff and mypy
 # make test-all  the CPU suite with its slow cases
 # make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
@@ -30,7 +31,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-hybrid test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid synthetics test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -50,6 +51,9 @@ demo-hybrid: $(VENV)/.hybrid
 	$(BIN)/python $(HYBRID) --name nudged --nudge --no-export > /dev/null & nudged=$$!; \
 	$(BIN)/python $(HYBRID) --name one_rank --no-export && wait $$nudged
 	$(BIN)/python examples/compare_runs.py runs/hybrid/one_rank runs/hybrid/many_ranks --nudged runs/hybrid/nudged
+
+synthetics: $(VENV)/.demo
+	OMP_NUM_THREADS=1 $(BIN)/python examples/synthetics.py $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
     --durations=10

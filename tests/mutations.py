@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
+from tests.mutations_examples import EXAMPLES
 from tests.mutations_fla import FLA
 from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
@@ -593,6 +594,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS,
-    *FLA, *PLANNER,
+    *FLA, *PLANNER, *EXAMPLES,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

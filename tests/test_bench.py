@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp import ops
 from flexsp.bench import document, op, plot, ranks, record, table
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
@@ -221,56 +220,6 @@ def test_a_table_has_the_second_baseline_where_it_ran() -> None:
     lines = table.op_table({"rows": rows, "cold": []}).splitlines()
     assert "| flexsp ms | mamba_ssm ms | ratio | memory floor ms |" in lines[0]
     assert lines[2].startswith("| mamba3 | 4096 | fwd | 1.000 | 2.000 | 0.50 | 0.500 |")
-
-
-def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is called with its own names of the inputs; what raises is reported by provider and mode."""
-    called: list[tuple[str, bool, list[str]]] = []
-
-    def peer(module: str) -> SimpleNamespace:
-        def op(**given: Any) -> tuple[torch.Tensor, None]:
-            called.append((module, torch.is_grad_enabled(), sorted(given)))
-            if torch.is_grad_enabled() and module != "flash_qla":
-                raise RuntimeError("this release of Triton is refused")
-            return ops.chunk_gated_delta_rule(**given)
-
-        return SimpleNamespace(chunk_gated_delta_rule=op)
-
-    for module in ("fla.ops.gated_delta_rule", "flash_qla"):
-        monkeypatch.setitem(sys.modules, module, peer(module))
-    monkeypatch.setattr(op, "find_spec", lambda name: name)
-    case = CASES["gated_delta_rule_shared_keys"]
-    inputs = make_inputs(case, Shape(1, 9, 2, 4, 4), torch.float32, CPU)
-    functions = op._functions(case, inputs, fla=True)
-    (refused,) = op._warm(functions, CPU)
-    assert (refused["provider"], refused["mode"]) == ("fla", "fwd_bwd") and "refused" in refused["error"]
-    ran = {(p, mode) for p in ("flexsp", "flashqla") for mode in ("fwd", "fwd_bwd")} | {("fla", "fwd")}
-    assert set(functions) == ran
-    given = ["beta", "g", "k", "q", "v"]
-    assert called == [(m, grad, given) for m in ("fla.ops.gated_delta_rule", "flash_qla") for grad in (False, True)]
-
-
-def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlstm_kernels has heads before tokens; its gradients are those of its own leaves."""
-    name, seen = "mlstm_kernels.torch.chunkwise.triton_xl_chunk", []
-
-    def theirs(**given: Any) -> torch.Tensor:
-        seen.append({key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)})
-        turned = {key: given[key].transpose(1, 2) for key in "qkvif"}
-        return ops.chunk_mlstm(**turned)[0].transpose(1, 2)
-
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(mlstm_chunkwise__xl_chunk=theirs))
-    monkeypatch.setattr(op, "find_spec", lambda name: name)
-    inputs = make_inputs(CASES["mlstm"], Shape(1, 9, 2, 4, 8), torch.float32, CPU)
-    functions = op._functions(CASES["mlstm"], inputs, fla=True)
-    assert ("mlstm_kernels", "fwd") in op._functions(CASES["mlstm"], inputs, fla=True)
-    for mode in ("fwd", "fwd_bwd"):
-        ours, other = functions["flexsp", mode](), functions["mlstm_kernels", mode]()
-        pairs = [(ours, other)] if mode == "fwd" else list(zip(ours, other, strict=True))  # type: ignore[call-overload]
-        for a, b in pairs:
-            torch.testing.assert_close(a.transpose(1, 2), b)
-    wide = (1, 2, 9, 4)
-    assert seen[0] == {"q": wide, "k": wide, "v": (1, 2, 9, 8), "i": (1, 2, 9), "f": (1, 2, 9)}
 
 
 def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -549,6 +498,7 @@ def test_without_dispatcher_ends() -> None:
 
 def test_tables_of_all_results_can_be_made() -> None:
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    files = [path for path in files if record.load(path)["kind"] != "synthetics"]
     assert {record.load(path)["kind"] for path in files} >= {"host", "traffic", "op", "scale"}
     assert table.markdown(files).count("commit") >= len(files)
 
@@ -562,7 +512,9 @@ def test_documents_have_the_numbers_of_their_files(name: str) -> None:
 
 def test_every_result_file_stands_in_a_document() -> None:
     shown = [path for name in ("README.md", "benchmarks/README.md") for path in document.sources(ROOT / name)]
-    assert {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")} == {path.name for path in shown}
+    found = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    others = {name for name in found if name.startswith("synthetics_")}  # tests/test_synthetics.py looks at these
+    assert found - others == {path.name for path in shown}
 
 
 def test_findings_of_the_sanitizer_are_a_table(tmp_path: Path) -> None:

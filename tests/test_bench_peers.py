@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flexsp.bench import scale, table
+from flexsp import ops
+from flexsp.bench import op, scale, table
+from flexsp.bench.cases import CASES, Shape, make_inputs
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.launch.cli import main, parser
-from tests.test_bench import TOY
+from tests.test_bench import CPU, TOY
 
 
 def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +49,53 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr("flexsp.bench.peers.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="peers: expected the module 'flash_qla' of 'flashqla'"):
         peer_over_ranks("flashqla", "gated_delta_rule", 64, 2, 4)
+
+
+def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is called with its own names of the inputs; what raises is reported by provider and mode."""
+    called: list[tuple[str, bool, list[str]]] = []
+
+    def peer(module: str) -> SimpleNamespace:
+        def op(**given: Any) -> tuple[torch.Tensor, None]:
+            called.append((module, torch.is_grad_enabled(), sorted(given)))
+            if torch.is_grad_enabled() and module != "flash_qla":
+                raise RuntimeError("this release of Triton is refused")
+            return ops.chunk_gated_delta_rule(**given)
+
+        return SimpleNamespace(chunk_gated_delta_rule=op)
+
+    for module in ("fla.ops.gated_delta_rule", "flash_qla"):
+        monkeypatch.setitem(sys.modules, module, peer(module))
+    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    case = CASES["gated_delta_rule_shared_keys"]
+    inputs = make_inputs(case, Shape(1, 9, 2, 4, 4), torch.float32, CPU)
+    functions = op._functions(case, inputs, fla=True)
+    (refused,) = op._warm(functions, CPU)
+    assert (refused["provider"], refused["mode"]) == ("fla", "fwd_bwd") and "refused" in refused["error"]
+    ran = {(p, mode) for p in ("flexsp", "flashqla") for mode in ("fwd", "fwd_bwd")} | {("fla", "fwd")}
+    assert set(functions) == ran
+    given = ["beta", "g", "k", "q", "v"]
+    assert called == [(m, grad, given) for m in ("fla.ops.gated_delta_rule", "flash_qla") for grad in (False, True)]
+
+
+def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlstm_kernels has heads before tokens; its gradients are those of its own leaves."""
+    name, seen = "mlstm_kernels.torch.chunkwise.triton_xl_chunk", []
+
+    def theirs(**given: Any) -> torch.Tensor:
+        seen.append({key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)})
+        turned = {key: given[key].transpose(1, 2) for key in "qkvif"}
+        return ops.chunk_mlstm(**turned)[0].transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(mlstm_chunkwise__xl_chunk=theirs))
+    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    inputs = make_inputs(CASES["mlstm"], Shape(1, 9, 2, 4, 8), torch.float32, CPU)
+    functions = op._functions(CASES["mlstm"], inputs, fla=True)
+    assert ("mlstm_kernels", "fwd") in op._functions(CASES["mlstm"], inputs, fla=True)
+    for mode in ("fwd", "fwd_bwd"):
+        ours, other = functions["flexsp", mode](), functions["mlstm_kernels", mode]()
+        pairs = [(ours, other)] if mode == "fwd" else list(zip(ours, other, strict=True))  # type: ignore[call-overload]
+        for a, b in pairs:
+            torch.testing.assert_close(a.transpose(1, 2), b)
+    wide = (1, 2, 9, 4)
+    assert seen[0] == {"q": wide, "k": wide, "v": (1, 2, 9, 8), "i": (1, 2, 9), "f": (1, 2, 9)}

@@ -11,6 +11,7 @@ import torch
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
+from flexsp.kernels.vector.op import has_kernels, vector_state
 from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def run_matrix(
 
 
 def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
-    """An op whose states are vectors, of inputs and log gates [B, T, D]: what is left to check, and the program's call.
+    """An op whose states are vectors, of inputs and log gates [B, T, D]: what is left to check, and the call of kernels
+    of their own or, in PyTorch, of a program.
 
     Args:
         op: its name, by which ranks compare their calls.
@@ -131,7 +133,13 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     initial = initial_state((D,), "D", call, group, x)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, op, x, D, N, call.cu_seqlens is None)
-    K = next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)
+    if has_kernels(x):
+        o, final = vector_state(
+            x, g, op, initial_state=initial, output_final_state=call.output_final_state, cu_seqlens=call.cu_seqlens,
+            sp=group,
+        )
+        return o, final_state(final, call)
+    g, K = clamped(g, x), next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)
     heads = (D // K, K)
     inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
     prev_s = None if initial is None else initial.unflatten(-1, heads)

@@ -54,7 +54,7 @@ def chunk_hgrn(
     """
     check_inputs(x, g)
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    return programs.run_vector("hgrn", x, programs.clamped(g, x), call)
+    return programs.run_vector("hgrn", x, g, call)
 
 
 def recurrent_hgrn(

@@ -1,0 +1,205 @@
+"""The walks of vector states: what segments add to the state, the outputs, and the same for the backward pass.
+
+A program is one warp and walks the chunks of a segment, with the states [BD] of some channels in registers. All rows of
+a chunk are loaded before its first token is computed. Places of a chunk without a token have a gate of 0 and all else
+0: a state passes them. Log gates are natural logarithms.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.kernels.primitives import LOG2E, chunk_info
+from flexsp.runtime.launch import begin
+
+_LEAST = tl.constexpr(-104.0)
+"""Where a float32 e^g has underflowed: gates below act as this, and have no gradient."""
+
+
+@triton.jit
+def place(d0, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr):
+    """Channels, whether they are there, and their heads and places in these."""
+    d = d0 + tl.arange(0, BD)
+    return d, d < D, (d // P).to(tl.int64), d % P
+
+
+@triton.jit
+def rows_of(base, start, length, st, at, valid, C: tl.constexpr):
+    """fp32 [BD] of every place of a chunk, 0 where there is no token."""
+    rows: tl.tuple = ()
+    for i in tl.static_range(C):
+        row = tl.load(base + (start + i) * st + at, mask=valid & (i < length), other=0.0)
+        rows = rows + (row.to(tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
+    return rows
+
+
+@triton.jit
+def limited(g):
+    """A log gate, not below the least."""
+    return tl.maximum(g, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def decay_of(g):
+    """e^g."""
+    return tl.exp2(limited(g) * LOG2E)
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def summarize_kernel(
+    x, g, states, decay, cut, initial, table,
+    x_sb, x_st, x_sh, g_sb, g_st, g_sh, T, n_seg, n_chunks, per_seg,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
+    ZERO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """states [batch, n_seg + 1, D]: what segment s adds in slot s + 1; its log decay in decay [batch, n_seg, D].
+
+    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [docs, D]: states before packed documents.
+    """
+    begin(PDL)
+    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
+    b = tl.program_id(1).to(tl.int64)
+    seg = tl.program_id(2)
+    h = tl.zeros([BD], tl.float32)
+    total = tl.zeros([BD], tl.float32)
+    cuts = 0
+    for c in range(seg * per_seg, tl.minimum(seg * per_seg + per_seg, n_chunks)):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        if PACKED:
+            cuts = cuts | first.to(tl.int32)
+            if first:
+                h = tl.zeros([BD], tl.float32)
+                total = tl.zeros([BD], tl.float32)
+                if INITIAL:
+                    h = tl.load(initial + doc.to(tl.int64) * D + d, mask=valid, other=0.0)
+        xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
+        gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
+        for i in tl.static_range(C):
+            h = decay_of(gs[i]) * h + xs[i]
+            total += limited(gs[i])
+    to = states + (b * (n_seg + 1) + seg + 1) * D + d
+    tl.store(to, h, mask=valid)
+    if ZERO:
+        tl.store(to - D, tl.zeros([BD], tl.float32), mask=valid & (seg == 0))
+    tl.store(decay + (b * n_seg + seg) * D + d, total, mask=valid)
+    if PACKED:
+        tl.store(cut + b * n_seg + seg, cuts, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+def output_kernel(
+    x, g, o, states, chunks, initial, final, table,
+    x_sb, x_st, x_sh, g_sb, g_st, g_sh, T, n_seg, n_chunks, per_seg,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """o [batch, T, D] = h; chunks [batch, n_chunks, D], the states that enter the chunks; and the final states of
+    packed documents."""
+    begin(PDL)
+    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
+    b = tl.program_id(1).to(tl.int64)
+    seg = tl.program_id(2)
+    h = tl.load(states + (b * (n_seg + 1) + seg) * D + d, mask=valid, other=0.0)
+    for c in range(seg * per_seg, tl.minimum(seg * per_seg + per_seg, n_chunks)):
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at_doc = doc.to(tl.int64) * D if PACKED else 0
+        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
+            if first:
+                h = tl.zeros([BD], tl.float32)
+                if INITIAL:
+                    h = tl.load(initial + at_doc + d, mask=valid, other=0.0)
+        xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
+        gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
+        tl.store(chunks + (b * n_chunks + c) * D + d, h, mask=valid)
+        to = o + (b * T + start) * D + d
+        for i in tl.static_range(C):
+            h = decay_of(gs[i]) * h + xs[i]
+            tl.store(to + i * D, h.to(o.dtype.element_ty), mask=valid & (i < length))
+        if PACKED and FINAL:  # noqa: SIM102
+            if last:
+                tl.store(final + at_doc + d, h, mask=valid)
+
+
+@triton.jit
+def collect_kernel(
+    g, do, dstates, dfinal, table,
+    g_sb, g_st, g_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    ZERO: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dstates [batch, n_seg + 1, D]: what segment s adds, from right to left, to the gradient of the state before it in
+    slot s. ZERO: nothing enters, so slot n_seg becomes 0. dfinal: of packed documents."""
+    begin(PDL)
+    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
+    b = tl.program_id(1).to(tl.int64)
+    seg = tl.program_id(2)
+    dh = tl.zeros([BD], tl.float32)
+    chunk = seg * per_seg
+    until = tl.minimum(chunk + per_seg, n_chunks)
+    for j in range(0, until - chunk):
+        start, length, doc, first, last = chunk_info(table, until - 1 - j, T, C, PACKED)
+        if PACKED:  # noqa: SIM102
+            if last:
+                dh = tl.zeros([BD], tl.float32)
+                if FINAL:
+                    dh = tl.load(dfinal + doc.to(tl.int64) * D + d, mask=valid, other=0.0)
+        gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
+        dos = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, C)
+        for i in tl.static_range(C):
+            dh = decay_of(gs[C - 1 - i]) * (dh + dos[C - 1 - i])
+        if PACKED:
+            dh = tl.where(first, 0.0, dh)  # nothing flows back past a document's start
+    to = dstates + (b * (n_seg + 1) + seg) * D + d
+    tl.store(to, dh, mask=valid)
+    if ZERO:
+        tl.store(to + D, tl.zeros([BD], tl.float32), mask=valid & (seg == n_seg - 1))
+
+
+@triton.jit
+def grads_kernel(
+    x, g, do, chunks, dstates, dfinal, dinitial, dx, dg, table,
+    x_sb, x_st, x_sh, g_sb, g_st, g_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
+    D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    INITIAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dx, dg [batch, T, D], from right to left, and the gradients of initial states of packed documents."""
+    begin(PDL)
+    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
+    b = tl.program_id(1).to(tl.int64)
+    seg = tl.program_id(2)
+    dh = tl.load(dstates + (b * (n_seg + 1) + seg + 1) * D + d, mask=valid, other=0.0)
+    chunk = seg * per_seg
+    until = tl.minimum(chunk + per_seg, n_chunks)
+    for j in range(0, until - chunk):
+        c = until - 1 - j
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        at_doc = doc.to(tl.int64) * D if PACKED else 0
+        if PACKED:  # noqa: SIM102
+            if last:
+                dh = tl.zeros([BD], tl.float32)
+                if FINAL:
+                    dh = tl.load(dfinal + at_doc + d, mask=valid, other=0.0)
+        h = tl.load(chunks + (b * n_chunks + c) * D + d, mask=valid, other=0.0)
+        xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
+        gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
+        dos = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, C)
+        kept: tl.tuple = ()
+        for i in tl.static_range(C):
+            kept = kept + (decay_of(gs[i]) * h,)  # noqa: RUF005
+            h = kept[i] + xs[i]
+        to_tokens = (b * T + start) * D + d
+        for i in tl.static_range(C - 1, -1, -1):
+            there = valid & (i < length)
+            back = dh + dos[i]
+            tl.store(dx + to_tokens + i * D, back.to(dx.dtype.element_ty), mask=there)
+            to_gate = tl.where(gs[i] < _LEAST, 0.0, back * kept[i])
+            tl.store(dg + to_tokens + i * D, to_gate.to(dg.dtype.element_ty), mask=there)
+            dh = decay_of(gs[i]) * back
+        if PACKED:
+            if INITIAL:
+                tl.store(dinitial + at_doc + d, dh, mask=valid & first)
+            dh = tl.where(first, 0.0, dh)

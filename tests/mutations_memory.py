@@ -13,6 +13,7 @@ _EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
 _FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
 _RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
 _SCAN = "tests/test_selective_scan.py::"
+_VECTOR = "tests/test_vector_state.py::test_kernels"
 _STEPS = _SCAN + "test_against_the_token_loop"
 _WALKS = _SCAN + "test_kernels[plain]"
 _MAMBA = _SCAN + "test_the_layer_is_its_formula"
@@ -90,6 +91,21 @@ MEMORY = [
          "all groups of a chunk begin with its state", _WALKS),
         ("du + do * weight", "du", "the skip has no gradient to the input", _WALKS),
         ("return a * back, to_A", "return back, to_A", "adjoints leave tokens before they decay", _WALKS),
+    ),
+    *_in(
+        "flexsp/kernels/vector/walks.py",
+        ("return tl.maximum(g, _LEAST, propagate_nan=tl.PropagateNan.ALL)", "return g", "gates are not limited",
+         _VECTOR + "[gates that close]"),
+        ("total += limited(gs[i])", "total += gs[i]", "closed gates close twice", _VECTOR + "[gates that close]"),
+        ("dh = decay_of(gs[C - 1 - i]) * (dh + dos[C - 1 - i])", "dh = decay_of(gs[C - 1 - i]) * dh + dos[C - 1 - i]",
+         "adjoints lack a decay", _VECTOR + "[plain]"),
+        ("tl.where(gs[i] < _LEAST, 0.0, back * kept[i])", "back * kept[i]", "closed gates have gradients",
+         _VECTOR + "[gates that close]"),
+        ("dh = decay_of(gs[i]) * back\n", "dh = back\n", "gradients leave tokens before they decay", _VECTOR + "[plain]"),
+        ("            dh = tl.where(first, 0.0, dh)\n", "            dh = dh\n", "gradients pass documents",
+         _VECTOR + "[documents]"),
+        ("kept = kept + (decay_of(gs[i]) * h,)", "kept = kept + (h,)", "gates have the gradient of all states",
+         _VECTOR + "[plain]"),
     ),
     *_in(
         "flexsp/nn/mamba.py",

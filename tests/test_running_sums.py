@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from flexsp.scan.sequence import previous, running_sum
@@ -47,3 +48,14 @@ def test_on_one_rank() -> None:
         cu = torch.tensor(bounds)
         for f, want in zip((running_sum, previous), by_tokens(x, bounds), strict=True):
             torch.testing.assert_close(f(x, cu, None), want, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("T", [0, 1, 256, 257, 511, 513, 66_000])
+def test_long_texts(T: int) -> None:
+    """Of blocks of tokens, and blocks of these; and their gradients."""
+    x = torch.randn(2, T, 3, dtype=torch.float64, requires_grad=True)
+    got, want = running_sum(x, None, None), x.cumsum(1)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-10)
+    do = torch.randn_like(x)
+    (dx,), (expected,) = (torch.autograd.grad(y, x, do) for y in (got, want))
+    torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-10)

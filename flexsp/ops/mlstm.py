@@ -96,7 +96,7 @@ def chunk_mlstm(
     C, n, m = _states(*given)
     gates = _stabilised(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
-    reads, written = q.to(kind), (programs.wide(k, q) * gates.entry.unsqueeze(-1)).to(kind)
+    reads, written = q.to(kind), (k * gates.entry.unsqueeze(-1)).to(kind)
     ones = reads.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
     numerator, C = diagonal(
         reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
@@ -106,7 +106,7 @@ def chunk_mlstm(
         reads, written, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
-    h = _over(programs.wide(numerator, q), programs.wide(denominator, q), gates.floor, eps).to(v.dtype)
+    h = _over(numerator, programs.wide(denominator, q), gates.floor, eps).to(v.dtype)
     if C is None or n is None:
         return h, None
     if sp is not None:

@@ -18,6 +18,7 @@ from flexsp.scan.transitions import Transition
 __all__ = ["following", "last", "positions", "previous", "running_sum"]
 
 Ranks = SequenceParallel | None
+_BLOCK = 256  # tokens
 
 
 def _places(
@@ -51,7 +52,7 @@ def running_sum(
     T = x.shape[1]
     place, begin, start = _places(T, x.device, cu_seqlens, sp)
     total = x.to(torch.float64)
-    total = total.cumsum(1) if cu_seqlens is None else _sums_of_documents(total, place - begin)
+    total = _sums(total) if cu_seqlens is None else _sums_of_documents(total, place - begin)
     if initial is not None:
         total = total + _initial(initial.to(total.dtype), cu_seqlens, place, begin >= start)
     if wrapped:
@@ -154,6 +155,20 @@ def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel,
     """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before, back to the last one with a cut."""
     states = mine.reshape(*mine.shape[:2], 1, -1).contiguous()
     return exchange(states, Transition.of(states, None, cut), sp, what).view(mine.shape).unsqueeze(1)
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Running sums of x [B, T, ...], by blocks of tokens: along an axis that is not the last one torch's cumsum has one
+    thread add up all of a column."""
+    T = x.shape[1]
+    if T <= _BLOCK:
+        return x.cumsum(1)
+    n = -(-T // _BLOCK)
+    rest = x.new_zeros(x.shape[0], n * _BLOCK - T, *x.shape[2:])
+    inside = torch.cat([x, rest], 1).unflatten(1, (n, _BLOCK)).cumsum(2)
+    ends = _sums(inside[:, :-1, -1])
+    before = torch.cat([torch.zeros_like(inside[:, :1, -1]), ends], 1)
+    return (inside + before.unsqueeze(2)).flatten(1, 2)[:, :T]
 
 
 def _sums_of_documents(x: torch.Tensor, since: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,6 @@ import triton.language as tl
 from flexsp.kernels.primitives import LOG2E, chunk_info
 from flexsp.runtime.launch import begin
 
-_LEAST = tl.constexpr(-104.0)
-"""Where a float32 e^g has underflowed: gates below act as this, and have no gradient."""
-
 
 @triton.jit
 def place(d0, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr):
@@ -35,15 +32,9 @@ def rows_of(base, start, length, st, at, valid, C: tl.constexpr):
 
 
 @triton.jit
-def limited(g):
-    """A log gate, not below the least."""
-    return tl.maximum(g, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def decay_of(g):
-    """e^g."""
-    return tl.exp2(limited(g) * LOG2E)
+    """e^g; 0 for gates below -104, whose gradients are then 0 too."""
+    return tl.exp2(g * LOG2E)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -80,7 +71,7 @@ def summarize_kernel(
         gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
         for i in tl.static_range(C):
             h = decay_of(gs[i]) * h + xs[i]
-            total += limited(gs[i])
+            total += gs[i]
     to = states + (b * (n_seg + 1) + seg + 1) * D + d
     tl.store(to, h, mask=valid)
     if ZERO:
@@ -196,8 +187,7 @@ def grads_kernel(
             there = valid & (i < length)
             back = dh + dos[i]
             tl.store(dx + to_tokens + i * D, back.to(dx.dtype.element_ty), mask=there)
-            to_gate = tl.where(gs[i] < _LEAST, 0.0, back * kept[i])
-            tl.store(dg + to_tokens + i * D, to_gate.to(dg.dtype.element_ty), mask=there)
+            tl.store(dg + to_tokens + i * D, (back * kept[i]).to(dg.dtype.element_ty), mask=there)
             dh = decay_of(gs[i]) * back
         if PACKED:
             if INITIAL:

@@ -104,7 +104,7 @@ MEMORY = [
          "adjoints lack a decay", _VECTOR + "[plain]"),
         ("dh = decay_of(gs[i]) * back\n", "dh = back\n", "gradients leave tokens before they decay",
          _VECTOR + "[plain]"),
-        ("            dh = tl.where(first, 0.0, dh)\n", "            dh = dh\n", "gradients pass documents",
+        ("dh = tl.where(first, 0.0, dh)  #", "dh = dh  #", "gradients pass documents",
          _VECTOR + "[documents]"),
         ("kept = kept + (decay_of(gs[i]) * h,)", "kept = kept + (h,)", "gates have the gradient of all states",
          _VECTOR + "[plain]"),

@@ -537,11 +537,9 @@ def grads_kernel(
                 sum_A += to_A
                 sum_skip += dskip_t
                 sum_bias += ddt_t
-        if PACKED:
-            if INITIAL:
-                to_state = state_at(dinitial + at_doc, d, n, N)
-                tl.store(to_state, g, mask=inside & first)
-            g = tl.where(first, 0.0, g)
+        if PACKED and INITIAL:
+            to_state = state_at(dinitial + at_doc, d, n, N)
+            tl.store(to_state, g, mask=inside & first)
     of_segment = (b * (D // P) + head) * n_seg + seg
     tl.store(dA + (of_segment * P + p)[:, None] * N + n[None, :], sum_A, mask=inside)
     if SKIP:

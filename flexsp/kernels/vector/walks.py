@@ -189,7 +189,5 @@ def grads_kernel(
             tl.store(dx + to_tokens + i * D, back.to(dx.dtype.element_ty), mask=there)
             tl.store(dg + to_tokens + i * D, (back * kept[i]).to(dg.dtype.element_ty), mask=there)
             dh = decay_of(gs[i]) * back
-        if PACKED:
-            if INITIAL:
-                tl.store(dinitial + at_doc + d, dh, mask=valid & first)
-            dh = tl.where(first, 0.0, dh)
+        if PACKED and INITIAL:
+            tl.store(dinitial + at_doc + d, dh, mask=valid & first)

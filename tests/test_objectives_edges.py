@@ -338,12 +338,12 @@ def test_errors_of_a_call(name: str, changes: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("read", "P by flexsp/variants/vector_state.py, then q / (P + eps) on the diagonal engine"),
+        ("read", "P as by chunk_hgrn, then q / (P + eps) on the diagonal engine"),
         ("write", "then eta k / (P + eps) on the diagonal engine"),
         ("mamba3, read", "3 row(s) a token, .*; the state holds K x V, the last 3 key(s) as columns, P as the last"),
         ("spectral", "turned by running sums of theta and psi"),
         ("difference", "compiled from general_delta in flexsp/grammar/programs.py, with the token before's key"),
-        ("information", "lam by flexsp/variants/vector_state.py, then what is compiled from general_delta"),
+        ("information", "lam as by chunk_hgrn, then what is compiled from general_delta"),
         ("contrastive", "ranks run one after the other, with shards that start on edges of blocks of 5"),
     ],
 )  # fmt: skip

@@ -59,13 +59,19 @@ def run(inputs: Tensors, dtype: torch.dtype, **others: Any) -> None:
 
 
 def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -> None:
-    with poisoned(1 if kind == "long segments" else 1000):
+    with poisoned(1 if kind.startswith("long") else 1000):
         if kind == "documents":
             inputs = draw(1, 60, 11, 7, seed)
             inputs["cu_seqlens"] = torch.tensor([0, 0, 1, 19, 19, 35, 60, 60])
             run(inputs, dtype)
             del inputs["initial_state"]
             run(inputs, dtype, wide=("g",))
+        elif kind == "long segments with documents":
+            for cuts in ([0, 10, 63], [0, 26, 63], [0, 9, 9, 30, 63]):
+                inputs = draw(1, 63, 5, len(cuts) - 1, seed)
+                run(inputs | {"cu_seqlens": torch.tensor(cuts)}, dtype)
+        elif kind == "no states":
+            run(draw(2, 21, 6, 0, seed), dtype)
         elif kind == "strides":
             run(draw(2, 21, 6, 2, seed), dtype, arrange=lambda x: x.transpose(0, -1).contiguous().transpose(0, -1))
         elif kind == "no tokens":
@@ -89,10 +95,13 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             run(draw(2, 90, 3, 2, seed), dtype)
 
 
-KINDS = ["plain", "long segments", "documents", "strides", "no tokens", "gates that close", "several programs"]
+KINDS = [
+    "plain", "long segments", "long segments with documents", "no states", "documents", "strides", "no tokens",
+    "gates that close", "several programs",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "plain", "long segments", "documents", "gates that close"))
+@pytest.mark.parametrize("kind", quick(KINDS, *KINDS[:4], "gates that close"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
         run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)

@@ -131,7 +131,7 @@ class Rows(Objective):
         first = ""
         if self.eps is not None:
             what = "q / (P + eps)" if self.at == "read" else "eta k / (P + eps)"
-            first = f"P by flexsp/variants/vector_state.py, then {what} "
+            first = f"P as by chunk_hgrn, then {what} "
         rows = f", {self.rank} row(s) a token" if self.rank > 1 or self.trapezoidal else ""
         return (
             f"runs {first}on the diagonal engine (flexsp.ops.chunk_simple_gla){rows}, with a gate a channel on "
@@ -331,7 +331,7 @@ class Information(_GeneralDelta):
 
     def explain(self) -> str:
         return (
-            "runs lam by flexsp/variants/vector_state.py, then what is compiled from general_delta in "
+            "runs lam as by chunk_hgrn, then what is compiled from general_delta in "
             "flexsp/grammar/programs.py; the state holds K x V, lam as a column"
         )
 

@@ -32,8 +32,7 @@ def chunk_hgrn(
     in flash-linear-attention the caller has multiplied the inputs by 1 - e^{g_t} already.
 
     Args:
-        x: [B, T, D], float16, bfloat16, float32 or float64, any strides. Kernels take D in parts of equal size of at
-            most 128 channels, so on a GPU a D with no large divisor, such as a prime, is slow.
+        x: [B, T, D], float16, bfloat16, float32 or float64, any strides.
         g: natural-log gates [B, T, D] <= 0; x's dtype or float32. Values below -104 (-800 for float64 inputs) act as
             that, a decay of 0, and have no gradient.
         initial_state: [N, D] in float32 (float64 for float64 inputs); N = B, or the number of documents.
@@ -47,6 +46,8 @@ def chunk_hgrn(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
+        NotAvailable: on a GPU, more than 65535 blocks of channels in all sequences; a block has as many channels as the
+            largest divisor of D up to 256.
 
     Example:
         >>> f = torch.nn.functional.logsigmoid(torch.randn(2, 100, 256))

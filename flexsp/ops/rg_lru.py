@@ -37,8 +37,7 @@ def rg_lru(
     weighed like all others; some implementations take it with a weight of 1 instead.
 
     Args:
-        x: [B, T, D], float16, bfloat16, float32 or float64, any strides. Kernels take D in parts of equal size of at
-            most 128 channels, so on a GPU a D with no large divisor, such as a prime, is slow.
+        x: [B, T, D], float16, bfloat16, float32 or float64, any strides.
         r: recurrence gates before their sigmoid, [B, T, D]; x's dtype or float32.
         i: input gates before their sigmoid, [B, T, D]; x's dtype or float32.
         Lambda: [D], x's dtype or float32. The natural log decay is -c softplus(Lambda) sigmoid(r); below -104 (-800
@@ -56,6 +55,8 @@ def rg_lru(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
+        NotAvailable: on a GPU, more than 65535 blocks of channels in all sequences; a block has as many channels as the
+            largest divisor of D up to 256.
 
     Example:
         >>> x, r, i = torch.randn(3, 2, 100, 256).unbind(0)

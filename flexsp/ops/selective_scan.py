@@ -45,8 +45,8 @@ def selective_scan(
     Gu & Dao 2023, Mamba (arXiv 2312.00752), algorithm 2: every channel has N numbers, which decay each by itself. The
     arguments have the names of ``selective_scan_fn`` of mamba_ssm; tokens are the second axis here, channels the last.
     No tensor has T x D x N numbers. The kernels' backward pass makes a state every 8 tokens, and what every 32 channels
-    (fewer for N of more than 16) add to the gradients of B and C: T x D x N / 8 and, twice, T x D x N / 32 numbers in
-    float32.
+    (with the zero-order hold 8; fewer for N of more than 16) add to the gradients of B and C: T x D x N / 8 and, twice,
+    T x D x N / 32 numbers (with the zero-order hold / 8) in float32.
 
     Args:
         u: [batch, T, D], float16, bfloat16, float32 or float64, any strides.

@@ -25,6 +25,7 @@ _F32 = torch.float32
 _CHUNK = 8
 _CHANNELS = 128  # of a program at most
 _SEGMENTS = 8  # times as many programs as a device's number of them
+_CHUNKS = 128  # of a segment at most: every token's factor is rounded, and for gates near 0 always the same way
 _SAVED = ("@decay", "@cut", "@chunks")
 _OWN = (*_SAVED, "@states", "@dstates")
 
@@ -69,7 +70,7 @@ def _plan_of(batch: int, T: int, H: int, P: int, docs: int, device: Device) -> P
     block = min(triton.next_power_of_2(D), _CHANNELS)
     n_chunks = -(-T // _CHUNK) + docs
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
-    per_seg = max(1, -(-n_chunks // max(1, min(n_chunks, wanted))))
+    per_seg = min(_CHUNKS, max(1, -(-n_chunks // max(1, min(n_chunks, wanted)))))
     n_seg = max(1, -(-n_chunks // per_seg))
     return Plan(batch, T, D, P, docs, block, n_chunks, per_seg, n_seg)
 

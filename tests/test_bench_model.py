@@ -20,6 +20,7 @@ def test_table_and_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     fits = row | {"step_s": 0.5, "tokens_per_s": 65536.0, "peak_gib": 12.34}
     shown = table.model_table({"rows": [fits, row | {"world_size": 1, "unmodified": True, "error": "out of memory"}]})
     assert "| 1b | 32768 | 2 | 0.50 | 65,536 | 12.3 |" in shown
+    assert "| 1b | 2 x 32768 | 4 | 0.50 |" in table.model_table({"rows": [fits | {"sequences": 2, "world_size": 4}]})
     assert "| 1b, unmodified | 32768 | 1 | did not fit |  |  |" in shown
     with monkeypatch.context() as without:
         without.setattr(model, "find_spec", lambda name: None)
@@ -30,16 +31,23 @@ def test_table_and_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("flexsp.launch.bootstrap.init_sequence_parallel", lambda **how: group)
     assert main([*SMALL, "--unmodified"]) == 1
     assert "--unmodified: expected one rank, got 2" in capsys.readouterr().err
+    assert main([*SMALL, "--sp", "3"]) == 1
+    assert "--sp: expected a divisor of the 2 ranks, got 3" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_one_rank_two_ranks_and_the_unmodified_model_learn_alike(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = []
-    for name, words in (("one", ["--profile"]), ("two", ["--ranks", "2"]), ("unmodified", ["--unmodified"])):
+    runs = {"one": ["--profile"], "two": ["--ranks", "2"], "unmodified": ["--unmodified"]}
+    for name, words in (runs | {"rows": ["--ranks", "2", "--sp", "1"]}).items():
         assert main([*SMALL, *words, "--out", str(tmp_path / name)]) == 0
         [row] = record.load(next((tmp_path / name).glob("model_*.json")))["rows"]
-        assert row["world_size"] == (2 if name == "two" else 1) and row["tokens_per_s"] > 0
+        assert row["world_size"] == (2 if name in ("two", "rows") else 1) and row["tokens_per_s"] > 0
+        assert row["sequences"] == (2 if name == "rows" else 1)
+        if name == "rows":  # of another sequence too
+            assert row["losses"][0] > row["losses"][-1]
+            continue
         losses.append(torch.tensor(row["losses"]))
         assert ("kernels" in row) == (name == "one")
         assert all(ms > 0 and calls > 0 for _, ms, calls in row.get("kernels", []))

@@ -37,7 +37,8 @@ FLAGS = {
         "--repeats", "--child",
     ],
     "bench model": [
-        "--size", "--T", "--unmodified", "--profile", "--ranks", "--warmup", "--iterations", "--timeout", "--out",
+        "--size", "--T", "--sp", "--unmodified", "--profile", "--ranks", "--warmup", "--iterations", "--timeout",
+        "--out",
     ],
     "bench traffic": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--op", "--T",

@@ -1,4 +1,5 @@
-"""`flexsp bench model`: training steps of a whole hybrid model of transformers, one sequence cut over all ranks.
+"""`flexsp bench model`: training steps of a whole hybrid model of transformers, one sequence cut over all ranks, or
+with `--sp` several sequences, each cut over so many.
 
 Random weights, bfloat16 under FSDP2 with float32 parameters and AdamW, layers computed again in backward. On one rank
 the unmodified model may be timed beside it.
@@ -101,12 +102,14 @@ def _kernels(step: Callable[[], object], device: torch.device) -> list[tuple[str
 def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: bool) -> Row:
     """Seconds of steps and peak memory, of the slowest and fullest rank; on one rank, the error of a sequence that does
     not fit."""
-    device = sp.device
-    row: Row = {"size": args.size, "T": T, "world_size": sp.world_size, "unmodified": unmodified}
+    device, world = sp.device, dist.get_world_size()
+    sequences = world // sp.world_size
+    row: Row = {"size": args.size, "T": T, "sequences": sequences, "world_size": world, "unmodified": unmodified}
     model = _make(args.size, sp, unmodified)
     row["parameters"] = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    ids = torch.randint(SIZES[args.size]["vocab_size"], (1, T), generator=torch.Generator().manual_seed(1)).to(device)
+    own = torch.Generator().manual_seed(1 + dist.get_rank() // sp.world_size)
+    ids = torch.randint(SIZES[args.size]["vocab_size"], (1, T), generator=own).to(device)
     seconds, losses = [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -118,7 +121,7 @@ def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: boo
             synchronize(device)
             seconds.append(time.perf_counter() - began)
     except torch.OutOfMemoryError as error:
-        if sp.world_size > 1:  # the other ranks wait for this one, until torchrun ends them
+        if world > 1:  # the other ranks wait for this one, until torchrun ends them
             raise
         return row | {"error": str(error).split(". ")[0]}
     if args.profile:
@@ -127,42 +130,58 @@ def _row(args: argparse.Namespace, T: int, sp: SequenceParallel, unmodified: boo
     worst = torch.tensor([*seconds, _peak_gib(device)], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     dist.all_reduce(loss)
-    loss /= sp.world_size
+    loss /= world
     *seconds, peak = worst.tolist()
     step = statistics.median(seconds[args.warmup :])
-    return row | {"step_s": step, "tokens_per_s": T / step, "peak_gib": peak, "losses": loss.tolist()}
+    return row | {"step_s": step, "tokens_per_s": sequences * T / step, "peak_gib": peak, "losses": loss.tolist()}
 
 
 def _peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
+def _open(args: argparse.Namespace) -> SequenceParallel:
+    """The ranks that this one's sequence is cut over: all of them, or --sp."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from flexsp.launch.bootstrap import init_sequence_parallel
+
+    everyone = init_sequence_parallel(timeout_s=args.timeout)
+    world, size = everyone.world_size, args.sp or everyone.world_size
+    if args.unmodified and world > 1:
+        raise ValueError(f"--unmodified: expected one rank, got {world}")
+    if not 1 <= size <= world or world % size:
+        raise ValueError(f"--sp: expected a divisor of the {world} ranks, got {size}")
+    if size == world:
+        return everyone
+    mesh = init_device_mesh(everyone.device.type, (world // size, size), mesh_dim_names=("dp", "sp"))
+    everyone.close()
+    return init_sequence_parallel(mesh["sp"], timeout_s=args.timeout)
+
+
 def run(args: argparse.Namespace) -> int:
     """A row for each length; rank 0 prints and writes. Outside torchrun, --ranks starts as many, or one.
 
     Raises:
-        ValueError: --unmodified on several ranks, or transformers is not installed.
+        ValueError: --unmodified on several ranks, --sp that does not divide them, or transformers is not installed.
     """
     if find_spec("transformers") is None:
         raise ValueError('transformers: expected it to be installed (pip install "flexsp[transformers]"), got nothing')
     if "WORLD_SIZE" not in os.environ:
         return under_torchrun(args.ranks or [1], args.argv)
-    from flexsp.launch.bootstrap import init_sequence_parallel
-
-    sp = init_sequence_parallel(timeout_s=args.timeout)
-    if args.unmodified and sp.world_size > 1:
-        raise ValueError(f"--unmodified: expected one rank, got {sp.world_size}")
-    result: Row = {"kind": "model", "environment": environment(sp.device, args.argv) | {"world_size": sp.world_size},
-              "rows": []}  # fmt: skip
+    sp = _open(args)
+    where = environment(sp.device, args.argv) | {"world_size": dist.get_world_size()}
+    result: Row = {"kind": "model", "environment": where, "rows": []}
     kind = "model_unmodified" if args.unmodified else "model"
     out = Path(args.out) / f"{file_stem(kind, result['environment'])}.json"
     for T in args.T:
         row = _row(args, T, sp, args.unmodified)
         result["rows"].append(row)
-        if sp.rank == 0:
+        if dist.get_rank() == 0:
             said = row.get("error") or f"{row['step_s']:.3f} s  {row['tokens_per_s']:.0f} tokens/s"
             said += "" if "error" in row else f"  {row['peak_gib']:.1f} GiB  losses {row['losses']}"
-            what = f"{args.size} T {T} on {sp.world_size}{' unmodified' if args.unmodified else ''}"
+            what = f"{args.size} {row['sequences']} x T {T} on {row['world_size']}"
+            what += " unmodified" if args.unmodified else ""
             print(f"  {what}: {said}", flush=True)
             save(out, result)
         if "error" in row:

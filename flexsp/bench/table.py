@@ -215,7 +215,8 @@ def model_table(result: Result) -> str:
         who = f"{row['size']}{', unmodified' if row['unmodified'] else ''}"
         found = ["did not fit", "", ""] if "error" in row else []
         found = found or [f"{row['step_s']:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}"]
-        lines.append([who, str(row["T"]), str(row["world_size"]), *found])
+        tokens = f"{row['sequences']} x {row['T']}" if row.get("sequences", 1) > 1 else str(row["T"])
+        lines.append([who, tokens, str(row["world_size"]), *found])
     return grid(["model", "tokens of the sequence", "GPUs", "s a step", "tokens/s", "peak GiB a GPU"], lines)
 
 

@@ -177,6 +177,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="tokens of the sequence (default 32768,131072)",
     )
+    parser.add_argument("--sp", type=int, metavar="N", help="ranks that a sequence is cut over (default: all)")
     parser.add_argument("--unmodified", action="store_true", help="the model as transformers has it, on one rank")
     parser.add_argument("--profile", action="store_true", help="one more step, and the times of its kernels on rank 0")
     parser.add_argument(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -273,6 +275,31 @@ def absent_rank(transport: str, sp: SequenceParallel) -> None:
         print("    " + "\n    ".join(f"rank {r}: {text}, {s:.1f} s" for r, (text, s) in enumerate(everyone)))
 
 
+def stopped_rank(transport: str, sp: SequenceParallel) -> None:
+    """A rank's process is stopped by SIGSTOP between two steps: the others say so within the timeout. Once it goes on,
+    its own step ends too."""
+    short = init_sequence_parallel(transport=transport, timeout_s=SHORT_S)
+    stopped, pause = sp.world_size // 2, 5 * SHORT_S
+    for _ in range(3):
+        step(short, leaves_of(short, 64, H=2))
+    torch.cuda.synchronize()
+    short.check()
+    gathered(None)
+    if sp.rank == stopped:
+        subprocess.Popen(["sh", "-c", f"sleep {pause}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    error = reported(short, 2)
+    waited = time.monotonic() - began
+    everyone = gathered((str(error), waited))
+    short.close()
+    if sp.rank == 0:
+        print("    " + "\n    ".join(f"rank {r}: {text}, {s:.1f} s" for r, (text, s) in enumerate(everyone)))
+    if sp.rank != stopped:
+        assert isinstance(error, PeerTimeout), f"no PeerTimeout but {error}"
+        assert waited < pause, f"reported after {waited:.1f} s, when rank {stopped} had gone on"
+
+
 def disagreeing_rank(transport: str, sp: SequenceParallel) -> None:
     """Rank 1 comes with other shapes: the ranks that receive from a neighbour notice, and none hangs."""
     short = init_sequence_parallel(transport=transport, timeout_s=SHORT_S)
@@ -301,6 +328,7 @@ def checks(transport: str) -> dict[str, Check]:
         # NCCL ends the process of a rank whose neighbour is absent, and its sends are not captured here.
         found["CUDA graph replay"] = graph_replay
         found["absent rank"] = partial(absent_rank, transport)
+        found["stopped rank"] = partial(stopped_rank, transport)
         found["disagreeing rank"] = partial(disagreeing_rank, transport)
     return found
 

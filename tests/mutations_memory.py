@@ -12,6 +12,11 @@ _DOCUMENTS = "tests/test_mlstm.py::test_documents_and_strides"
 _EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
 _FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
 _RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
+_IN_KERNELS = "tests/test_mlstm_kernels.py::"
+_GATES = _IN_KERNELS + "test_gates"
+_ROWS = _IN_KERNELS + "test_rows"
+_STAYS = _IN_KERNELS + "test_what_is_not_finite_stays_in_its_document"
+_BLOCKS = _IN_KERNELS + "test_gates_of_more_blocks_than_are_put_together_at_once"
 _SCAN = "tests/test_selective_scan.py::"
 _VECTOR = "tests/test_vector_state.py::test_kernels"
 _STEPS = _SCAN + "test_against_the_token_loop"
@@ -22,11 +27,7 @@ _FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
 MEMORY = [
     *_in(
         "flexsp/ops/mlstm.py",
-        ("(i - m.transpose(1, 2)).exp()", "i.exp()", "what is written is not stabilised", _OPS),
         ("log_f + (before - m).transpose(1, 2)", "log_f", "states are not rescaled when the maximum changes", _OPS),
-        ("floor = torch.exp(-m)", "floor = torch.exp(0 * m)", "the denominator is at least another number", _OPS),
-        ("denominator.abs()", "denominator", "a negative denominator is cut off", _OPS),
-        ("least) + eps)", "least + eps))", "the constant is added to the least denominator alone", _EPS),
         ("torch.where(cut, own, along[..., :-1])", "along[..., :-1]", "documents begin with the maximum before them",
          _DOCUMENTS),
         ("torch.where(self.empty.unsqueeze(-1), begun, found)", "found", "empty documents end with another maximum",
@@ -38,13 +39,45 @@ MEMORY = [
          "tests/test_mlstm.py::test_float16_holds_sums_over_many_tokens"),
         ("m.nextafter(m.new_tensor(torch.inf))", "m", "states that are forgotten are NaN",
          "tests/test_mlstm.py::test_states_that_are_forgotten_are_finite"),
-        (".clamp(min=_MIN_LOG_FORGET)", "", "forget gates of -inf make NaN", _EXTREME),
         (".clamp(min=_LEAST_MAXIMUM)", "", "a first maximum of -inf makes NaN", _EXTREME),
-        ("floor.clamp(min=torch.finfo(floor.dtype).tiny)", "floor", "0 / 0 where e^-m underflows", _EXTREME),
         ("return C * rest[..., None, None], n * rest", "return C, n * rest", "C is not for the m that is returned",
          "tests/test_mlstm.py::test_a_large_maximum"),
         (".masked_fill(~self.here.unsqueeze(-1), 0.0)", "", "every rank returns the maximum of every document", _RANKS),
         ("(end > start) & (end <= stop)", "end <= stop", "documents end on ranks after theirs too", _RANKS),
+    ),
+    *_in(
+        "flexsp/kernels/mlstm/in_pytorch.py",
+        ("(i.double() - m).exp()", "i.double().exp()", "what is written is not stabilised", _OPS),
+        ("torch.exp(-m).to(wide)", "torch.exp(0 * m).to(wide)", "the denominator is at least another number", _OPS),
+        ("denominator.to(wide).abs()", "denominator.to(wide)", "a negative denominator is cut off", _OPS),
+        ("least) + eps)).to", "least + eps))).to", "the constant is added to the least denominator alone", _EPS),
+        (".clamp(min=MIN_LOG_FORGET)", "", "forget gates of -inf make NaN", _EXTREME),
+        (".clamp(min=torch.finfo(wide).tiny)", "", "0 / 0 where e^-m underflows", _EXTREME),
+    ),
+    *_in(
+        "flexsp/kernels/mlstm/gates.py",
+        ("tl.where(later_a == float(\"-inf\"), later_a, later_a + a)", "later_a + a",
+         "sums of gates that are not finite reach other documents", _STAYS),
+        ("return tl.where(a == float(\"-inf\"), a, a + m)", "return a + m",
+         "maxima that are not finite reach other documents", _STAYS),
+        ("before = tl.where(cut, own, before)", "pass", "documents begin with the maximum before them", _GATES),
+        ("c = tl.where(cut, _larger(log_f + own, c), c)", "pass", "documents do not begin with their maximum", _GATES),
+        ("y += (1.0 + e) * _exp(-y) - 1.0", "pass", "gates are those of float32", _GATES),
+        ("entered = _larger(_passing(block_a,", "entered = _larger(_passing(0 * block_a,",
+         "what enters a shard does not decay until the block", _GATES),
+        ("_then(_last_row(a, of), _last_row(c, of), last_a, last_c)", "_last_row(a, of), _last_row(c, of)",
+         "a block is forgotten where blocks are many", _BLOCKS),
+        ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
+    ),
+    *_in(
+        "flexsp/kernels/mlstm/rows.py",
+        ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
+        ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
+        ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
+        ("tl.where(least >= tl.abs(below), least, tl.abs(below)) + eps", "tl.abs(below) + eps",
+         "the normaliser has no least", _ROWS),
+        ("tl.sum(grad * x, axis=1) / by", "tl.sum(grad * x, axis=1)", "the gradient of what divides is not divided",
+         _ROWS),
     ),
     *_in(
         "flexsp/scan/max_plus.py",

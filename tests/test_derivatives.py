@@ -120,6 +120,12 @@ def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return unit_keys((x,), 2, True)[0], [x]
 
 
+def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = [leaf(1, 6, 2, 4, dtype=torch.float32) for _ in range(3)]
+    x += [leaf(1, 6, 2, dtype=torch.float32) for _ in range(2)]
+    return ops.chunk_mlstm(*x)[0], x
+
+
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
 REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
     "flexsp.kernels.operators._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
@@ -141,6 +147,9 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
+    "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
+    "flexsp.kernels.mlstm.rows._Weighted": lambda sp: of_mlstm(),
+    "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
     )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.mlstm import in_pytorch
+from flexsp.kernels.operators import plain
+from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.scan import max_plus
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["chunk_mlstm", "recurrent_mlstm"]
 
-_MIN_LOG_FORGET = -1e6
 _LEAST_MAXIMUM = -1e30  # of initial states, finite so that differences are
 Optional = torch.Tensor | None
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -94,19 +95,21 @@ def chunk_mlstm(
     if sp is not None:  # two exchanges
         _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
     C, n, m = _states(*given)
-    gates = _stabilised(q, i, f, m, N, cu_seqlens, sp)
+    in_kernels = has_kernels(q) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
+    gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
-    reads, written = q.to(kind), (k * gates.entry.unsqueeze(-1)).to(kind)
+    reads = q.to(kind)
+    written, weights = _weighted(k, i, gates.m, kind, in_kernels)
     ones = reads.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
     numerator, C = diagonal(
         reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
     )  # fmt: skip
     denominator, n = diagonal(
-        reads, written, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
+        reads, weights, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
-    h = _over(numerator, programs.wide(denominator, q), gates.floor, eps).to(v.dtype)
+    h = _quotients(numerator, denominator, gates.m, eps, v.dtype, in_kernels)
     if C is None or n is None:
         return h, None
     if sp is not None:
@@ -144,27 +147,26 @@ def recurrent_mlstm(
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
     gates = _stabilised(q, i, f, m, B, None, None)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
-    written = programs.wide(k, q) * gates.entry.unsqueeze(-1)
+    written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
-    h = _over(read[..., :V], read[..., V:], gates.floor, eps).to(v.dtype)
+    h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
     return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None
 
 
 class _Gates(NamedTuple):
-    """Log gates <= 0 (but for roundings) and weights of what is written, and e^{-m}, [B, T, H], and the final m."""
+    """Log gates <= 0 (but for roundings) and the maxima [B, T, H], these in float64, and the final ones [N, H]."""
 
     log_forget: torch.Tensor
-    entry: torch.Tensor
-    floor: torch.Tensor
     m: torch.Tensor
+    final: torch.Tensor
 
     def last(self, C: torch.Tensor, n: torch.Tensor) -> State:
         """C and n for the final m in their dtype: rounded up, so that a factor of at most 1 is left for them."""
-        m = self.m.to(C.dtype)
-        m = torch.where(m.to(self.m.dtype) < self.m, m.nextafter(m.new_tensor(torch.inf)), m)
-        rest = (self.m - m.to(self.m.dtype)).exp().to(C.dtype)  # of the rounding
+        m = self.final.to(C.dtype)
+        m = torch.where(m.to(self.final.dtype) < self.final, m.nextafter(m.new_tensor(torch.inf)), m)
+        rest = (self.final - m.to(self.final.dtype)).exp().to(C.dtype)  # of the rounding
         return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
 
 
@@ -179,17 +181,15 @@ def _stabilised(
     Args:
         start: m [N, H] before documents or, on the first rank, before the sequences.
     """
-    dtype = check.accumulation_dtype(q)
-    i, log_f = i.double(), F.logsigmoid(f.double()).clamp(min=_MIN_LOG_FORGET)
-    a, c = log_f.detach().transpose(1, 2), i.detach().transpose(1, 2)  # [B, H, T]
-    begun = i.new_zeros(N, i.shape[2]) if start is None else start.detach().double()
-    documents = None if cu_seqlens is None else _Documents.of(cu_seqlens, i.shape[1], sp)
+    log_f = in_pytorch.log_forget(f)
+    a, c = log_f.detach().transpose(1, 2), i.detach().double().transpose(1, 2)  # [B, H, T]
+    begun, documents = _begun(i, start, N), None if cu_seqlens is None else _Documents.of(cu_seqlens, i.shape[1], sp)
     if documents is None:
         tokens, entering = max_plus.Elements(a, c), begun
     else:
         cut, own = documents.first.expand_as(a), begun.index_select(0, documents.of_token).t()
         tokens = max_plus.Elements(a, torch.where(cut, torch.maximum(c, a + own), c), cut)
-        entering = torch.full_like(a[..., :1].sum(-1), -torch.inf)
+        entering = begun.new_full(a.shape[:2], -torch.inf)
     until = max_plus.scan(tokens)
     if sp is not None and sp.world_size > 1:
         entering = max_plus.enters(_all_of(until), entering, sp)
@@ -197,9 +197,59 @@ def _stabilised(
     along = torch.cat([entering.unsqueeze(-1), m], -1)
     before = along[..., :-1] if documents is None else torch.where(cut, own, along[..., :-1])
     last = along[..., -1] if documents is None else documents.last(m, begun)
-    log_forget, entry = log_f + (before - m).transpose(1, 2), (i - m.transpose(1, 2)).exp()
-    floor = torch.exp(-m).transpose(1, 2)
-    return _Gates(log_forget.to(dtype), entry.to(dtype), floor.to(dtype), last)
+    log_forget = log_f + (before - m).transpose(1, 2)
+    return _Gates(log_forget.to(check.accumulation_dtype(q)), m.transpose(1, 2), last)
+
+
+def _stabilised_in_kernels(
+    q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
+    sp: SequenceParallel | None,
+) -> _Gates:  # fmt: skip
+    """What `_stabilised` gives, in float32."""
+    from flexsp.kernels.mlstm import gates
+
+    T, begun = i.shape[1], _begun(i, start, N)
+    documents = None if cu_seqlens is None else _Documents.of(cu_seqlens, T, sp)
+    starts, entering = None, begun
+    if documents is not None:
+        starts = gates.Starts(documents.of_token, documents.first, begun.contiguous())
+        entering = begun.new_full((1, i.shape[2]), -torch.inf)
+    found = gates.blocks(f.detach(), i.detach(), starts)
+    if sp is not None and sp.world_size > 1:
+        entering = max_plus.enters(found.all, entering, sp)
+    log_forget, m = gates.gates(f, i, starts, found, entering)
+    if documents is not None:
+        return _Gates(log_forget, m, documents.last(m.transpose(1, 2), begun))
+    return _Gates(log_forget, m, m[:, -1] if T else entering)
+
+
+def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:
+    """m [N, H] before documents or sequences, in float64."""
+    shape = N, i.shape[2]
+    return torch.zeros(shape, dtype=torch.float64, device=i.device) if start is None else start.detach().double()
+
+
+def _weighted(
+    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype, in_kernels: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys that are written, for the numerator and for the denominator."""
+    if in_kernels:
+        from flexsp.kernels.mlstm import rows
+
+        return rows.weighted(k, i, m, dtype)
+    written = in_pytorch.weighted(k, i, m, dtype)
+    return written, written
+
+
+def _quotients(
+    numerator: torch.Tensor, denominator: torch.Tensor, m: torch.Tensor, eps: float, dtype: torch.dtype,
+    in_kernels: bool,
+) -> torch.Tensor:  # fmt: skip
+    if in_kernels:
+        from flexsp.kernels.mlstm import rows
+
+        return rows.quotients(numerator, denominator, m, eps, dtype)
+    return in_pytorch.quotients(numerator, denominator, m, eps, dtype)
 
 
 def _all_of(until: max_plus.Elements) -> max_plus.Elements:
@@ -250,12 +300,6 @@ def _states(c: Optional, n: Optional, m: Optional) -> tuple[Optional, Optional, 
     m = m.squeeze(-1).clamp(min=_LEAST_MAXIMUM)
     one = (m - m.detach()).exp()
     return c * one[..., None, None], n * one.unsqueeze(-1), m.detach()
-
-
-def _over(numerator: torch.Tensor, denominator: torch.Tensor, floor: torch.Tensor, eps: float) -> torch.Tensor:
-    """The quotient; where both underflow, 0."""
-    least = floor.clamp(min=torch.finfo(floor.dtype).tiny).unsqueeze(-1)
-    return numerator / (torch.maximum(denominator.abs(), least) + eps)
 
 
 def _initial(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.testing.compare import check_op
+from flexsp.testing.compare import FLOAT32_ROUNDING, check_op
 from tests import test_mamba3 as mamba3
 from tests import test_mlstm as mlstm
 from tests import test_selective_scan as selective
@@ -23,7 +23,9 @@ BOUNDS = torch.tensor([0, 61, 61, 125, 126, 203, 203])
 def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
     inputs = mlstm.conditioned(mlstm.draw(1 if packed else 2, 203, 6 if packed else 2, K, V, seed), dtype)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
-    check_op(mlstm.chunk, mlstm.oracle, inputs, dtype=dtype, device="cuda", wide=mlstm.KEPT_WIDE)
+    # Tensor cores add up products without rounding: sums of positive ones are short, by 2e-6 of K = 256 on an H200.
+    credit = K / 32 * FLOAT32_ROUNDING if dtype == torch.float32 else 0.0
+    check_op(mlstm.chunk, mlstm.oracle, inputs, dtype=dtype, device="cuda", wide=mlstm.KEPT_WIDE, credit=credit)
 
 
 @pytest.mark.parametrize("packed", [False, True])

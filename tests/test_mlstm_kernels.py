@@ -1,0 +1,199 @@
+"""The kernels around mLSTM's engine, in Triton's interpreter: gates, weighted keys, quotients; and the operator."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexsp import ops
+from flexsp.comm.group import SequenceParallel
+from flexsp.kernels.mlstm import in_pytorch
+from flexsp.ops import mlstm
+from flexsp.testing.compare import check_op, relative_error
+from flexsp.testing.offline import compile_launches, record_launches
+from flexsp.testing.ranks import run_ranks
+from tests import test_mlstm as whole
+from tests.marks import quick
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def in_kernels(function: Any, *args: Any, ranks: int = 1) -> list[Any]:
+    return run_ranks(function, ranks, *args, env=whole.KERNELS)
+
+
+def gate_inputs(T: int, H: int, B: int, dtype: torch.dtype, made: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Gates behind strides, some of them far out."""
+    f, i = (torch.randn(H, T, B, generator=made).permute(2, 1, 0) for _ in range(2))
+    f = 3 + 2 * f
+    some = torch.rand(B, T, H, generator=made)
+    f = torch.where(some < 0.05, -1e8, torch.where(some > 0.95, 50.0, f))
+    return f.to(dtype), torch.where(some.roll(1, 1) < 0.05, -torch.inf, 3 * i).to(dtype)
+
+
+def differences(sp: SequenceParallel, seed: int, T: int, H: int, B: int, dtype: torch.dtype, cu: Any) -> list[float]:
+    """Between the gates of kernels and of PyTorch: log_forget, m, final m, and the gradient of f."""
+    made = torch.Generator().manual_seed(seed)
+    f, i = gate_inputs(T, H, B, dtype, made)
+    N = B if cu is None else len(cu) - 1
+    start = torch.randn(N, H, generator=made) if T % 2 else None
+    bounds, grad = None if cu is None else torch.tensor(cu), torch.randn(B, T, H, generator=made)
+    found = []
+    for make in (mlstm._stabilised, mlstm._stabilised_in_kernels):
+        leaf = f.detach().requires_grad_()
+        got = make(f, i, leaf, start, N, bounds, None)
+        assert not got.m.requires_grad and got.log_forget.dtype == torch.float32
+        found.append([got.log_forget, got.m, got.final, torch.autograd.grad(got.log_forget, leaf, grad)[0]])
+    return [(x.double() - y.double()).abs().max().item() if x.numel() else 0.0 for x, y in zip(*found, strict=True)]
+
+
+SHAPES = [(70, 3, 2, None), (129, 20, 1, None), (0, 2, 2, None), (1, 1, 1, None),
+          (261, 5, 1, [0, 0, 37, 128, 128, 129, 261, 261])]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize(("T", "H", "B", "cu"), SHAPES)
+def test_gates(T: int, H: int, B: int, cu: list[int] | None, dtype: torch.dtype) -> None:
+    (found,) = in_kernels(differences, random.randrange(2**31), T, H, B, dtype, cu)
+    assert found[0] < 1e-5 and found[1] < 1e-8 and found[2] < 1e-8 and found[3] < 16 * torch.finfo(dtype).eps, found
+
+
+@pytest.mark.slow
+def test_gates_of_more_blocks_than_are_put_together_at_once() -> None:
+    (found,) = in_kernels(differences, random.randrange(2**31), 128 * 260 + 5, 1, 1, torch.float32, None)
+    assert found[0] < 1e-4 and found[1] < 1e-6, found
+
+
+def not_finite(sp: SequenceParallel, value: float, name: str) -> list[bool]:
+    """Whether a number of the second document leaves the others' gates as they are, and whether it shows."""
+    made = torch.Generator().manual_seed(1)
+    gates = dict(zip("fi", torch.randn(2, 1, 300, 2, generator=made).unbind(0), strict=True))
+    bounds, found = torch.tensor([0, 100, 200, 300]), []
+    for wrong in (False, True):
+        given = {key: x.clone() for key, x in gates.items()}
+        if wrong:
+            given[name][0, 150, 1] = value
+        got = mlstm._stabilised_in_kernels(given["f"], given["i"], given["f"], None, 3, bounds, None)
+        found.append([got.log_forget, got.m, got.final])
+    (forget, m, final), (wrong_forget, wrong_m, wrong_final) = found
+    outside = torch.ones(300, dtype=torch.bool)
+    outside[150:200] = False
+    same = torch.equal(forget[:, outside], wrong_forget[:, outside]) and torch.equal(m[:, outside], wrong_m[:, outside])
+    return [same, torch.equal(final[[0, 2]], wrong_final[[0, 2]]), not bool(wrong_m[0, 150:200, 1].isfinite().any())]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), quick([(torch.nan, "f"), (torch.nan, "i"), (torch.inf, "i")], (torch.nan, "f"))
+)
+def test_what_is_not_finite_stays_in_its_document(value: float, name: str) -> None:
+    assert in_kernels(not_finite, value, name) == [[True, True, True]]
+
+
+def rows_apart(sp: SequenceParallel, seed: int, dtype: torch.dtype) -> list[float]:
+    """Weighted keys and quotients of kernels and of float64, and their gradients, one of two readers' too."""
+    from flexsp.kernels.mlstm import rows
+
+    made, found = torch.Generator().manual_seed(seed), []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made)
+
+    for B, T, H, N in ((2, 9, 3, 20), (1, 5, 2, 256), (1, 3, 1, 1)):
+        k, i = normal(B, H, T, N, 2).to(dtype)[..., 0].transpose(1, 2), normal(B, H, T).to(dtype).transpose(1, 2)
+        m, dys = i.double() + normal(B, T, H).double().abs(), normal(2, B, T, H, N).to(dtype).unbind(0)
+        for used in ((0, 1), (0,), (1,)):
+            leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (k, i)] for kind in (dtype, torch.float64))
+            got = rows.weighted(*leaves, m, dtype)
+            want = in_pytorch.weighted(*exact, m, torch.float64)
+            grads = torch.autograd.grad([got[n] for n in used], leaves, [dys[n] for n in used])
+            exact_grads = torch.autograd.grad(want, exact, sum(dys[n].double() for n in used))
+            found += [
+                relative_error(a, b) for a, b in zip((got[0], got[1], *grads), (want, want, *exact_grads), strict=True)
+            ]
+        with torch.no_grad():
+            assert torch.equal(rows.weighted(k, i, m, dtype)[1], got[0])
+        n, d = normal(B, H, T, N).to(dtype).transpose(1, 2), (2 * normal(B, T, H, 1)).to(dtype)
+        m = 2 * normal(B, T, H).double()
+        for eps in (0.0, 0.25):
+            leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (n, d)] for kind in (dtype, torch.float64))
+            got, want = rows.quotients(*leaves, m, eps, dtype), in_pytorch.quotients(*exact, m, eps, torch.float64)
+            grads, exact_grads = (
+                torch.autograd.grad(got, leaves, dys[0]),
+                torch.autograd.grad(want, exact, dys[0].double()),
+            )
+            found += [relative_error(a, b) for a, b in zip((got, *grads), (want, *exact_grads), strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.bfloat16))
+def test_rows(dtype: torch.dtype) -> None:
+    (found,) = in_kernels(rows_apart, random.randrange(2**31), dtype)
+    assert len(found) == 3 * (12 + 6) and max(found) < 6 * torch.finfo(dtype).eps, max(found)
+
+
+def operator(sp: SequenceParallel, seed: int, dtype: torch.dtype, packed: bool, K: int, V: int) -> int:
+    """Compares with the token loop; how many kernels of mLSTM were launched, of each one."""
+    from flexsp.kernels.mlstm import run
+
+    inputs = whole.conditioned(whole.draw(1 if packed else 2, 150, 6 if packed else 2, K, V, seed), dtype)
+    inputs |= {"cu_seqlens": torch.tensor([0, 37, 37, 101, 101, 150, 150])} if packed else {}
+    check_op(whole.chunk, whole.oracle, inputs, dtype=dtype, wide=whole.KEPT_WIDE)
+    return len({launch.kernel.__name__ for launch in run._launches.values()})
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
+@pytest.mark.parametrize(("packed", "K", "V"), [(False, 20, 7), (True, 16, 16)])
+def test_against_the_token_loop(packed: bool, K: int, V: int, dtype: torch.dtype) -> None:
+    assert in_kernels(operator, random.randrange(2**31), dtype, packed, K, V) == [7]
+
+
+def twice(sp: SequenceParallel, seed: int) -> bool:
+    """Whether two backward passes of one graph give the same, after memory was full of NaN."""
+    inputs = whole.with_gradients({key: x.float() for key, x in whole.draw(1, 90, 0, 16, 16, seed).items()})
+    h, _ = ops.chunk_mlstm(**inputs)
+    leaves, dh = list(inputs.values()), torch.randn_like(h)
+    first = torch.autograd.grad(h, leaves, dh, retain_graph=True)
+    del first
+    again = [torch.autograd.grad(h, leaves, dh, retain_graph=True) for _ in range(2)]
+    return all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*again, strict=True))
+
+
+def test_two_backward_passes() -> None:
+    assert in_kernels(twice, random.randrange(2**31)) == [True]
+
+
+@functools.cache
+def launched() -> list[Any]:
+    """All kernels, as they are launched in training of packed documents."""
+    from flexsp.kernels.mlstm import gates, rows
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
+
+    f, i, k = meta(1, 8192, 32), meta(1, 8192, 32), meta(1, 8192, 32, 256)
+    starts = gates.Starts(
+        meta(8192, dtype=torch.int64),
+        meta(8192, dtype=torch.bool),
+        torch.empty(3, 32, dtype=torch.float64, device="meta"),
+    )
+    with record_launches() as found:
+        blocks = gates.blocks(f.detach(), i.detach(), starts)
+        forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
+        keys = rows.weighted(k, i, m, torch.bfloat16)
+        h = rows.quotients(keys[0], keys[1][..., :1].contiguous(), m, 0.0, torch.bfloat16)
+        torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
+    assert len(found) == 7
+    return found
+
+
+def test_compiles_without_spills() -> None:
+    for kernel in compile_launches(launched()):
+        assert kernel.spills == 0 and kernel.waits_first and not kernel.races and not kernel.uneven_sums, kernel.name
+        products = re.findall(r"arith\.muli .* : (\S+)", kernel.ttir)
+        print(kernel.name, kernel.registers if hasattr(kernel, "registers") else "", set(products))

@@ -14,7 +14,17 @@ _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
 _MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 
+_HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
+
 GATES = [
+    *_in(
+        "flexsp/compiler/backend/intrinsic_kernels.py",
+        ("kc * tl.exp(-beyond)\n", "kc * tl.exp(beyond)\n", "keys of mild chunks decay the other way",
+         _HALF + "[16-mild]"),
+        ("tl.where(far == 0, 1, 0)", "1", "all chunks meet in the middle", _HALF + "[64-to -1e4]"),
+        ("tl.where(i < j + zero, both, 0.0)", "tl.where(i > j + zero, both, 0.0)",
+         "keys of mild chunks have the gradients of queries", _HALF + "[16-mild]"),
+    ),
     *_in(
         "flexsp/variants/hgrn2.py",
         ("decayed_scores(q, -g.expm1(), b)", "decayed_scores(q, g.exp(), b)", "keys are the gates themselves", _OPS),

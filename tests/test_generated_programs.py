@@ -113,8 +113,9 @@ def test_derivative_of_sums() -> None:
         assert all(torch.allclose(a, b) for a, b in zip(found, want, strict=True))
 
 
-def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> dict[str, float]:
-    """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk."""
+def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], half: bool) -> dict[str, float]:
+    """Errors of the scores and of their gradients. `kept`: q and k lie in memory by chunk; `half`: products of numbers
+    in bfloat16."""
     from flexsp.compiler.backend import intrinsic_kernels
     from flexsp.runtime.launch import launch
 
@@ -144,7 +145,7 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> 
     import triton.language as tl
 
     shape = {"N": N, "BN": 32, "C": C, "LEVELS": C.bit_length() - 1, "Q_KEPT": kept, "K_KEPT": kept, "PACKED": False,
-             "DOT": tl.float32, "PREC": "tf32x3"}  # fmt: skip
+             "DOT": tl.bfloat16 if half else tl.float32, "PREC": "ieee" if half else "tf32x3"}  # fmt: skip
     a = torch.full((B * H, n, C, C), float("nan"))
     found = [torch.full((B * H, n, C, N), float("nan")) for _ in range(2)]
     launch(intrinsic_kernels.scores_kernel, (n, B * H), (*tensors, b, a, table, *strides, T, H), shape, {})
@@ -158,8 +159,18 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...]) -> 
 @pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "mild", "to -1e4"])
 @pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), (64, False)])
 def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int) -> None:
-    (errors,) = run_ranks(scores, 1, seed, C, kept, gates, env=ENV)
+    (errors,) = run_ranks(scores, 1, seed, C, kept, gates, False, env=ENV)
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("gates", [(0.0, -0.1, -1.0), (-0.5, -1.5), (0.0, float("-inf"), -0.1), GATES],
+                         ids=["mild", "up to the limit", "closed", "to -1e4"])  # fmt: skip
+@pytest.mark.parametrize("C", [16, 64])
+def test_scores_kernels_of_bfloat16(C: int, gates: tuple[float, ...], seed: int) -> None:
+    """Chunks whose pairs of tokens meet in the middle, and others."""
+    gates = tuple(max(g, -1e4) for g in gates)
+    (errors,) = run_ranks(scores, 1, seed, C, False, gates, True, env=ENV)
+    assert max(errors.values()) < 2e-2, errors
 
 
 # Random programs ------------------------------------------------------------------------------------------------------

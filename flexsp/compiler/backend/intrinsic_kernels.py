@@ -8,9 +8,10 @@ import triton.language as tl
 from flexsp.kernels.primitives import chunk_info, mm
 from flexsp.runtime.launch import begin
 
-WARPS = {"inverse": 1, "scores": 4, "scores_grad": 8}  # that each kernel is launched with
-COLUMNS = 64  # of the keys that `scores_kernel` holds at a time
+WARPS = {"inverse": 1, "scores": 8, "scores_grad": 8}  # that each kernel is launched with
+COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
+_LITTLE = tl.constexpr(40.0)  # such a sum of gates may grow to a factor
 
 
 @triton.jit
@@ -102,6 +103,19 @@ def _half(q, k, own, b, level, cols, C: tl.constexpr, N: tl.constexpr):
     return tl.where(second, q, k) * decay, decay, second
 
 
+@triton.jit
+def _middle(b, cols, C: tl.constexpr, N: tl.constexpr):
+    """The row of b [C, N] in the middle, and 1 where all rows are so near to it that neither e^{b_i - b_m} nor
+    e^{b_m - b_i} is large, on either side of it; else 0, so where one is NaN. Not for fp32: the exponential's error
+    grows with its argument."""
+    mask = cols < N
+    middle = tl.load(b + (C // 2 - 1) * N + cols, mask=mask, other=0.0)
+    before = tl.load(b + cols, mask=mask, other=0.0) - middle
+    after = middle - tl.load(b + (C - 1) * N + cols, mask=mask, other=0.0)
+    far = tl.sum((~((before <= _LITTLE) & (after <= _LITTLE))).to(tl.int32), axis=0)
+    return middle, tl.where(far == 0, 1, 0)
+
+
 @triton.jit(do_not_specialize=["T", "H"])
 def scores_kernel(
     q, k, b, a, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
@@ -112,6 +126,7 @@ def scores_kernel(
 
     The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves
     (`_half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2 (docs/math.md, section 6). Columns in blocks of BN.
+    Where a block's b differ little, all its pairs are decayed by way of the chunk's middle at once (`_middle`).
     """
     begin(PDL)
     c = tl.program_id(0)
@@ -127,7 +142,14 @@ def scores_kernel(
         kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
         own = _rows(b, tl.arange(0, C), cols, N)
         scores += tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
-        for level in range(LEVELS):
+        mild = 0
+        if tl.float32 != DOT:
+            middle, mild = _middle(b, cols, C, N)
+            for zero in range(mild):
+                beyond = own - middle[None, :] + zero  # so that nothing is made before the loop
+                x, y = qc * tl.exp(beyond), kc * tl.exp(-beyond)
+                scores += tl.where(i > j, mm(x, tl.trans(y), DOT, PREC), 0.0)
+        for level in range(mild * LEVELS, LEVELS):
             x, _decay, _second = _half(qc, kc, own, b, level, cols, C, N)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
             scores += tl.where(pairs, mm(x, tl.trans(x), DOT, PREC), 0.0)
@@ -143,28 +165,38 @@ def scores_grad_kernel(
     """Gradients of `scores_kernel` to q and k, kept in fp32; what of da is above the diagonal does not count."""
     begin(PDL)
     c = tl.program_id(0)
-    cols = tl.arange(0, BN)
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + c
     b += chunk * C * N
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
-    kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
-    own = _rows(b, tl.arange(0, C), cols, N)
     d = tl.load(da + chunk * C * C + i * C + j, mask=(i < length) & (j < length), other=0.0).to(tl.float32)
     diagonal = tl.sum(tl.where(i == j, d, 0.0), axis=1)[:, None]
-    below = tl.where(i > j, d, 0.0)
-    both = below + tl.trans(below)
-    to_q = diagonal * kc.to(tl.float32)
-    to_k = diagonal * qc.to(tl.float32)
-    for level in range(LEVELS):
-        x, decay, second = _half(qc, kc, own, b, level, cols, C, N)
-        pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
-        new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC) * decay
-        to_q += tl.where(second, new, 0.0)
-        to_k += tl.where(second, 0.0, new)
-    at = chunk * C * N + i * N + cols[None, :]
-    mask = (cols < N)[None, :] & (i >= 0)
-    tl.store(dq + at, to_q, mask=mask)
-    tl.store(dk + at, to_k, mask=mask)
+    both = tl.where(i > j, d, 0.0)
+    both += tl.trans(both)
+    for block in range(0, N, BN):
+        cols = block + tl.arange(0, BN)
+        qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
+        kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
+        own = _rows(b, tl.arange(0, C), cols, N)
+        to_q = diagonal * kc.to(tl.float32)
+        to_k = diagonal * qc.to(tl.float32)
+        mild = 0
+        if tl.float32 != DOT:
+            middle, mild = _middle(b, cols, C, N)
+            for zero in range(mild):
+                beyond = own - middle[None, :] + zero
+                below = tl.where(i > j + zero, both, 0.0)
+                to_q += mm(below, kc * tl.exp(-beyond), DOT, PREC) * tl.exp(beyond)
+                above = tl.where(i < j + zero, both, 0.0)
+                to_k += mm(above, qc * tl.exp(beyond), DOT, PREC) * tl.exp(-beyond)
+        for level in range(mild * LEVELS, LEVELS):
+            x, decay, second = _half(qc, kc, own, b, level, cols, C, N)
+            pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+            new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC) * decay
+            to_q += tl.where(second, new, 0.0)
+            to_k += tl.where(second, 0.0, new)
+        at = chunk * C * N + i * N + cols[None, :]
+        mask = (cols < N)[None, :] & (i >= 0)
+        tl.store(dq + at, to_q, mask=mask)
+        tl.store(dk + at, to_k, mask=mask)

@@ -359,7 +359,7 @@ class GeneratedCall:
         size = self.code.layout.kept[b].dims[1]
         columns = dict(self.plan.blocks)[size]
         return {
-            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS) if what.kind == "scores" else columns,
+            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS),
             "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
             **dots(self.dtype),
         }  # fmt: skip

@@ -10,8 +10,23 @@ _LOOP = "tests/test_objectives.py::test_against_token_loop"
 _RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/test_objectives.py::test_one_call_after_another"
 _EDGES = "tests/test_objectives_edges.py::"
+_EARLIER = "tests/test_earlier_inputs.py::"
 
 OBJECTIVES = [
+    *_in(
+        "flexsp/compiler/arguments.py",
+        ("previous(wide, cu_seqlens, sp, None if", "previous(wide, None, sp, None if",
+         "the token before is of another document", _EARLIER + "test_against_a_token_loop[bounds1-False]"),
+        ("None if start is None else start.to(wide.dtype))", "None)", "what stands before first tokens is forgotten",
+         _EARLIER + "test_against_a_token_loop[None-True]"),
+        ("previous(wide, cu_seqlens, sp,", "previous(wide, cu_seqlens, None,", "shards begin without the token before",
+         _EARLIER + "test_ranks_equal_one_rank[lengths0-None]"),
+    ),
+    *_in(
+        "flexsp/compiler/frontend/meta.py",
+        (" or tokens[what.before].before is not None", "", "an input is two tokens earlier",
+         _EARLIER + "test_wrong_metadata_is_named[of one that is earlier itself]"),
+    ),
     *_in(
         "flexsp/grammar/objectives.py",
         ("over = (1 / (sums + self.eps))", "over = (1 / (sums + 2 * self.eps))", "eps counts twice", _LOOP),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools as ft
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flexsp.comm.derivatives import transformed
+from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, sp_over
-from flexsp.compiler.frontend.meta import STATE
+from flexsp.compiler.frontend.meta import STATE, InputMeta
 from flexsp.compiler.planning.lowering import Looks
 from flexsp.exceptions import check_dense, fail
+from flexsp.scan.sequence import previous
 
-__all__ = ["aligned", "boundaries", "check_boundaries", "check_initial", "looks", "ranks_of", "signature_of", "widest"]
+__all__ = [
+    "aligned", "boundaries", "check_boundaries", "check_initial", "looks", "no_autocast", "ranks_of", "signature_of",
+    "tied", "widest", "with_earlier",
+]  # fmt: skip
 
 
 def check_initial(
@@ -107,3 +112,76 @@ def looks(tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> d
 def widest(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype of states: float64 if an input is, else float32."""
     return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def with_earlier(
+    meta: InputMeta, inputs: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
+) -> dict[str, torch.Tensor]:
+    """The inputs, and those that are others of them a token earlier. Collective over ``sp`` where there are some."""
+    if not meta.earlier:
+        return inputs
+    expected = {*meta.tokens, *meta.params} - meta.earlier.keys()
+    missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected - meta.earlier.keys())
+    if missing or unknown:
+        raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
+    given = {name: inputs[name] for name in expected}
+    starts = {name: inputs[name] for name in meta.earlier if name in inputs}
+    for name, source in meta.earlier.items():
+        _check_earlier(meta, name, inputs[source], starts.get(name), cu_seqlens, sp)
+    if sp is not None:
+        _, *views = joined(sp, *given.values(), *starts.values())
+        given, starts = dict(zip(given, views, strict=False)), dict(zip(starts, views[len(given) :], strict=True))
+    return given | {
+        name: _earlier(given[source], starts.get(name), len(meta.tokens[name].shape), cu_seqlens, sp)
+        for name, source in meta.earlier.items()
+    }
+
+
+def _earlier(
+    x: torch.Tensor, start: torch.Tensor | None, dims: int, cu_seqlens: torch.Tensor | None,
+    sp: SequenceParallel | None,
+) -> torch.Tensor:  # fmt: skip
+    wide = x if x.dim() > dims else x.unsqueeze(0)
+    if sp is not None and sp.world_size > 1:
+        wide = wide.to(torch.promote_types(x.dtype, torch.float32))  # ranks exchange no others
+    found = previous(wide, cu_seqlens, sp, None if start is None else start.to(wide.dtype)).to(x.dtype)
+    return found if x.dim() > dims else found.squeeze(0)
+
+
+def _check_earlier(
+    meta: InputMeta, name: str, x: torch.Tensor, start: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    sp: SequenceParallel | None,
+) -> None:  # fmt: skip
+    """Of the input that `name` is a token later."""
+    source, dims = meta.earlier[name], len(meta.tokens[name].shape)
+    check_dense(source, x, "a floating tensor of 16, 32 or 64 bits")
+    if x.dim() - dims not in (0, 1) or not x.is_floating_point():
+        fail(source, "a floating tensor [T, H, ...] or [B, T, H, ...]", f"{x.dtype} {list(x.shape)}")
+    B, N = x.shape[0] if x.dim() > dims else 1, x.shape[0] if x.dim() > dims else 1
+    if cu_seqlens is not None:
+        check_boundaries(cu_seqlens, B, x.device)
+        N = cu_seqlens.numel() - 1
+    if start is None:
+        return
+    check_dense(name, start, f"what is before the first tokens of {source}")
+    shape = (N, *x.shape[x.dim() - dims + 1 :])
+    if tuple(start.shape) != shape or start.device != x.device or start.dtype != x.dtype:
+        got = f"{tuple(start.shape)} of {start.dtype} on {start.device}"
+        fail(name, f"what is before the first tokens of {source}, {shape} of {x.dtype} on {x.device}", got)
+    if sp is not None and cu_seqlens is None and not sp.is_first:
+        fail(name, "None on every rank but the first", f"a tensor on rank {sp.rank}")
+
+
+def tied(
+    meta: InputMeta, sp: SequenceParallel | None, o: torch.Tensor, final: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The outputs, each of which leads to what `with_earlier` exchanged, whatever a rank's loss uses."""
+    if sp is None or not meta.earlier:
+        return o, final
+    _, o, final = joined(sp, o, final)
+    return o, final
+
+
+def no_autocast(kind: str) -> AbstractContextManager[Any]:
+    """States stay in the accumulation dtype."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

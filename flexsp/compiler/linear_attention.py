@@ -6,7 +6,6 @@ import functools as ft
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,11 +157,13 @@ class LinearAttention:
             [N, H, *state]; under ``sp`` without ``cu_seqlens`` None on all ranks but the last.
         """
         if torch.compiler.is_compiling():
+            group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+            inputs = arguments.with_earlier(self.program.meta, inputs, cu_seqlens, group)
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
-            group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
             given, lowered = [inputs[name] for name in self.names], self.lowering is not None
-            return graph.call(self.graph_name, given, prev_s, cu_seqlens, group, lowered)
+            found = graph.call(self.graph_name, given, prev_s, cu_seqlens, group, lowered)
+            return arguments.tied(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 
     def _call(
@@ -172,10 +173,13 @@ class LinearAttention:
         sp = self._sp if sp is None and self._sp is not None else sp
         try:
             group = resolve_sp(sp)
+            inputs = arguments.with_earlier(self.program.meta, inputs, cu_seqlens, group)
             usual = in_memory if self._autotune else plain  # operators do not tune: one plan, whether or not watched
             if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
-                return graph.call_now(self, inputs, prev_s, cu_seqlens, group)
-            return self._over(group, inputs, prev_s, cu_seqlens)
+                found = graph.call_now(self, inputs, prev_s, cu_seqlens, group)
+            else:
+                found = self._over(group, inputs, prev_s, cu_seqlens)
+            return arguments.tied(self.program.meta, group, *found)
         except Exception as error:
             abandon(error, sp)
             raise
@@ -337,7 +341,7 @@ class LinearAttention:
         if bounds is not None:
             text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
         engine = Lowering() if self.lowering is None or self._C else lowering_named(self.lowering)
-        with _no_autocast(first.device.type):
+        with arguments.no_autocast(first.device.type):
             found = engine.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text)
             o, final = found or functions.run(
                 self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
@@ -439,6 +443,7 @@ class LinearAttention:
         Raises:
             ValueError: inputs that a call would refuse.
         """
+        inputs |= {name: inputs[x] for name, x in self.program.meta.earlier.items() if x in inputs}
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
         wide = arguments.widest(*tokens.values(), *params.values())
@@ -593,8 +598,3 @@ class _Call:
 
 
 _Found = tuple[_Call, tuple[int, int, int], list[int] | None]
-
-
-def _no_autocast(kind: str) -> AbstractContextManager[Any]:
-    """States stay in the accumulation dtype."""
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -35,10 +35,16 @@ Size = str | int | ConstExpr
 
 @dataclass(frozen=True)
 class SymbTensor:
-    """Shape and dtype of one input. Sizes are ConstExprs, integers or names of sizes that vary ("T", "NS", "NC")."""
+    """Shape and dtype of one input. Sizes are ConstExprs, integers or names of sizes that vary ("T", "NS", "NC").
+
+    before: the name of another input of tokens. This one has its values a token earlier, over ranks too, and zeros
+        where a sequence or a document begins. Calls need not give it; they may give what stands there instead,
+        [N, H, ...], by the rules of initial states.
+    """
 
     shape: Sequence[Size]
     dtype: torch.dtype = torch.float32
+    before: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,16 @@ class Part:
 
 @dataclass(frozen=True)
 class InputMeta:
-    """`input_meta` sorted by role: `tokens` [T, H, ...], `params` [H, ...], numbers, and the state [NS, H, ...]."""
+    """`input_meta` sorted by role: `tokens` [T, H, ...], `params` [H, ...], numbers, and the state [NS, H, ...].
+
+    earlier: names of tokens that are others a token earlier, and these others.
+    """
 
     tokens: dict[str, SymbTensor]
     params: dict[str, SymbTensor]
     numbers: dict[str, float]
     state: SymbTensor
+    earlier: dict[str, str]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> InputMeta:
@@ -117,8 +127,10 @@ class InputMeta:
             if len(what.shape) <= at or what.shape[at] != heads:
                 raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {at}, got {what.shape!r}")
             _check_sizes(name, what.shape[at + 1 :], heads)
+            _check_before(name, what, tokens)
         _check_sizes(STATE, state.shape[2:], heads)
-        return cls(tokens, params, numbers, state)
+        earlier = {name: what.before for name, what in tokens.items() if what.before is not None}
+        return cls(tokens, params, numbers, state, earlier)
 
     @property
     def state_sizes(self) -> tuple[Size, ...]:
@@ -144,6 +156,19 @@ class InputMeta:
                         f"ConstExpr {size.name!r}: two lists of values, {found[size.name]} and {size.choices}"
                     )
         return found
+
+
+def _check_before(name: str, what: SymbTensor, tokens: Mapping[str, SymbTensor]) -> None:
+    if what.before is None:
+        return
+    if name not in tokens or what.before not in tokens or tokens[what.before].before is not None:
+        own = [x for x, other in tokens.items() if other.before is None]
+        raise ValueError(
+            f"input_meta[{name!r}]: expected tokens, and as before one of the tokens {own}, got {what.before!r}"
+        )
+    shape = tokens[what.before].shape
+    if list(what.shape) != list(shape):
+        raise ValueError(f"input_meta[{name!r}]: expected the shape {shape!r} of {what.before!r}, got {what.shape!r}")
 
 
 def _check_sizes(name: str, sizes: Sequence[Size], heads: Size) -> None:

@@ -314,7 +314,7 @@ def _ends(
 
 def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
     """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
-    if sizes.mimo or not sizes.T or given.x.dtype == torch.float64:
+    if sizes.mimo or given.x.dtype == torch.float64:
         return False
     if not given.x.is_cuda and os.environ.get("FLEXSP_BACKEND") != "triton":
         return False

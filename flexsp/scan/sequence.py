@@ -55,11 +55,14 @@ def running_sum(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     T = x.shape[1]
-    place, begin, start = _places(T, x.device, cu_seqlens, sp)
-    total = x.to(torch.float64)
-    total = _sums(total) if cu_seqlens is None else _sums_of_documents(total, place - begin)
-    if initial is not None:
-        total = total + _initial(initial.to(total.dtype), cu_seqlens, place, begin >= start)
+    total, first = x.to(torch.float64), None if initial is None else initial.to(torch.float64)
+    if cu_seqlens is None:
+        total = _sums(total)
+        total = total if first is None else total + first.unsqueeze(1)
+    else:
+        place, begin, start = _places(T, x.device, cu_seqlens, sp)
+        total = _sums_of_documents(total, place - begin)
+        total = total if first is None else total + _initial(first, cu_seqlens, place, begin >= start)
     if wrapped:
         total = _fraction(total)
     total = total.to(wide)
@@ -100,9 +103,9 @@ def arriving(
         mine = initial.to(mine.dtype)
     if cu_seqlens is None:
         return Arrived(_arrived(mine, None, sp, "a running sum"), None, None)
-    start, starts = sp.shard_range(T)[0], cu_seqlens[:-1]
+    _, begin, start = _places(T, mine.device, cu_seqlens, sp)
+    starts = cu_seqlens[:-1]
     cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(mine.shape[0])
-    _, begin, _ = _places(T, mine.device, cu_seqlens, sp)
     return Arrived(_arrived(mine, cut, sp, "a running sum"), begin < start, starts < start)
 
 
@@ -114,11 +117,9 @@ def begins(T: int, cu_seqlens: torch.Tensor, sp: Ranks) -> torch.Tensor:
 
 
 def _initial(
-    initial: torch.Tensor, cu_seqlens: torch.Tensor | None, place: torch.Tensor, here: torch.Tensor
+    initial: torch.Tensor, cu_seqlens: torch.Tensor, place: torch.Tensor, here: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """``initial`` [N, H, ...] of each token's sequence where ``here`` [T] holds, else 0."""
-    if cu_seqlens is None:
-        return initial.unsqueeze(1)
+    """``initial`` [N, H, ...] of each token's document where ``here`` [T] holds, else 0."""
     document = torch.searchsorted(cu_seqlens, place, right=True) - 1
     return _where(here, initial.index_select(0, document).unsqueeze(0))
 

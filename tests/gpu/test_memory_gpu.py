@@ -41,11 +41,11 @@ def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dt
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*mamba3.CASES, "wide"])
+@pytest.mark.parametrize("case", [*mamba3.CASES, "wide", "wide halves"])
 def test_mamba3(case: str, dtype: torch.dtype, packed: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case == "wide":
+    if case.startswith("wide"):
         monkeypatch.setattr(mamba3, "P", 64)
-        monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, True))
+        monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, case == "wide"))
     inputs = mamba3.draw(case, 1 if packed else 2, 203, 6 if packed else 2, seed)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     mamba3.compare(mamba3.mamba3, case, inputs, dtype, device="cuda")

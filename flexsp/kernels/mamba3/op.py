@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +22,13 @@ from flexsp.runtime.steps import Frame, run_steps
 __all__ = ["Rows", "rows", "turns", "with_skip"]
 
 _NAME = "the kernels of Mamba-3"
-_NUMBERS = 2048  # of a tile
+_BYTES = 4096  # of a tile
 _CHANNELS = 128  # heads times angles, of a program that sums up
 _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
+_STAGES = 3  # heads whose numbers are on their way while one is computed, and that one
 _CALLS = 512  # launches that are kept
 
 Tensor = torch.Tensor
@@ -38,7 +40,9 @@ def _run(
     kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, Tensor], numbers: Sequence[int],
     constants: dict[str, Any], warps: int = 4,
 ) -> None:  # fmt: skip
-    """Launches on `tensors`, the kernel's pointers by name and in order."""
+    """Launches on `tensors`, the kernel's pointers by name and in order, if there are programs."""
+    if not math.prod(grid):
+        return
     device = next(iter(tensors.values())).device
     looks = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
     key = (kernel, grid, device, *looks, *numbers, *constants.values())
@@ -131,7 +135,7 @@ class _Turns(torch.autograd.Function):
         tensors["initial"] = dt if initial is None else initial
         cut.walk(sums.turn_sums_kernel, {**tensors, **found}, strides, **how)
         turned = dt.new_empty(angles.shape, dtype=torch.float32)
-        last = dt.new_empty(cut.batch, cut.H, cut.S, dtype=torch.float32)
+        last = dt.new_zeros(cut.batch, cut.H, cut.S, dtype=torch.float32)
         tensors["enters"] = cut.scan(found, None if packed else initial, packed, reverse=False)
         cut.walk(sums.turns_kernel, {**tensors, "turns": turned, "last": last}, strides, **how)
         ctx.save_for_backward(angles, dt, resets)
@@ -163,13 +167,14 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     """Sums of 0.5 tanh(angles) dt up to each token, itself included, without whole turns.
 
     Args:
-        angles: [B, T, H, S] with T >= 1, any strides.
+        angles: [B, T, H, S], any strides.
         dt: [B, T, H], any strides.
         initial: [N, H, S] in float32: what sums begin with, in turns; of sequences, or of documents, or None.
         resets: the document that begins with a token, or -1, [T] in int32; None for sequences.
 
     Returns:
-        The sums [B, T, H, S] in -1/2..1/2, and those of the last tokens [B, H, S], in float32, summed in float64.
+        The sums [B, T, H, S] in -1/2..1/2, and those of the last tokens [B, H, S], 0 without tokens; in float32, summed
+        in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
@@ -195,20 +200,21 @@ class Rows(NamedTuple):
     w: Tensor
 
 
-def _tile(K: int) -> tuple[int, int]:
+def _tile(K: int, dtype: torch.dtype) -> tuple[int, int]:
     """Tokens and pairs of channels of a tile."""
     pairs = triton.next_power_of_2(-(-K // 2))
-    return max(1, min(64, _NUMBERS // (2 * pairs))), pairs
+    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs
 
 
 def _constants(given: dict[str, Optional], halves: bool) -> dict[str, Any]:
     B, turned = given["b"], given["turns"]
     assert B is not None and turned is not None
-    BT, BP = _tile(B.shape[3])
+    BT, BP = _tile(B.shape[3], B.dtype)
     return {
         "H": turned.shape[2], "G": B.shape[2], "K": B.shape[3], "S": turned.shape[3], "BT": BT, "BP": BP,
-        "HALVES": halves, "B_BIAS": given["b_bias"] is not None, "C_BIAS": given["c_bias"] is not None,
-        "ARRIVED": given["arrived"] is not None, "PACKED": given["until"] is not None,
+        "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
+        "C_BIAS": given["c_bias"] is not None, "ARRIVED": given["arrived"] is not None,
+        "PACKED": given["until"] is not None,
     }  # fmt: skip
 
 
@@ -235,14 +241,14 @@ class _Rows(torch.autograd.Function):
         (batch, T, H), K = x.shape[:3], B.shape[3]
         constants = _constants(given, halves)
         heads = _divisor(H // B.shape[2], _HEADS)
-        constants |= {"HEADS": heads, "SKIP": d is not None}
+        constants |= {"SKIP": d is not None, "HEADS": heads}
         q, k = x.new_empty(batch, T, H, K), x.new_empty(batch, T, H, K)
-        w = x.new_empty(batch, T, H, dtype=torch.float32)
+        own, w = (x.new_empty(batch, T, H, dtype=torch.float32) for _ in range(2))
         blocks = -(-T // constants["BT"])
-        tensors = _pointers({**given, "d": d, "q": q, "k": k, "w": w})
+        tensors = _pointers({**given, "d": d, "q": q, "k": k, "own": own, "w": w})
         numbers = *B.stride()[:3], *C.stride()[:3], T, blocks
         _run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
-        ctx.save_for_backward(x, w, *inputs)
+        ctx.save_for_backward(x, own, w, *inputs)
         ctx.device, ctx.halves, ctx.skip = x.device, halves, None if d is None else d.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(w)
@@ -250,11 +256,11 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
-        x, w, *inputs = _saved(ctx, *grads)
+        x, own, w, *inputs = _saved(ctx, *grads)
         given = dict(zip(_ROWS, inputs, strict=True))
         dq, dk, dv, dy = _cotangents(x, inputs[0], grads)
         dx, dw = _skip_grads(dy, dv, x, w)
-        found = _row_grads(given, dq, dk, dw, ctx.halves)
+        found = _row_grads({**given, "own": own}, dq, dk, dw, ctx.halves)
         dd = None if ctx.skip is None else dw.sum((0, 1)).to(ctx.skip)
         return None, dx, dd, *[found.get(name) for name in _ROWS]
 
@@ -267,9 +273,7 @@ def _cotangents(x: Tensor, B: Tensor, grads: Sequence[Optional]) -> list[Tensor]
     return [*[g.contiguous() for g in found[:3]], found[3]]
 
 
-def _row_grads(
-    given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool
-) -> dict[str, Optional]:
+def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
     """Gradients of the tensors of `_ROWS`."""
     constants = _constants(given, halves)
     tensors = _pointers(given)
@@ -304,7 +308,7 @@ def rows(
     """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D - eta <B + B_bias, C + C_bias>.
 
     Args:
-        x: [B, T, H, P] with T >= 1.
+        x: [B, T, H, P].
         B, C: [B, T, G, K]; biases [H, K] or None.
         turned: [B, T, H, S] in float32, by how many turns R rotates.
         arrived: [B, H, S] more turns, of the first `until` tokens ([] in int64), or of all of them; or None.
@@ -326,7 +330,7 @@ def _run_by_rows(kernel: Any, tensors: Mapping[str, Tensor], first: Tensor, x: T
     """`first` and x [B, T, H, P] may have any strides, all others lie row by row."""
     batch, T, H, P = x.shape
     block = triton.next_power_of_2(P)
-    lines = max(1, min(64, _NUMBERS // block))
+    lines = max(1, min(64, _BYTES // (block * x.dtype.itemsize)))
     count = batch * T * H
     numbers = (*first.stride()[:3], *x.stride()[:3], count, T)
     _run(kernel, (-(-count // lines), 1, 1), tensors, numbers, {"H": H, "P": P, "BR": lines, "BP": block})

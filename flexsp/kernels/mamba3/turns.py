@@ -40,7 +40,7 @@ def _place(n_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.con
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
     program = tl.program_id(0)
     h = (program % BLOCKS) * BH + tl.arange(0, BH)
-    s = tl.arange(0, BS)
+    s = tl.arange(0, BS).to(tl.int64)
     at = program // BLOCKS
     return (at // n_seg).to(tl.int64), at % n_seg, h.to(tl.int64), s, (h < H)[:, None] & (s < S)[None, :]
 
@@ -155,7 +155,6 @@ def turns_kernel(
     channel = h[:, None] * S + s[None, :]
     total = tl.load(enters + (b * n_seg + seg) * (H * S) + channel, mask=valid, other=0.0)
     first = seg.to(tl.int64) * per_seg
-    to = turns + (b * T + first) * (H * S) + channel
     for i in range(0, per_seg, STEP):
         rows: tl.tuple = ()
         steps: tl.tuple = ()
@@ -170,8 +169,9 @@ def turns_kernel(
                 total = _started(total, documents[j], initial, channel, valid, H * S, INITIAL)
             total += 0.5 * tanh_of(rows[j].to(tl.float32)).to(tl.float64) * steps[j].to(tl.float64)[:, None]
             found = (total - tl.floor(total + 0.5)).to(tl.float32)
-            tl.store(to + (i + j) * (H * S), found, mask=valid & (first + i + j < T))
-            tl.store(last + b * (H * S) + channel, found, mask=valid & (first + i + j == T - 1))
+            t = first + i + j
+            tl.store(turns + (b * T + t) * (H * S) + channel, found, mask=valid & (t < T))
+            tl.store(last + b * (H * S) + channel, found, mask=valid & (t == T - 1))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -242,7 +242,7 @@ def turns_grad_kernel(
             found = back * (1.0 - slope * slope) * steps[j].to(tl.float32)[:, None]
             found = found.to(dangles.dtype.element_ty)
             tl.store(dangles + (b * T + t) * (H * S) + channel, found, mask=valid & (t < T))
-            of_step = tl.sum(tl.where(valid, back * slope, 0.0), axis=1)
+            of_step = tl.sum(tl.where(valid & (t < T), back * slope, 0.0), axis=1)  # all lanes round products
             tl.store(ddt + (b * T + t) * H + h, of_step, mask=(h < H) & (t < T))
             if PACKED:
                 if INITIAL:

@@ -95,7 +95,8 @@ def test_kernels_over_ranks(case: str) -> None:
 
 
 def test_documents_over_ranks() -> None:
-    loops.check_ranks([("siso", "documents", True)], torch.float32, 1e-4, env=KERNELS)
+    kinds = "documents", "documents that end with shards"
+    loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
     case, inputs, how = prepare(kind, seed)
     with poisoned(1000):
         loops.compare(mamba3, case, inputs, dtype, **how)
+    shared = {launch.constants["SHARED"] for launch in op._launches.values() if "SHARED" in launch.constants}
+    assert shared == {kind == "one head's angles"}
     return len({launch.kernel for launch in op._launches.values()}) == 9
 
 

@@ -24,6 +24,7 @@ __all__ = ["Rows", "rows", "turns", "with_skip"]
 _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile
 _CHANNELS = 128  # heads times angles, of a program that sums up
+_SHARED = 512  # where heads have their angles in common: a thread turns some heads by one
 _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
@@ -90,7 +91,7 @@ class _Cut(NamedTuple):
 
     def walk(self, kernel: Any, tensors: Mapping[str, Tensor], strides: Sequence[int], **constants: bool) -> None:
         BS = triton.next_power_of_2(self.S)
-        BH = max(1, min(triton.next_power_of_2(self.H), _CHANNELS // BS))
+        BH = max(1, min(triton.next_power_of_2(self.H), (_SHARED if constants.get("SHARED") else _CHANNELS) // BS))
         tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
         grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
         _run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
@@ -126,12 +127,18 @@ def _given(angles: Tensor, dt: Tensor, resets: Optional) -> tuple[dict[str, Tens
     return {"angles": angles, "dt": dt, "resets": dt if resets is None else resets}, (*angles.stride(), *dt.stride())
 
 
+def _shared(angles: Tensor) -> bool:
+    """Whether all heads have the same angles, in the same memory."""
+    return angles.stride(2) == 0
+
+
 class _Turns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
         cut, packed = _cut(angles), resets is not None
         tensors, strides = _given(angles, dt, resets)
         found, how = cut.empty(dt), {"PACKED": packed, "INITIAL": packed and initial is not None}
+        how["SHARED"] = _shared(angles)
         tensors["initial"] = dt if initial is None else initial
         cut.walk(sums.turn_sums_kernel, {**tensors, **found}, strides, **how)
         turned = dt.new_empty(angles.shape, dtype=torch.float32)
@@ -159,7 +166,8 @@ class _Turns(torch.autograd.Function):
         ddt = dt.new_empty(dt.shape, dtype=torch.float32)
         dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
         tensors |= {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
-        cut.walk(sums.turns_grad_kernel, tensors, strides, PACKED=packed, INITIAL=dinitial is not None)
+        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles)}
+        cut.walk(sums.turns_grad_kernel, tensors, strides, **how)
         return dangles, ddt.to(dt.dtype), dinitial, None
 
 

@@ -169,6 +169,8 @@ def rows_grad_kernel(
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
     p = tl.arange(0, BP)
+    second = tl.arange(0, 2)[None, :]
+    channels = (p[:, None] + second * (K // 2)) if HALVES else (2 * p[:, None] + second)
     one = tl.arange(0, 1) == 0
     b1, b2 = load_pairs(b + batch * b_sb + t * b_st + group * b_sg, there, K, BP, HALVES)
     c1, c2 = load_pairs(c + batch * c_sb + t * c_st + group * c_sg, there, K, BP, HALVES)
@@ -204,11 +206,14 @@ def rows_grad_kernel(
             tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
         u1, u2 = u1 - less * x1, u2 - less * x2
-        at = (n * H + h) * K + tl.arange(0, 1)
-        if B_BIAS:
-            store_pairs(db_bias + at, one, tl.sum(v1, axis=0)[None, :], tl.sum(v2, axis=0)[None, :], K, BP, HALVES)
-        if C_BIAS:
-            store_pairs(dc_bias + at, one, tl.sum(u1, axis=0)[None, :], tl.sum(u2, axis=0)[None, :], K, BP, HALVES)
+        if B_BIAS or C_BIAS:
+            together = tl.join(tl.join(v1, v2), tl.join(u1, u2))  # summed up in one exchange between warps
+            of_b, of_c = tl.split(tl.sum(together, axis=0))
+            inside = (p[:, None] < K // 2) if HALVES else (channels < K)
+            if B_BIAS:
+                tl.store(db_bias + (n * H + h) * K + channels, of_b, mask=inside)
+            if C_BIAS:
+                tl.store(dc_bias + (n * H + h) * K + channels, of_c, mask=inside)
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
     to = ((batch * T + t) * G + group) * K
     store_pairs(db + to, there, db1, db2, K, BP, HALVES)

@@ -46,6 +46,16 @@ def _place(n_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.con
 
 
 @triton.jit
+def _angles(angles, h, s, a_sh, a_ss, valid, S: tl.constexpr, SHARED: tl.constexpr):
+    """(places of a token's angles, whether they are there): a tile [BH, BS], or [1, BS] that all heads share."""
+    if SHARED:
+        at, given = angles + s[None, :] * a_ss, (s < S)[None, :]
+    else:
+        at, given = angles + h[:, None] * a_sh + s[None, :] * a_ss, valid
+    return at, given
+
+
+@triton.jit
 def _token(t, T, resets, PACKED: tl.constexpr):
     """Whether token t is there, and the document that begins with it, -1 for none."""
     there = (t >= 0) & (t < T)
@@ -72,7 +82,7 @@ def _started(total, document, initial, channel, valid, W: tl.constexpr, INITIAL:
 def turn_sums_kernel(
     angles, dt, resets, initial, sums, cuts, a_sb, a_st, a_sh, a_ss, d_sb, d_st, d_sh, T, n_seg, per_seg,
     H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr,
-    INITIAL: tl.constexpr, PDL: tl.constexpr,
+    INITIAL: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """sums [batch, n_seg, H, S], fp64: the turns of each segment, since the last document that begins there; and
     whether one does, cuts [batch, n_seg].
@@ -82,7 +92,7 @@ def turn_sums_kernel(
     """
     begin(PDL)
     b, seg, h, s, valid = _place(n_seg, H, S, BH, BS)
-    angles += b * a_sb + h[:, None] * a_sh + s[None, :] * a_ss
+    angles, given = _angles(angles + b * a_sb, h, s, a_sh, a_ss, valid, S, SHARED)
     dt += b * d_sb + h * d_sh
     channel = h[:, None] * S + s[None, :]
     total = tl.zeros([BH, BS], tl.float64)
@@ -94,7 +104,7 @@ def turn_sums_kernel(
         documents: tl.tuple = ()
         for j in tl.static_range(STEP):
             there, document = _token(first + i + j, T, resets, PACKED)
-            rows = rows + (tl.load(angles + (first + i + j) * a_st, mask=valid & there, other=0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(angles + (first + i + j) * a_st, mask=given & there, other=0.0),)  # noqa: RUF005
             steps = steps + (tl.load(dt + (first + i + j) * d_st, mask=(h < H) & there, other=0.0),)  # noqa: RUF005
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):
@@ -144,13 +154,13 @@ def turn_scan_kernel(
 def turns_kernel(
     angles, dt, resets, initial, enters, turns, last, a_sb, a_st, a_sh, a_ss, d_sb, d_st, d_sh, T, n_seg,
     per_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, STEP: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """turns [batch, T, H, S], fp32: the running sums in -1/2..1/2, and those of the last tokens in last [batch, H, S].
     resets and initial: as in `turn_sums_kernel`."""
     begin(PDL)
     b, seg, h, s, valid = _place(n_seg, H, S, BH, BS)
-    angles += b * a_sb + h[:, None] * a_sh + s[None, :] * a_ss
+    angles, given = _angles(angles + b * a_sb, h, s, a_sh, a_ss, valid, S, SHARED)
     dt += b * d_sb + h * d_sh
     channel = h[:, None] * S + s[None, :]
     total = tl.load(enters + (b * n_seg + seg) * (H * S) + channel, mask=valid, other=0.0)
@@ -161,7 +171,7 @@ def turns_kernel(
         documents: tl.tuple = ()
         for j in tl.static_range(STEP):
             there, document = _token(first + i + j, T, resets, PACKED)
-            rows = rows + (tl.load(angles + (first + i + j) * a_st, mask=valid & there, other=0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(angles + (first + i + j) * a_st, mask=given & there, other=0.0),)  # noqa: RUF005
             steps = steps + (tl.load(dt + (first + i + j) * d_st, mask=(h < H) & there, other=0.0),)  # noqa: RUF005
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):
@@ -210,13 +220,13 @@ def turn_grad_sums_kernel(
 def turns_grad_kernel(
     angles, dt, resets, enters, dturns, dangles, ddt, dinitial, a_sb, a_st, a_sh, a_ss, d_sb, d_st, d_sh, T,
     n_seg, per_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, STEP: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dangles [batch, T, H, S], ddt [batch, T, H] in fp32, and what sums began with, dinitial [batch, H, S], or with
     PACKED of the documents that begin here."""
     begin(PDL)
     b, seg, h, s, valid = _place(n_seg, H, S, BH, BS)
-    angles += b * a_sb + h[:, None] * a_sh + s[None, :] * a_ss
+    angles, given = _angles(angles + b * a_sb, h, s, a_sh, a_ss, valid, S, SHARED)
     dt += b * d_sb + h * d_sh
     channel = h[:, None] * S + s[None, :]
     total = tl.load(enters + (b * n_seg + seg) * (H * S) + channel, mask=valid, other=0.0)
@@ -231,7 +241,7 @@ def turns_grad_kernel(
             there, document = _token(t, T, resets, PACKED)
             at = dturns + (b * T + t) * (H * S) + channel
             grads = grads + (tl.load(at, mask=valid & there, other=0.0),)  # noqa: RUF005
-            rows = rows + (tl.load(angles + t * a_st, mask=valid & there, other=0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(angles + t * a_st, mask=given & there, other=0.0),)  # noqa: RUF005
             steps = steps + (tl.load(dt + t * d_st, mask=(h < H) & there, other=0.0),)  # noqa: RUF005
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 from flexsp.ops import mamba3
 from flexsp.runtime.triton_private import RELEASE
-from flexsp.testing.compare import relative_error
+from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import test_mamba3 as loops
 from tests.marks import quick, slow
@@ -69,7 +70,12 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
     op._launches.clear()
     case, inputs, how = prepare(kind, seed)
     with poisoned(1000):
-        loops.compare(mamba3, case, inputs, dtype, **how)
+        if kind == "all in half precision":
+            oracle = functools.partial(loops.oracle, rotate_pairwise=False)
+            call = functools.partial(loops.call, mamba3, rotate_pairwise=False)
+            check_op(call, oracle, inputs, dtype=dtype, wide=("initial_state",))
+        else:
+            loops.compare(mamba3, case, inputs, dtype, **how)
     shared = {launch.constants["SHARED"] for launch in op._launches.values() if "SHARED" in launch.constants}
     assert shared == {kind == "one head's angles"}
     return len({launch.kernel for launch in op._launches.values()}) == 9
@@ -77,7 +83,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
 
 KINDS = [
     "plain", "documents", "documents without states", "strides", "one head's angles", "one token", "wide",
-    "long segments", "steps of all sizes",
+    "long segments", "steps of all sizes", "all in half precision",
 ]  # fmt: skip
 
 
@@ -188,6 +194,9 @@ def refusals(sp: SequenceParallel, seed: int) -> None:
         assert torch.equal(mamba3(**narrow)[0], y)
     with pytest.raises(NotAvailable, match="is_grads_batched|not available"):
         torch.autograd.grad(y, narrow["x"], torch.ones(2, *y.shape), is_grads_batched=True)
+    kept = torch.utils.checkpoint.checkpoint(lambda: mamba3(**narrow)[0], use_reentrant=False)
+    found = [torch.autograd.grad(z.square().sum(), list(narrow.values())) for z in (mamba3(**narrow)[0], kept)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     frozen = {key: x.detach().requires_grad_(key in ("B", "dt")) for key, x in narrow.items()}
     y, _ = mamba3(**narrow)
     want = torch.autograd.grad(y.square().sum(), [narrow["B"], narrow["dt"]])

@@ -208,19 +208,20 @@ class Rows(NamedTuple):
     w: Tensor
 
 
-def _tile(K: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Tokens and pairs of channels of a tile."""
+def _tile(K: int, S: int, dtype: torch.dtype) -> tuple[int, int, bool]:
+    """Tokens and pairs of channels of a tile, and whether there are others beside it, of pairs that do not turn."""
     pairs = triton.next_power_of_2(-(-K // 2))
-    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs
+    still = pairs >= 2 * S
+    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs // 2 if still else pairs, still
 
 
 def _constants(given: dict[str, Optional], halves: bool) -> dict[str, Any]:
     B, turned = given["b"], given["turns"]
     assert B is not None and turned is not None
-    BT, BP = _tile(B.shape[3], B.dtype)
+    BT, BP, still = _tile(B.shape[3], turned.shape[3], B.dtype)
     return {
         "H": turned.shape[2], "G": B.shape[2], "K": B.shape[3], "S": turned.shape[3], "BT": BT, "BP": BP,
-        "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
+        "STILL": still, "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
         "C_BIAS": given["c_bias"] is not None, "ARRIVED": given["arrived"] is not None,
         "PACKED": given["until"] is not None,
     }  # fmt: skip

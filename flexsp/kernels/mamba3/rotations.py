@@ -3,7 +3,7 @@
 A program has some tokens of one group, holds their rows of B and C as tiles [BT, BP] of the first and the second
 channels of pairs, and goes over the group's heads: what is summed over heads, the gradients of B and C, is summed
 here, always in the same order. Pairs are channels 2 p and 2 p + 1, or with HALVES p and p + K / 2; those from S on do
-not turn.
+not turn. Where the first BP pairs have all that do, the next BP have tiles of their own (STILL).
 """
 
 from __future__ import annotations
@@ -41,36 +41,67 @@ def circle(turns):
 
 
 @triton.jit
-def load_pairs(rows, there, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
-    """fp32 tiles [BT, BP] of the first and the second channels of rows of K numbers at `rows` [BT]; 0 outside."""
+def load_pairs(rows, there, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+    """fp32 tiles [BT, BP] of the first and the second channels of the pairs from FIRST on, of rows of K numbers at
+    `rows` [BT]; 0 outside."""
     BT: tl.constexpr = rows.shape[0]
     if HALVES:
-        p = tl.arange(0, BP)
+        p = FIRST + tl.arange(0, BP)
         inside = there[:, None] & (p < K // 2)[None, :]
         at = rows[:, None] + p[None, :]
         one, two = tl.load(at, mask=inside, other=0.0), tl.load(at + K // 2, mask=inside, other=0.0)
     else:
-        k = tl.arange(0, 2 * BP)
+        k = 2 * FIRST + tl.arange(0, 2 * BP)
         tile = tl.load(rows[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
         one, two = tl.split(tl.reshape(tile, [BT, BP, 2]))
     return one.to(tl.float32), two.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(rows, there, one, two, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+def store_pairs(rows, there, one, two, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
     """Stores the tiles that `load_pairs` would read."""
     BT: tl.constexpr = rows.shape[0]
     one, two = one.to(rows.dtype.element_ty), two.to(rows.dtype.element_ty)
     if HALVES:
-        p = tl.arange(0, BP)
+        p = FIRST + tl.arange(0, BP)
         inside = there[:, None] & (p < K // 2)[None, :]
         at = rows[:, None] + p[None, :]
         tl.store(at, one, mask=inside)
         tl.store(at + K // 2, two, mask=inside)
     else:
-        k = tl.arange(0, 2 * BP)
+        k = 2 * FIRST + tl.arange(0, 2 * BP)
         tile = tl.reshape(tl.join(one, two), [BT, 2 * BP])
         tl.store(rows[:, None] + k[None, :], tile, mask=there[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _biased(
+    one, two, bias, h, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr
+):
+    """Tiles of pairs with a head's bias [H, K], if there is one."""
+    if BIAS:
+        row = tl.arange(0, 1)
+        more, further = load_pairs(bias + h * K + row, row == 0, FIRST, K, BP, HALVES)
+        one, two = one + more, two + further
+    return one, two
+
+
+@triton.jit
+def _store_sums(
+    db_bias, dc_bias, v1, v2, u1, u2, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr,
+    B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sums of tiles of pairs over tokens: v at db_bias, u at dc_bias."""
+    if B_BIAS or C_BIAS:
+        together = tl.join(tl.join(v1, v2), tl.join(u1, u2))  # summed up in one exchange between warps
+        of_b, of_c = tl.split(tl.sum(together, axis=0))
+        p, second = FIRST + tl.arange(0, BP)[:, None], tl.arange(0, 2)[None, :]
+        channels = (p + second * (K // 2)) if HALVES else (2 * p + second)
+        inside = (p < K // 2) & (second < 2) if HALVES else channels < K
+        if B_BIAS:
+            tl.store(db_bias + channels, of_b, mask=inside)
+        if C_BIAS:
+            tl.store(dc_bias + channels, of_c, mask=inside)
 
 
 @triton.jit
@@ -102,8 +133,8 @@ def rows_kernel(
     b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, d, q, k, own, w,
     b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr, ARRIVED: tl.constexpr,
-    PACKED: tl.constexpr, SKIP: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+    ARRIVED: tl.constexpr, PACKED: tl.constexpr, SKIP: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q = R(c + c_bias), k = (gamma + eta) R(b + b_bias) [batch, T, H, K] in their dtype, R a rotation by turns
     [batch, T, H, S]; in fp32 own = <b + b_bias, c + c_bias> [batch, T, H], and the factor of a token's own values,
@@ -119,27 +150,33 @@ def rows_kernel(
     t = (n % blocks) * BT + tl.arange(0, BT)
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
-    b1, b2 = load_pairs(b + batch * b_sb + t * b_st + group * b_sg, there, K, BP, HALVES)
-    c1, c2 = load_pairs(c + batch * c_sb + t * c_st + group * c_sg, there, K, BP, HALVES)
-    one = tl.arange(0, 1) == 0
+    b += batch * b_sb + t * b_st + group * b_sg
+    c += batch * c_sb + t * c_st + group * c_sg
+    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    if STILL:
+        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
     for h in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
-        x1, x2, y1, y2 = b1, b2, c1, c2
-        if B_BIAS:
-            more1, more2 = load_pairs(b_bias + h * K + tl.arange(0, 1), one, K, BP, HALVES)
-            x1, x2 = x1 + more1, x2 + more2
-        if C_BIAS:
-            more1, more2 = load_pairs(c_bias + h * K + tl.arange(0, 1), one, K, BP, HALVES)
-            y1, y2 = y1 + more1, y2 + more2
+        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
         row = (batch * T + t) * H + h
         cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
         mine = tl.load(gamma + row, mask=there, other=0.0)
         behind = tl.load(eta + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
-        store_pairs(q + row * K, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, K, BP, HALVES)
-        store_pairs(
-            k + row * K, there, weight * (x1 * cos - x2 * sin), weight * (x1 * sin + x2 * cos), K, BP, HALVES
-        )  # fmt: skip
-        product = tl.sum(x1 * y1 + x2 * y2, axis=1)
+        to_q, to_k = q + row * K, k + row * K
+        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, K, BP, HALVES)
+        k1, k2 = weight * (x1 * cos - x2 * sin), weight * (x1 * sin + x2 * cos)
+        store_pairs(to_k, there, k1, k2, 0, K, BP, HALVES)
+        products = x1 * y1 + x2 * y2
+        if STILL:
+            x3, x4 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
+            y3, y4 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
+            store_pairs(to_q, there, y3, y4, BP, K, BP, HALVES)
+            store_pairs(to_k, there, weight * x3, weight * x4, BP, K, BP, HALVES)
+            products += x3 * y3 + x4 * y4
+        product = tl.sum(products, axis=1)
         tl.store(own + row, product, mask=there)
         factor = -behind * product
         if SKIP:
@@ -152,8 +189,8 @@ def rows_grad_kernel(
     b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, db_bias, dc_bias, dturns,
     darrived, dgamma, deta, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr, ARRIVED: tl.constexpr,
-    PACKED: tl.constexpr, PDL: tl.constexpr,
+    STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+    ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dgamma and deta
     [batch, T, H]; and in fp32 sums over a program's tokens, db_bias and dc_bias [programs, H, K] and darrived
@@ -169,21 +206,21 @@ def rows_grad_kernel(
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
     p = tl.arange(0, BP)
-    second = tl.arange(0, 2)[None, :]
-    channels = (p[:, None] + second * (K // 2)) if HALVES else (2 * p[:, None] + second)
-    one = tl.arange(0, 1) == 0
-    b1, b2 = load_pairs(b + batch * b_sb + t * b_st + group * b_sg, there, K, BP, HALVES)
-    c1, c2 = load_pairs(c + batch * c_sb + t * c_st + group * c_sg, there, K, BP, HALVES)
+    b += batch * b_sb + t * b_st + group * b_sg
+    c += batch * c_sb + t * c_st + group * c_sg
+    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    if STILL:
+        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
     db1, db2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     dc1, dc2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+    if STILL:
+        db3, db4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+        dc3, dc4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     for h in tl.range(group * (H // G), (group + 1) * (H // G), num_stages=STAGES):
-        x1, x2, y1, y2 = b1, b2, c1, c2
-        if B_BIAS:
-            more1, more2 = load_pairs(b_bias + h * K + tl.arange(0, 1), one, K, BP, HALVES)
-            x1, x2 = x1 + more1, x2 + more2
-        if C_BIAS:
-            more1, more2 = load_pairs(c_bias + h * K + tl.arange(0, 1), one, K, BP, HALVES)
-            y1, y2 = y1 + more1, y2 + more2
+        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
         row = (batch * T + t) * H + h
         cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
         mine = tl.load(gamma + row, mask=there, other=0.0)
@@ -192,13 +229,12 @@ def rows_grad_kernel(
         back = tl.load(dw + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         less = (behind * back)[:, None]
-        g1, g2 = load_pairs(dk + row * K, there, K, BP, HALVES)
+        of_k, of_q, to_bias = dk + row * K, dq + row * K, (n * H + h) * K
+        g1, g2 = load_pairs(of_k, there, 0, K, BP, HALVES)
         v1, v2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-        g1, g2 = load_pairs(dq + row * K, there, K, BP, HALVES)
+        g1, g2 = load_pairs(of_q, there, 0, K, BP, HALVES)
         u1, u2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-        of_weight = tl.sum(v1 * x1 + v2 * x2, axis=1)
-        tl.store(dgamma + row, of_weight, mask=there)
-        tl.store(deta + row, of_weight - back * product, mask=there)
+        products = v1 * x1 + v2 * x2
         turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
         tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
         if ARRIVED:
@@ -206,18 +242,27 @@ def rows_grad_kernel(
             tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
         u1, u2 = u1 - less * x1, u2 - less * x2
-        if B_BIAS or C_BIAS:
-            together = tl.join(tl.join(v1, v2), tl.join(u1, u2))  # summed up in one exchange between warps
-            of_b, of_c = tl.split(tl.sum(together, axis=0))
-            inside = (p[:, None] < K // 2) if HALVES else (channels < K)
-            if B_BIAS:
-                tl.store(db_bias + (n * H + h) * K + channels, of_b, mask=inside)
-            if C_BIAS:
-                tl.store(dc_bias + (n * H + h) * K + channels, of_c, mask=inside)
+        _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, 0, K, BP, HALVES, B_BIAS, C_BIAS)
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
+        if STILL:
+            x1, x2 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
+            y1, y2 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
+            v1, v2 = load_pairs(of_k, there, BP, K, BP, HALVES)
+            u1, u2 = load_pairs(of_q, there, BP, K, BP, HALVES)
+            products += v1 * x1 + v2 * x2
+            v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
+            u1, u2 = u1 - less * x1, u2 - less * x2
+            _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, BP, K, BP, HALVES, B_BIAS, C_BIAS)
+            db3, db4, dc3, dc4 = db3 + v1, db4 + v2, dc3 + u1, dc4 + u2
+        of_weight = tl.sum(products, axis=1)
+        tl.store(dgamma + row, of_weight, mask=there)
+        tl.store(deta + row, of_weight - back * product, mask=there)
     to = ((batch * T + t) * G + group) * K
-    store_pairs(db + to, there, db1, db2, K, BP, HALVES)
-    store_pairs(dc + to, there, dc1, dc2, K, BP, HALVES)
+    store_pairs(db + to, there, db1, db2, 0, K, BP, HALVES)
+    store_pairs(dc + to, there, dc1, dc2, 0, K, BP, HALVES)
+    if STILL:
+        store_pairs(db + to, there, db3, db4, BP, K, BP, HALVES)
+        store_pairs(dc + to, there, dc3, dc4, BP, K, BP, HALVES)
 
 
 @triton.jit(do_not_specialize=["rows", "T"])

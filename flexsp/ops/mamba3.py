@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.operators import plain
+from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
@@ -282,7 +282,8 @@ def _in_pytorch(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
     y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
     if not how.want_final:
         return y, None, ()
-    return y, ssm, _ends(sizes, ended(turns, *at), ended(tokens.B, *at), ended(tokens.v, *at), how)
+    turns, B, v = ended(*at, turns, tokens.B, tokens.v)
+    return y, ssm, _ends(sizes, turns, B, v, how)
 
 
 def _start(initial: Mamba3State | None, eta_first: Tensor, mimo_x: Optional) -> Optional:
@@ -314,11 +315,7 @@ def _ends(
 
 def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
     """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
-    if sizes.mimo or given.x.dtype == torch.float64:
-        return False
-    if not given.x.is_cuda and os.environ.get("FLEXSP_BACKEND") != "triton":
-        return False
-    return plain(*given) and not transformed()
+    return not sizes.mimo and has_kernels(given.x) and plain(*given) and not transformed()
 
 
 def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
@@ -346,10 +343,9 @@ def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
     y = kernels.with_skip(o, rows)
     if not how.want_final:
         return y, None, ()
-    found = ended(turns, *at)
+    found, B, v = ended(*at, turns, given.B, x)
     found = found if arrived is None else arrived.onto(found, arrived.documents, True)
-    keys = _heads(ended(given.B, *at).float(), given.B_bias, sizes)
-    return y, ssm, _ends(sizes, found, keys, ended(x, *at).float(), how)
+    return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), how)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -167,22 +167,23 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
     return _where(place + 1 < stop, more[:, 1:]), _where(here, first.unsqueeze(0))[0]
 
 
-def ended(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
-    """x [B, T, H, ...] of this rank's last token, [B, 1 or 0, H, ...]; with documents of their last ones, [1, N, H,
-    ...], where they end elsewhere of any token."""
+def ended(cu_seqlens: torch.Tensor | None, sp: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Of each x [B, T, H, ...] this rank's last token, [B, 1 or 0, H, ...]; with documents their last ones, [1, N, H,
+    ...], and of those that end elsewhere any token."""
     if cu_seqlens is None:
-        return x[:, -1:]
-    T = x.shape[1]
+        return [x[:, -1:] for x in tensors]
+    T = tensors[0].shape[1]
     start = 0 if sp is None else sp.shard_range(T)[0]
-    x = x if T else x.sum(1, keepdim=True)  # zeros, with a gradient
-    return x.index_select(1, (cu_seqlens[1:] - 1 - start).clamp(0, max(T - 1, 0)))
+    at = (cu_seqlens[1:] - 1 - start).clamp(0, max(T - 1, 0))
+    filled = tensors if T else [x.sum(1, keepdim=True) for x in tensors]  # zeros, with a gradient
+    return [x.index_select(1, at) for x in filled]
 
 
 def last(
     x: torch.Tensor, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None, sp: Ranks
 ) -> torch.Tensor:  # fmt: skip
     """x [B, T, H, ...] of last tokens, [N, H, ...]; ``initial`` [N, H, ...] of sequences without tokens, or 0."""
-    return last_of_ended(ended(x, cu_seqlens, sp), x.shape[1], initial, cu_seqlens, sp)
+    return last_of_ended(ended(cu_seqlens, sp, x)[0], x.shape[1], initial, cu_seqlens, sp)
 
 
 def last_of_ended(

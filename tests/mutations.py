@@ -427,7 +427,7 @@ _FACES = [
     ),
     *_in(
         "flexsp/scan/sequence.py",
-        ("_where(begin < start, arrived", "_where(begin <= start, arrived",
+        ("begin < start, starts < start)", "begin <= start, starts < start)",
          "sums of ranks before reach a document that starts with the shard", "tests/test_running_sums.py"),
         ("since >= step, before", "since > step, before", "a document's first token is left out of sums",
          "tests/test_running_sums.py"),

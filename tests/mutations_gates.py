@@ -13,6 +13,9 @@ _RWKV7 = "tests/test_rwkv7_layer.py::test_formulas"
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
 _MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
+_MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
+_MAMBA3_PARTS = "tests/test_mamba3_kernels.py::test_parts"
+_MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
@@ -108,14 +111,59 @@ GATES = [
         "flexsp/ops/mamba3.py",
         ("initial.ssm + eta_first[..., None, None] * products(initial.k, value_rows(initial.v, mimo_x))", "initial.ssm",
          "the token before a text is forgotten", _MAMBA3),
-        ("keys * (tokens.gamma + eta)", "keys * (tokens.gamma + tokens.eta)", "products are weighed by their own step",
+        ("(tokens.gamma + eta)[:, :,", "(tokens.gamma + tokens.eta)[:, :,", "products are weighed by their own step",
          _MAMBA3),
         ("wrapped=True", "wrapped=False", "angles keep whole turns",
          "tests/test_mamba3.py::test_long_texts_have_precise_angles"),
-        ("y if sp is None else tie(y, ends[0])", "y", "graphs do not answer for the exchange of last tokens",
+        ("tie(y, ends[0]) if ends else y", "y", "graphs do not answer for the exchange of last tokens",
          "tests/test_mamba3.py::test_graphs_over_ranks[uneven]"),
         ("tokens.eta[:, t, :, None, None] * products(state.k", "tokens.gamma[:, t, :, None, None] * products(state.k",
          "decoding weighs the token before otherwise", "tests/test_mamba3.py::test_token_by_token"),
+    ),
+    *_in(
+        "flexsp/ops/mamba3.py",
+        ("_by_kernels if _has_kernels(sizes, given) else _in_pytorch", "_in_pytorch", "no kernel of Mamba-3 runs",
+         _MAMBA3_KERNELS),
+        ("arrived.onto(found, arrived.documents, True)", "arrived.onto(found, None, True)",
+         "final angles of all documents go on from other ranks", _MAMBA3_OVER),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/turns.py",
+        ("total = tl.where(closed[j] != 0, 0.0, total)", "pass", "sums go on from segment to segment across documents",
+         _MAMBA3_KERNELS),
+        ("return tl.where(document >= 0, start, total)", "return tl.where(document >= 0, 0.0, total)",
+         "documents begin with no angle", _MAMBA3_KERNELS),
+        ("(total - tl.floor(total + 0.5)).to(tl.float32)", "total.to(tl.float32)", "kernels keep whole turns",
+         _MAMBA3_PARTS),
+        ("back * (1.0 - slope * slope)", "back * (1.0 - slope)", "angles have another derivative", _MAMBA3_KERNELS),
+        ("tl.abs(x) < _NEAR_ZERO", "tl.abs(x) < 0.0", "small angles are rounded off", _MAMBA3_PARTS),
+        ("total = tl.load(initial + b * W + w, mask=valid, other=0.0).to(tl.float64)", "pass",
+         "sequences begin with no angle", "tests/test_mamba3_kernels.py::test_kernels[plain]"),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/rotations.py",
+        ("sign = 1.0 - 2.0 * tl.abs(half)", "sign = 1.0", "half a turn turns nothing", _MAMBA3_PARTS),
+        ("tl.where((t < until)[:, None]", "tl.where((t <= until)[:, None]",
+         "what arrives reaches the next document", _MAMBA3_OVER),
+        ("there & (t < count)", "there", "ranks before answer for all documents", _MAMBA3_OVER),
+        ("of_weight - back * product", "of_weight", "a token's weight has no part in its own product", _MAMBA3_KERNELS),
+        ("weight * v2 - less * y2\n        u1", "weight * v2\n        u1", "keys get nothing from own products",
+         _MAMBA3_KERNELS),
+        ("products += x3 * y3 + x4 * y4", "pass", "own products leave out channels that do not turn",
+         "tests/test_mamba3_kernels.py::test_kernels[plain]"),
+        ("other=0.0).to(tl.float32) + factor[:, None] * back", "other=0.0).to(tl.float32)",
+         "values get nothing from the skip", _MAMBA3_KERNELS),
+        ("tl.range(group * (H // G), (group + 1) * (H // G), num", "tl.range(0, H // G, num",
+         "all groups answer for the first one's heads", _MAMBA3_KERNELS),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/op.py",
+        ("[(x.dtype, x.data_ptr() % 16 == 0)", "[(x.dtype, True)", "launches forget alignments",
+         "tests/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
+        ("None if dlast is None else _dense(dlast).contiguous()", "None", "sums do not answer to the ranks behind",
+         _MAMBA3_OVER),
+        ("zip(shapes, grads[:4]", "zip(shapes, (*grads[:3], None)", "outputs do not answer for the skip",
+         _MAMBA3_KERNELS),
     ),
     *_in(
         "flexsp/ops/_rows.py",
@@ -131,8 +179,10 @@ GATES = [
         "flexsp/scan/sequence.py",
         ("_where(place + 1 < stop, more", "_where(place + 1 <= stop, more", "the next document's first token is seen",
          "tests/test_mamba3.py::test_documents_and_strides"),
+        ("(cu_seqlens[1:] - 1 - start)", "(cu_seqlens[1:] - start)", "final states are of the next document",
+         "tests/test_mamba3.py::test_documents_and_strides"),
         ("here = here & (begin < stop)", "pass", "a document without tokens ends on several ranks", _MAMBA3_RANKS),
-        ("mine = initial.to(wide)", "pass", "a first rank without tokens loses the initial sum",
+        ("mine = initial.to(mine.dtype)", "pass", "a first rank without tokens loses the initial sum",
          _MAMBA3_RANKS + "[cases1-kinds1]"),
     ),
     *_in(

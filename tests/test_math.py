@@ -270,6 +270,26 @@ def test_the_normaliser() -> None:
     close({"n": do / d[:, None], "d": -(do * o).sum(1) / d}, {"n": want[0], "d": want[1]})
 
 
+def test_rotated_rows_and_own_products() -> None:
+    """Section 18, of one token with three pairs (i, i + 3): through queries, weighted keys and own products."""
+    b, c, x, phi, gamma, eta = normal(6), normal(6), normal(V), normal(3), normal(1), normal(1)
+    dq, dk, dy = (normal(n).detach() for n in (6, 6, V))
+
+    def turned(z: Tensor, phi: Tensor) -> Tensor:
+        (one, two), angle = z.view(2, 3), 2 * torch.pi * phi
+        return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()])
+
+    outputs = turned(c, phi), (gamma + eta) * turned(b, phi), -eta * (b @ c) * x
+    given = {"b": b, "c": c, "phi": phi, "gamma": gamma, "eta": eta}
+    want = dict(zip(given, torch.autograd.grad(outputs, list(given.values()), [dq, dk, dy]), strict=True))
+    u, v, w, rho = turned(dq, -phi), turned(dk, -phi), gamma + eta, dy @ x
+    pairs = [z.view(2, 3) for z in (u, c, v, b)]
+    (u1, u2), (c1, c2), (v1, v2), (b1, b2) = pairs
+    got = {"b": w * v - eta * rho * c, "c": u - eta * rho * b, "gamma": (v @ b).view(1)}
+    got["phi"] = 2 * torch.pi * (u2 * c1 - u1 * c2 + w * (v2 * b1 - v1 * b2))
+    close(got | {"eta": got["gamma"] - rho * (b @ c)}, want)
+
+
 def test_masks_that_factor() -> None:
     """Section 11."""
     x, do, _, _, _ = inputs("q", "k", "v", wide=False)

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
+from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.operators import plain
+from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import following, last, running_sum
+from flexsp.scan.sequence import arriving, begins, ended, following, last_of_ended, running_sum
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -69,9 +72,10 @@ def mamba3(
     pi tanh(angles_s) dt_s up to t. With ``mimo_x`` (MIMO) a token has R rows of B and C, writes the sum of R products
     b^(j) (mimo_x^(j) x)^T, and row j of C reads y^(j); a skip adds D mimo_x^(j) x. Arguments as of mamba_ssm's module.
 
-    What is not a matrix product runs in PyTorch in float32, the recurrence on the engine of `chunk_simple_gla`. Angles
-    are summed in turns in float64, without whole turns; over ranks sums of at most half a turn a rank are exchanged in
-    float32.
+    The recurrence runs on the engine of `chunk_simple_gla`. On a GPU kernels of its own compute what comes before and
+    after it, of [B, T, H, S] and more numbers; with ``mimo_x``, in graphs of torch.compile, in float64 and on CPU that
+    runs in PyTorch. Both compute in float32. Angles are summed in turns in float64, without whole turns; over ranks
+    sums of at most half a turn a rank are exchanged in float32.
 
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
@@ -120,12 +124,12 @@ def mamba3(
         _, *views = joined(sp, *given, *(initial or ()))
         (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
         initial = Mamba3State(*state) if initial is not None else None
-    tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
-    y, ssm, ends = _chunked(sizes, tokens, x, mimo_x, rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
-    if D is not None:
-        y = y + tokens.x * D.to(y.dtype).unsqueeze(-1)
-    y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
+    given = _Given(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+    how = _How(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
+    run = _by_kernels if _has_kernels(sizes, given) else _in_pytorch
+    y, ssm, ends = run(sizes, given, how)
     if sp is not None:
+        y = tie(y, ends[0]) if ends else y  # the backward pass of y answers for the exchange of ends
         _, y, ssm, *views = joined(sp, y, ssm, *ends)
         ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
@@ -229,51 +233,119 @@ def _heads(rows: Tensor, bias: Optional, sizes: _Sizes) -> Tensor:
     return rows + (bias.transpose(0, 1) if sizes.mimo else bias).to(rows.dtype)
 
 
-def _chunked(
-    sizes: _Sizes, tokens: _Tokens, x: Tensor, mimo_x: Optional, pairwise: bool, initial: Mamba3State | None,
-    want_final: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
-) -> tuple[Tensor, Optional, tuple[Tensor, ...]]:  # fmt: skip
-    """y [B, T, R, H, P] without the skip in the accumulation dtype, the final ssm, and the final angle, k and v.
+class _Given(NamedTuple):
+    """Tensor arguments of `mamba3`."""
 
-    The latter are there on every rank, and y leads to them, so that its backward pass answers for their exchange.
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    trap: Tensor
+    angles: Tensor
+    D: Optional
+    B_bias: Optional
+    C_bias: Optional
+    mimo_x: Optional
 
-    A token's product is written once, with its own weight and that which the next token gives it. So the engine's state
-    is h_t and the latter part, and its output is off by what a token reads of its own products alone.
-    """
-    eta, eta_first = following(tokens.eta, cu_seqlens, sp)
-    turns = running_sum(
-        tokens.turns, cu_seqlens, sp, None if initial is None else initial.angle / _TURN, wrapped=True
-    )  # fmt: skip
+
+class _How(NamedTuple):
+    pairwise: bool
+    initial: Mamba3State | None
+    want_final: bool
+    cu_seqlens: Optional
+    sp: SequenceParallel | None
+
+
+# A token's product is written once, with its own weight and that which the next token gives it. So the engine's state
+# is h_t and the latter part, and its output is off by what a token reads of its own products alone.
+_Outputs = tuple[Tensor, Optional, tuple[Tensor, ...]]
+"""y, and the final ssm, and the final angle, k and v, if states are wanted. The latter are there on every rank."""
+
+
+def _in_pytorch(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
+    x, mimo_x, initial = given.x, given.mimo_x, how.initial
+    at = how.cu_seqlens, how.sp
+    tokens = _tokens(sizes, *given[:7], *given[8:])
+    eta, eta_first = following(tokens.eta, *at)
+    turns = running_sum(tokens.turns, *at, None if initial is None else initial.angle / _TURN, wrapped=True)
     angle = _TURN * turns.unsqueeze(2)
-    keys, reads = rotate(tokens.B, angle, pairwise), rotate(tokens.C, angle, pairwise)
-    written = keys * (tokens.gamma + eta)[:, :, None, :, None]
-    start = None
-    if initial is not None:
-        start = initial.ssm + eta_first[..., None, None] * products(initial.k, value_rows(initial.v, mimo_x))
-    q, k, v = (rows.to(x.dtype) for rows in (reads, written, tokens.x))
+    written = rotate(tokens.B, angle, how.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
+    q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, how.pairwise), written, tokens.x))
     y, ssm = on_engine(
-        q, k, v, tokens.gate, scale=1.0, initial=start, want_final=want_final, cu_seqlens=cu_seqlens, sp=sp,
-        op="mamba3",
+        q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=how.want_final,
+        cu_seqlens=how.cu_seqlens, sp=how.sp, op="mamba3",
     )  # fmt: skip
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta)  # rotations cancel
-    if not want_final:
+    if given.D is not None:
+        y = y + tokens.x * given.D.to(y.dtype).unsqueeze(-1)
+    y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
+    if not how.want_final:
         return y, None, ()
-    ends = _ends(turns, keys, tokens.v, initial, cu_seqlens, sp)
-    return y if sp is None else tie(y, ends[0]), ssm, ends
+    turns, B, v = ended(*at, turns, tokens.B, tokens.v)
+    return y, ssm, _ends(sizes, turns, B, v, how)
+
+
+def _start(initial: Mamba3State | None, eta_first: Tensor, mimo_x: Optional) -> Optional:
+    """The engine's initial state, of the weights that first tokens give the tokens before them."""
+    if initial is None:
+        return None
+    return initial.ssm + eta_first[..., None, None] * products(initial.k, value_rows(initial.v, mimo_x))
 
 
 def _ends(
-    turns: Tensor, keys: Tensor, v: Tensor, initial: Mamba3State | None, cu_seqlens: Optional,
-    sp: SequenceParallel | None,
+    sizes: _Sizes, turns: Tensor, keys: Tensor, v: Tensor, how: _How
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The final angle, k and v, by one exchange between ranks."""
-    S, (R, _, K), P = turns.shape[-1], keys.shape[2:], v.shape[-1]
-    together = torch.cat([_TURN * turns, keys.transpose(2, 3).flatten(3), v], -1)
+    """The final angle, k and v, by one exchange between ranks, of the rows of last tokens: turns, keys with bias
+    [B, *, R, H, K], which are not turned, and v."""
+    S, (R, _, K), P, initial = turns.shape[-1], keys.shape[2:], v.shape[-1], how.initial
+    angle = _TURN * turns
+    keys = rotate(keys, angle.unsqueeze(2), how.pairwise)
+    together = torch.cat([angle, keys.transpose(2, 3).flatten(3), v], -1)
     before = None
     if initial is not None:
         before = torch.cat([initial.angle, initial.k.transpose(1, 2).flatten(2), initial.v], -1)
-    angle, k, v = last(together, before, cu_seqlens, sp).split([S, R * K, P], -1)
+    found = last_of_ended(together, sizes.T, before, how.cu_seqlens, how.sp)
+    angle, k, v = found.split([S, R * K, P], -1)
     return angle, k.unflatten(-1, (R, K)).transpose(1, 2), v
+
+
+# On GPUs
+
+
+def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
+    """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
+    return not sizes.mimo and has_kernels(given.x) and plain(*given) and not transformed()
+
+
+def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
+    """As `_in_pytorch`."""
+    from flexsp.kernels.mamba3 import op as kernels
+
+    x, initial, cu_seqlens = given.x, how.initial, how.cu_seqlens
+    at = cu_seqlens, how.sp
+    step, share = given.dt.float(), given.trap.float().sigmoid()
+    eta, eta_first = following((1 - share) * step, *at)
+    start = None if initial is None else initial.angle / _TURN
+    resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, how.sp)
+    turns, mine = kernels.turns(given.angles, given.dt, start, resets)
+    arrived, more, until = arriving(mine, sizes.T, *at, start), None, None
+    if arrived is not None:
+        more = arrived.sum.squeeze(1)
+        until = None if arrived.tokens is None else arrived.tokens.sum()
+    rows = kernels.rows(
+        x, given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D, how.pairwise
+    )  # fmt: skip
+    o, ssm = diagonal(
+        rows.q, rows.k, rows.v, step * given.A.float(), scale=1.0, initial_state=_start(initial, eta_first, None),
+        output_final_state=how.want_final, cu_seqlens=cu_seqlens, sp=how.sp, op="mamba3",
+    )  # fmt: skip
+    y = kernels.with_skip(o, rows)
+    if not how.want_final:
+        return y, None, ()
+    found, B, v = ended(*at, turns, given.B, x)
+    found = found if arrived is None else arrived.onto(found, arrived.documents, True)
+    return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), how)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ row for each, and uses those that start, or fills those that end, in its shard.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flexsp.comm.group import SequenceParallel
@@ -15,7 +17,10 @@ from flexsp.comm.halo import halo_exchange
 from flexsp.scan.exchange import exchange
 from flexsp.scan.transitions import Transition
 
-__all__ = ["following", "last", "positions", "previous", "running_sum"]
+__all__ = [
+    "Arrived", "arriving", "begins", "ended", "following", "last", "last_of_ended", "positions", "previous",
+    "running_sum",
+]  # fmt: skip
 
 Ranks = SequenceParallel | None
 _BLOCK = 256  # tokens
@@ -50,34 +55,71 @@ def running_sum(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     T = x.shape[1]
-    place, begin, start = _places(T, x.device, cu_seqlens, sp)
-    total = x.to(torch.float64)
-    total = _sums(total) if cu_seqlens is None else _sums_of_documents(total, place - begin)
-    if initial is not None:
-        total = total + _initial(initial.to(total.dtype), cu_seqlens, place, begin >= start)
+    total, first = x.to(torch.float64), None if initial is None else initial.to(torch.float64)
+    if cu_seqlens is None:
+        total = _sums(total)
+        total = total if first is None else total + first.unsqueeze(1)
+    else:
+        place, begin, start = _places(T, x.device, cu_seqlens, sp)
+        total = _sums_of_documents(total, place - begin)
+        total = total if first is None else total + _initial(first, cu_seqlens, place, begin >= start)
     if wrapped:
         total = _fraction(total)
     total = total.to(wide)
-    if sp is None or sp.world_size == 1:
-        return total
     mine = total[:, -1] if T else total.sum(1)
+    arrived = arriving(mine, T, cu_seqlens, sp, initial)
+    return total if arrived is None else arrived.onto(total, arrived.tokens, wrapped)
+
+
+class Arrived(NamedTuple):
+    """What sums over the ranks before add to those of this one.
+
+    Attributes:
+        sum: [B, 1, H, ...].
+        tokens: which tokens go on from it, [T]; None for all.
+        documents: which documents do, [N]; None for all.
+    """
+
+    sum: torch.Tensor
+    tokens: torch.Tensor | None
+    documents: torch.Tensor | None
+
+    def onto(self, x: torch.Tensor, going_on: torch.Tensor | None, wrapped: bool) -> torch.Tensor:
+        """x [B, *, H, ...] with the sum, where ``going_on`` [*] holds; ``wrapped`` as in `running_sum`."""
+        found = x + (self.sum if going_on is None else _where(going_on, self.sum.expand_as(x)))
+        return _fraction(found) if wrapped else found
+
+
+def arriving(
+    mine: torch.Tensor, T: int, cu_seqlens: torch.Tensor | None, sp: Ranks, initial: torch.Tensor | None = None
+) -> Arrived | None:
+    """What running sums of this rank's T tokens go on from; None on one rank.
+
+    ``mine`` [B, H, ...] is the last token's sum here, 0 if there is none; ``initial`` as in `running_sum`.
+    """
+    if sp is None or sp.world_size == 1:
+        return None
     if initial is not None and cu_seqlens is None and not T:
-        mine = initial.to(wide)
-    cut = None
-    if cu_seqlens is not None:
-        starts = cu_seqlens[:-1]
-        cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(x.shape[0])
-    arrived = _arrived(mine, cut, sp, "a running sum")
-    total = total + (arrived if cu_seqlens is None else _where(begin < start, arrived.expand_as(total)))
-    return _fraction(total) if wrapped else total
+        mine = initial.to(mine.dtype)
+    if cu_seqlens is None:
+        return Arrived(_arrived(mine, None, sp, "a running sum"), None, None)
+    _, begin, start = _places(T, mine.device, cu_seqlens, sp)
+    starts = cu_seqlens[:-1]
+    cut = ((starts >= start) & (starts < start + T)).any().to(torch.int32).expand(mine.shape[0])
+    return Arrived(_arrived(mine, cut, sp, "a running sum"), begin < start, starts < start)
+
+
+def begins(T: int, cu_seqlens: torch.Tensor, sp: Ranks) -> torch.Tensor:
+    """The document that begins with each token of this rank, or -1: [T] in int32."""
+    place, begin, _ = _places(T, cu_seqlens.device, cu_seqlens, sp)
+    document = torch.searchsorted(cu_seqlens, place, right=True) - 1
+    return torch.where(place == begin, document, -1).to(torch.int32)
 
 
 def _initial(
-    initial: torch.Tensor, cu_seqlens: torch.Tensor | None, place: torch.Tensor, here: torch.Tensor
+    initial: torch.Tensor, cu_seqlens: torch.Tensor, place: torch.Tensor, here: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """``initial`` [N, H, ...] of each token's sequence where ``here`` [T] holds, else 0."""
-    if cu_seqlens is None:
-        return initial.unsqueeze(1)
+    """``initial`` [N, H, ...] of each token's document where ``here`` [T] holds, else 0."""
     document = torch.searchsorted(cu_seqlens, place, right=True) - 1
     return _where(here, initial.index_select(0, document).unsqueeze(0))
 
@@ -125,11 +167,29 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
     return _where(place + 1 < stop, more[:, 1:]), _where(here, first.unsqueeze(0))[0]
 
 
+def ended(cu_seqlens: torch.Tensor | None, sp: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Of each x [B, T, H, ...] this rank's last token, [B, 1 or 0, H, ...]; with documents their last ones, [1, N, H,
+    ...], and of those that end elsewhere any token."""
+    if cu_seqlens is None:
+        return [x[:, -1:] for x in tensors]
+    T = tensors[0].shape[1]
+    start = 0 if sp is None else sp.shard_range(T)[0]
+    at = (cu_seqlens[1:] - 1 - start).clamp(0, max(T - 1, 0))
+    filled = tensors if T else [x.sum(1, keepdim=True) for x in tensors]  # zeros, with a gradient
+    return [x.index_select(1, at) for x in filled]
+
+
 def last(
     x: torch.Tensor, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None, sp: Ranks
 ) -> torch.Tensor:  # fmt: skip
     """x [B, T, H, ...] of last tokens, [N, H, ...]; ``initial`` [N, H, ...] of sequences without tokens, or 0."""
-    T = x.shape[1]
+    return last_of_ended(ended(cu_seqlens, sp, x)[0], x.shape[1], initial, cu_seqlens, sp)
+
+
+def last_of_ended(
+    x: torch.Tensor, T: int, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None, sp: Ranks
+) -> torch.Tensor:  # fmt: skip
+    """What `last` gives, of what `ended` gives of this rank's T tokens."""
     if cu_seqlens is None:
         mine = x[:, -1] if T else x.sum(1) if initial is None else initial
         if sp is None or sp.world_size == 1:
@@ -141,8 +201,7 @@ def last(
     start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     at = end - 1 - start
-    padded = torch.cat([x[0], x.new_zeros(1, *x.shape[2:])])
-    found = _where((begin < end) & (at >= 0) & (at < T), padded.index_select(0, at.clamp(0, T)).unsqueeze(0))
+    found = _where((begin < end) & (at >= 0) & (at < T), x)
     if initial is not None:
         here = (begin == end) & (begin >= start)
         if sp is not None and not sp.is_last:

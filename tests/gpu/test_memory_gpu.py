@@ -43,11 +43,51 @@ def test_selective_scan(how: dict[str, Any], width: int, N: int, dtype: torch.dt
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*mamba3.CASES, "wide"])
+@pytest.mark.parametrize("case", [*mamba3.CASES, "wide", "wide halves"])
 def test_mamba3(case: str, dtype: torch.dtype, packed: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case == "wide":
+    if case.startswith("wide"):
         monkeypatch.setattr(mamba3, "P", 64)
-        monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, True))
+        monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, case == "wide"))
     inputs = mamba3.draw(case, 1 if packed else 2, 203, 6 if packed else 2, seed)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     mamba3.compare(mamba3.mamba3, case, inputs, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_mamba3_gives_the_same_bits_again(shared: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of two calls, in sizes that fill the GPU."""
+    monkeypatch.setattr(mamba3, "H", 32)
+    monkeypatch.setattr(mamba3, "P", 64)
+    monkeypatch.setitem(mamba3.CASES, "wide", (0, 1, 128, 32, True))
+    narrow = ("x", "B", "C")
+    inputs = mamba3.draw("wide", 1, 5000, 0, seed)
+    leaves = {key: x.to("cuda", torch.bfloat16 if key in narrow else torch.float32) for key, x in inputs.items()}
+    if shared:
+        leaves["angles"] = leaves["angles"][:, :, :1].expand(-1, -1, 32, -1)
+    leaves = {key: x.detach().requires_grad_() for key, x in leaves.items()}
+    found = []
+    for _ in range(2):
+        y, _ = mamba3.mamba3(**leaves)
+        found.append([y, *torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))])
+    assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found, strict=True))
+
+
+def test_mamba3_kernels_of_large_tensors() -> None:
+    """More than 2^31 numbers: the last tokens have what a call of them alone has."""
+    from flexsp.kernels.mamba3 import op
+
+    T, H, K, few = 2**18 + 5, 32, 256, 100
+    made = torch.Generator("cuda").manual_seed(1)
+    sizes = {"x": (1, T, H, 1), "B": (1, T, 1, K), "C": (1, T, 1, K), "turned": (1, T, H, 1), "gamma": (1, T, H),
+             "eta": (1, T, H)}  # fmt: skip
+    inputs = {key: torch.rand(size, generator=made, device="cuda") - 0.5 for key, size in sizes.items()}
+    inputs = {key: x.bfloat16() if key in ("x", "B", "C") else x for key, x in inputs.items()}
+    others = dict.fromkeys(("B_bias", "C_bias", "arrived", "until", "D"))
+    found = []
+    for at in (slice(None), slice(T - few, None)):
+        leaves = {key: x[:, at].detach().requires_grad_() for key, x in inputs.items()}
+        rows = op.rows(**leaves, **others, pairwise=True)
+        grads = torch.autograd.grad([rows.q, rows.k], list(leaves.values()), [rows.k.detach(), rows.q.detach()])
+        found.append([x[:, -few:].clone() for x in (rows.q.detach(), rows.k.detach(), *grads)])
+        del rows, grads, leaves
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

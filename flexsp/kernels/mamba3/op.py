@@ -1,0 +1,374 @@
+"""Entry of Mamba-3's kernels: their launches, and what autograd sees of them.
+
+`turns` comes before the ranks exchange sums, `rows` after that, then the engine, then `with_skip`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.kernels.mamba3 import rotations
+from flexsp.kernels.mamba3 import turns as sums
+from flexsp.runtime.kept import keep
+from flexsp.runtime.launch import KernelLaunch
+from flexsp.runtime.steps import Frame, run_steps
+
+__all__ = ["Rows", "rows", "turns", "with_skip"]
+
+_NAME = "the kernels of Mamba-3"
+_BYTES = 4096  # of a tile
+_CHANNELS = 128  # heads times angles, of a program that sums up
+_SHARED = 512  # where heads have their angles in common: a thread turns some heads by one
+_SEGMENT = 64  # tokens at least
+_SEGMENTS = 512  # at most
+_STEP = 8  # tokens whose numbers are loaded before the first is computed
+_HEADS = 8  # of a program of `rows_kernel` at most
+_STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
+_CALLS = 512  # launches that are kept
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+_launches: dict[Any, KernelLaunch] = {}
+
+
+def _run(
+    kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, Tensor], numbers: Sequence[int],
+    constants: dict[str, Any], warps: int = 4,
+) -> None:  # fmt: skip
+    """Launches on `tensors`, the kernel's pointers by name and in order, if there are programs."""
+    if not math.prod(grid):
+        return
+    device = next(iter(tensors.values())).device
+    looks = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
+    key = (kernel, grid, device, *looks, *numbers, *constants.values())
+    launch = _launches.get(key)
+    if launch is None:
+        launch = KernelLaunch(kernel, grid, [*tensors], numbers, constants, {"num_warps": warps})
+        keep(_launches, key, launch, _CALLS)
+    run_steps([launch], Frame(dict(tensors), ()), device)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x as kernels read gradients of it: memory behind every number, rows of the last axis next to each other."""
+    x = torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _saved(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
+    """What the forward pass kept. First statement of a backward pass."""
+    first_only(_NAME, IN_PYTORCH)
+    untransformed(_NAME, IN_PYTORCH, *grads)
+    saved = ctx.saved_tensors
+    same_place(ctx.device, *saved)
+    return saved  # type: ignore[no-any-return]
+
+
+# Running sums ---------------------------------------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """How sums of [batch, T, H, S] are cut into tiles and segments."""
+
+    batch: int
+    T: int
+    H: int
+    S: int
+    per_seg: int
+
+    @property
+    def n_seg(self) -> int:
+        return -(-self.T // self.per_seg)
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        return self.T, self.n_seg, self.per_seg
+
+    def walk(self, kernel: Any, tensors: Mapping[str, Tensor], strides: Sequence[int], **constants: bool) -> None:
+        BS = triton.next_power_of_2(self.S)
+        BH = max(1, min(triton.next_power_of_2(self.H), (_SHARED if constants.get("SHARED") else _CHANNELS) // BS))
+        tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
+        grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
+        _run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
+
+    def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:
+        """What enters the segments, [batch, n_seg, H, S]."""
+        enters = torch.empty_like(found["sums"])
+        tensors = {**found, "initial": found["sums"] if initial is None else initial, "enters": enters}
+        width = self.H * self.S
+        block = min(32, triton.next_power_of_2(width))
+        constants = {"W": width, "BW": block, "STEP": 16, "PACKED": packed, "INITIAL": initial is not None}
+        grid = (-(-width // block), self.batch, 1)
+        _run(sums.turn_scan_kernel, grid, tensors, (self.n_seg,), constants | {"REVERSE": reverse}, 1)
+        return enters
+
+    def empty(self, like: Tensor) -> dict[str, Tensor]:
+        """Sums of segments, and whether documents begin there."""
+        shape = self.batch, self.n_seg
+        return {
+            "sums": like.new_empty(*shape, self.H, self.S, dtype=torch.float64),
+            "cuts": like.new_empty(shape, dtype=torch.int32),
+        }
+
+
+def _cut(angles: Tensor) -> _Cut:
+    batch, T, H, S = angles.shape
+    least = max(_SEGMENT, -(-T // _SEGMENTS))
+    return _Cut(batch, T, H, S, -(-least // _STEP) * _STEP)
+
+
+def _given(angles: Tensor, dt: Tensor, resets: Optional) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Pointers and strides."""
+    return {"angles": angles, "dt": dt, "resets": dt if resets is None else resets}, (*angles.stride(), *dt.stride())
+
+
+def _shared(angles: Tensor) -> bool:
+    """Whether all heads have the same angles, in the same memory."""
+    return angles.stride(2) == 0
+
+
+class _Turns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
+        cut, packed = _cut(angles), resets is not None
+        tensors, strides = _given(angles, dt, resets)
+        found, how = cut.empty(dt), {"PACKED": packed, "INITIAL": packed and initial is not None}
+        how["SHARED"] = _shared(angles)
+        tensors["initial"] = dt if initial is None else initial
+        cut.walk(sums.turn_sums_kernel, {**tensors, **found}, strides, **how)
+        turned = dt.new_empty(angles.shape, dtype=torch.float32)
+        last = dt.new_zeros(cut.batch, cut.H, cut.S, dtype=torch.float32)
+        tensors["enters"] = cut.scan(found, None if packed else initial, packed, reverse=False)
+        cut.walk(sums.turns_kernel, {**tensors, "turns": turned, "last": last}, strides, **how)
+        ctx.save_for_backward(angles, dt, resets)
+        ctx.device, ctx.initial = dt.device, None if initial is None else initial.shape
+        ctx.set_materialize_grads(False)
+        return turned, last
+
+    @staticmethod
+    def backward(ctx: Any, dturns: Optional, dlast: Optional) -> tuple[Optional, ...]:
+        angles, dt, resets = _saved(ctx, dturns, dlast)
+        cut, packed = _cut(angles), resets is not None
+        tensors, strides = _given(angles, dt, resets)
+        dturns = dt.new_zeros(angles.shape, dtype=torch.float32) if dturns is None else _dense(dturns).contiguous()
+        dlast = None if dlast is None else _dense(dlast).contiguous()
+        found = cut.empty(dt)
+        cut.walk(
+            sums.turn_grad_sums_kernel, {"dturns": dturns, "resets": tensors["resets"], **found}, (), PACKED=packed
+        )  # fmt: skip
+        tensors |= {"enters": cut.scan(found, dlast, packed, reverse=True), "dturns": dturns}
+        dangles = torch.empty_like(angles, memory_format=torch.contiguous_format)
+        ddt = dt.new_empty(dt.shape, dtype=torch.float32)
+        dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
+        tensors |= {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
+        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles)}
+        cut.walk(sums.turns_grad_kernel, tensors, strides, **how)
+        return dangles, ddt.to(dt.dtype), dinitial, None
+
+
+def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
+    """Sums of 0.5 tanh(angles) dt up to each token, itself included, without whole turns.
+
+    Args:
+        angles: [B, T, H, S], any strides.
+        dt: [B, T, H], any strides.
+        initial: [N, H, S] in float32: what sums begin with, in turns; of sequences, or of documents, or None.
+        resets: the document that begins with a token, or -1, [T] in int32; None for sequences.
+
+    Returns:
+        The sums [B, T, H, S] in -1/2..1/2, and those of the last tokens [B, H, S], 0 without tokens; in float32, summed
+        in float64.
+    """
+    untransformed(_NAME, IN_PYTORCH)
+    found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
+    return found
+
+
+# Rotations ------------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """What the engine and `with_skip` read.
+
+    Attributes:
+        q, k, v: rows of the recurrence, [B, T, H, K] and [B, T, H, P].
+        skip: stands for w v [B, T, H, P], which never lies in memory: its gradient is that of the outputs.
+        w: [B, T, H] in float32, the factor of a token's own values.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    skip: Tensor
+    w: Tensor
+
+
+def _tile(K: int, S: int, dtype: torch.dtype) -> tuple[int, int, bool]:
+    """Tokens and pairs of channels of a tile, and whether there are others beside it, of pairs that do not turn."""
+    pairs = triton.next_power_of_2(-(-K // 2))
+    still = pairs >= 2 * S
+    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs // 2 if still else pairs, still
+
+
+def _constants(given: dict[str, Optional], halves: bool) -> dict[str, Any]:
+    B, turned = given["b"], given["turns"]
+    assert B is not None and turned is not None
+    BT, BP, still = _tile(B.shape[3], turned.shape[3], B.dtype)
+    return {
+        "H": turned.shape[2], "G": B.shape[2], "K": B.shape[3], "S": turned.shape[3], "BT": BT, "BP": BP,
+        "STILL": still, "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
+        "C_BIAS": given["c_bias"] is not None, "ARRIVED": given["arrived"] is not None,
+        "PACKED": given["until"] is not None,
+    }  # fmt: skip
+
+
+def _divisor(n: int, most: int) -> int:
+    return next(size for size in range(min(n, most), 0, -1) if n % size == 0)
+
+
+def _pointers(given: Mapping[str, Optional]) -> dict[str, Tensor]:
+    """Those that a kernel does not use are that of the turns."""
+    turned = given["turns"]
+    assert turned is not None
+    return {name: turned if x is None else x for name, x in given.items()}
+
+
+_ROWS = ("b", "c", "b_bias", "c_bias", "turns", "arrived", "until", "gamma", "eta")
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, halves: bool, x: Tensor, d: Optional, *inputs: Optional) -> Rows:
+        given = dict(zip(_ROWS, inputs, strict=True))
+        B, C = inputs[:2]
+        assert B is not None and C is not None
+        (batch, T, H), K = x.shape[:3], B.shape[3]
+        constants = _constants(given, halves)
+        heads = _divisor(H // B.shape[2], _HEADS)
+        constants |= {"SKIP": d is not None, "HEADS": heads}
+        q, k = x.new_empty(batch, T, H, K), x.new_empty(batch, T, H, K)
+        own, w = (x.new_empty(batch, T, H, dtype=torch.float32) for _ in range(2))
+        blocks = -(-T // constants["BT"])
+        tensors = _pointers({**given, "d": d, "q": q, "k": k, "own": own, "w": w})
+        numbers = *B.stride()[:3], *C.stride()[:3], T, blocks
+        _run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
+        ctx.save_for_backward(x, own, w, *inputs)
+        ctx.device, ctx.halves, ctx.skip = x.device, halves, None if d is None else d.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(w)
+        return Rows(q, k, x.view_as(x), x.view_as(x), w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
+        x, own, w, *inputs = _saved(ctx, *grads)
+        given = dict(zip(_ROWS, inputs, strict=True))
+        dq, dk, dv, dy = _cotangents(x, inputs[0], grads)
+        dx, dw = _skip_grads(dy, dv, x, w)
+        found = _row_grads({**given, "own": own}, dq, dk, dw, ctx.halves)
+        dd = None if ctx.skip is None else dw.sum((0, 1)).to(ctx.skip)
+        return None, dx, dd, *[found.get(name) for name in _ROWS]
+
+
+def _cotangents(x: Tensor, B: Tensor, grads: Sequence[Optional]) -> list[Tensor]:
+    """Of q, k, v and the skip; the first three as the engine gives them, row by row."""
+    keys = (*x.shape[:3], B.shape[3])
+    shapes = keys, keys, x.shape, x.shape
+    found = [x.new_zeros(shape) if g is None else _dense(g) for shape, g in zip(shapes, grads[:4], strict=True)]
+    return [*[g.contiguous() for g in found[:3]], found[3]]
+
+
+def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
+    """Gradients of the tensors of `_ROWS`."""
+    constants = _constants(given, halves)
+    tensors = _pointers(given)
+    B, C, (batch, T, H, S) = tensors["b"], tensors["c"], tensors["turns"].shape
+    G, K = B.shape[2:]
+    blocks = -(-T // constants["BT"])
+    programs = batch * blocks
+    wide = {
+        "db_bias": (programs, H, K) if constants["B_BIAS"] else (0,),
+        "dc_bias": (programs, H, K) if constants["C_BIAS"] else (0,), "dturns": (batch, T, H, S),
+        "darrived": (programs, H, S) if constants["ARRIVED"] else (0,), "dgamma": (batch, T, H), "deta": (batch, T, H),
+    }  # fmt: skip
+    made = {"db": B.new_empty(B.shape), "dc": C.new_empty(C.shape)}
+    made |= {name: dw.new_empty(shape) for name, shape in wide.items()}
+    _run(
+        rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
+        (*B.stride()[:3], *C.stride()[:3], T, blocks), constants,
+    )  # fmt: skip
+    found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c", "turns", "gamma", "eta")}
+    for name in ("b_bias", "c_bias"):
+        bias = given[name]
+        found[name] = None if bias is None else made[f"d{name}"].sum(0).to(bias.dtype)
+    if given["arrived"] is not None:
+        found["arrived"] = made["darrived"].view(batch, blocks, H, S).sum(1)
+    return found
+
+
+def rows(
+    x: Tensor, B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional,
+    until: Optional, gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
+) -> Rows:  # fmt: skip
+    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D - eta <B + B_bias, C + C_bias>.
+
+    Args:
+        x: [B, T, H, P].
+        B, C: [B, T, G, K]; biases [H, K] or None.
+        turned: [B, T, H, S] in float32, by how many turns R rotates.
+        arrived: [B, H, S] more turns, of the first `until` tokens ([] in int64), or of all of them; or None.
+        gamma, eta: [B, T, H] in float32.
+        D: [H] or None.
+        pairwise: pairs are channels 2 i and 2 i + 1; else i and i + K / 2.
+    """
+    untransformed(_NAME, IN_PYTORCH)
+    x, B, C = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, B, C))
+    B_bias, C_bias, arrived, D = (None if z is None else z.contiguous() for z in (B_bias, C_bias, arrived, D))
+    inputs = B, C, B_bias, C_bias, turned.contiguous(), arrived, until, gamma.contiguous(), eta.contiguous()
+    return Rows(*_Rows.apply(not pairwise, x, D, *inputs))
+
+
+# A token's own values -------------------------------------------------------------------------------------------------
+
+
+def _run_by_rows(kernel: Any, tensors: Mapping[str, Tensor], first: Tensor, x: Tensor) -> None:
+    """`first` and x [B, T, H, P] may have any strides, all others lie row by row."""
+    batch, T, H, P = x.shape
+    block = triton.next_power_of_2(P)
+    lines = max(1, min(64, _BYTES // (block * x.dtype.itemsize)))
+    count = batch * T * H
+    numbers = (*first.stride()[:3], *x.stride()[:3], count, T)
+    _run(kernel, (-(-count // lines), 1, 1), tensors, numbers, {"H": H, "P": P, "BR": lines, "BP": block})
+
+
+def _skip_grads(dy: Tensor, dv: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """dx = dv + w dy, and dw."""
+    dx, dw = x.new_empty(x.shape), torch.empty_like(w)
+    tensors = {"dy": dy, "dv": dv, "x": x, "w": w, "dx": dx, "dw": dw}
+    _run_by_rows(rotations.skip_grad_kernel, tensors, dy, x)
+    return dx, dw
+
+
+class _WithSkip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, skip: Tensor, w: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        y = o.new_empty(o.shape)
+        o = o if o.stride(-1) == 1 else o.contiguous()
+        _run_by_rows(rotations.skip_kernel, {"o": o, "x": skip, "w": w, "y": y}, o, skip)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Optional) -> tuple[Optional, ...]:
+        first_only(_NAME, IN_PYTORCH)
+        return dy, dy, None
+
+
+def with_skip(o: Tensor, found: Rows) -> Tensor:
+    """o + w x of the engine's outputs o [B, T, H, P]."""
+    y: Tensor = _WithSkip.apply(o, found.skip, found.w)
+    return y

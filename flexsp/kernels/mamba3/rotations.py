@@ -1,0 +1,310 @@
+"""Queries and keys of a Mamba-3 recurrence: rows of C and B with biases, turned; and what a token reads of itself.
+
+A program has some tokens of one group, holds their rows of B and C as tiles [BT, BP] of the first and the second
+channels of pairs, and goes over the group's heads: what is summed over heads, the gradients of B and C, is summed
+here, always in the same order. Pairs are channels 2 p and 2 p + 1, or with HALVES p and p + K / 2; those from S on do
+not turn. Where the first BP pairs have all that do, the next BP have tiles of their own (STILL).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flexsp.runtime.launch import begin
+
+_PI2 = tl.constexpr(6.283185307179586)
+# sin(2 pi r) / r and (cos(2 pi r) - 1) / r^2 in r^2, for r in -1/4..1/4: least squares in Chebyshev's points, off by
+# 7e-9 of the sine and 3e-10 of the cosine.
+_S1 = tl.constexpr(6.283185280261414)
+_S2 = tl.constexpr(-41.34168066806315)
+_S3 = tl.constexpr(81.6024807428661)
+_S4 = tl.constexpr(-76.58128455933517)
+_S5 = tl.constexpr(39.760722075515076)
+_C1 = tl.constexpr(-19.739208618745952)
+_C2 = tl.constexpr(64.93935286348893)
+_C3 = tl.constexpr(-85.45379898242165)
+_C4 = tl.constexpr(60.147644931647754)
+_C5 = tl.constexpr(-25.003320319665143)
+_SIZES = ["T", "blocks"]
+
+
+@triton.jit
+def circle(turns):
+    """(cos, sin) of turns in -1/2..1/2, in fp32."""
+    half = tl.floor(2.0 * turns + 0.5)  # -1, 0 or 1: whether by half a turn more
+    r = turns - 0.5 * half
+    z = r * r
+    sign = 1.0 - 2.0 * tl.abs(half)
+    cos = 1.0 + z * (_C1 + z * (_C2 + z * (_C3 + z * (_C4 + z * _C5))))
+    return sign * cos, (sign * r) * (_S1 + z * (_S2 + z * (_S3 + z * (_S4 + z * _S5))))
+
+
+@triton.jit
+def load_pairs(rows, there, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+    """fp32 tiles [BT, BP] of the first and the second channels of the pairs from FIRST on, of rows of K numbers at
+    `rows` [BT]; 0 outside."""
+    BT: tl.constexpr = rows.shape[0]
+    if HALVES:
+        p = FIRST + tl.arange(0, BP)
+        inside = there[:, None] & (p < K // 2)[None, :]
+        at = rows[:, None] + p[None, :]
+        one, two = tl.load(at, mask=inside, other=0.0), tl.load(at + K // 2, mask=inside, other=0.0)
+    else:
+        k = 2 * FIRST + tl.arange(0, 2 * BP)
+        tile = tl.load(rows[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
+        one, two = tl.split(tl.reshape(tile, [BT, BP, 2]))
+    return one.to(tl.float32), two.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(rows, there, one, two, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+    """Stores the tiles that `load_pairs` would read."""
+    BT: tl.constexpr = rows.shape[0]
+    one, two = one.to(rows.dtype.element_ty), two.to(rows.dtype.element_ty)
+    if HALVES:
+        p = FIRST + tl.arange(0, BP)
+        inside = there[:, None] & (p < K // 2)[None, :]
+        at = rows[:, None] + p[None, :]
+        tl.store(at, one, mask=inside)
+        tl.store(at + K // 2, two, mask=inside)
+    else:
+        k = 2 * FIRST + tl.arange(0, 2 * BP)
+        tile = tl.reshape(tl.join(one, two), [BT, 2 * BP])
+        tl.store(rows[:, None] + k[None, :], tile, mask=there[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _biased(
+    one, two, bias, h, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr
+):
+    """Tiles of pairs with a head's bias [H, K], if there is one."""
+    if BIAS:
+        row = tl.arange(0, 1)
+        more, further = load_pairs(bias + h * K + row, row == 0, FIRST, K, BP, HALVES)
+        one, two = one + more, two + further
+    return one, two
+
+
+@triton.jit
+def _store_sums(
+    db_bias, dc_bias, v1, v2, u1, u2, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr,
+    B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sums of tiles of pairs over tokens: v at db_bias, u at dc_bias."""
+    if B_BIAS or C_BIAS:
+        together = tl.join(tl.join(v1, v2), tl.join(u1, u2))  # summed up in one exchange between warps
+        of_b, of_c = tl.split(tl.sum(together, axis=0))
+        p, second = FIRST + tl.arange(0, BP)[:, None], tl.arange(0, 2)[None, :]
+        channels = (p + second * (K // 2)) if HALVES else (2 * p + second)
+        inside = (p < K // 2) & (second < 2) if HALVES else channels < K
+        if B_BIAS:
+            tl.store(db_bias + channels, of_b, mask=inside)
+        if C_BIAS:
+            tl.store(dc_bias + channels, of_c, mask=inside)
+
+
+@triton.jit
+def _turned(turns, arrived, until, t, there, K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, ARRIVED: tl.constexpr):
+    """(cos, sin) [BT, BP] of tokens' turns at `turns` [BT]; the first `until` tokens go on from arrived [S]."""
+    p = tl.arange(0, BP)
+    found = tl.load(turns[:, None] + p[None, :], mask=there[:, None] & (p < S)[None, :], other=0.0)
+    if ARRIVED:
+        more = tl.load(arrived + p, mask=p < S, other=0.0)
+        found = tl.where((t < until)[:, None], found + more[None, :], found)
+        found -= tl.floor(found + 0.5)
+    return circle(found)
+
+
+@triton.jit
+def _until(until, T, ARRIVED: tl.constexpr, PACKED: tl.constexpr):
+    """How many tokens go on from sums that arrived."""
+    count = T.to(tl.int64)
+    if ARRIVED and PACKED:
+        count = tl.load(until).to(tl.int64)
+    return count
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def rows_kernel(
+    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, d, q, k, own, w,
+    b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+    ARRIVED: tl.constexpr, PACKED: tl.constexpr, SKIP: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q = R(c + c_bias), k = (gamma + eta) R(b + b_bias) [batch, T, H, K] in their dtype, R a rotation by turns
+    [batch, T, H, S]; in fp32 own = <b + b_bias, c + c_bias> [batch, T, H], and the factor of a token's own values,
+    w = d - eta own.
+
+    A program takes HEADS heads of a group. arrived [batch, H, S]: sums from the ranks before; until: as in `_turned`.
+    """
+    begin(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    batch = n // blocks
+    first_head = tl.program_id(1) * HEADS
+    group = first_head // (H // G)
+    t = (n % blocks) * BT + tl.arange(0, BT)
+    there = t < T
+    count = _until(until, T, ARRIVED, PACKED)
+    b += batch * b_sb + t * b_st + group * b_sg
+    c += batch * c_sb + t * c_st + group * c_sg
+    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    if STILL:
+        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
+    for h in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
+        row = (batch * T + t) * H + h
+        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
+        mine = tl.load(gamma + row, mask=there, other=0.0)
+        behind = tl.load(eta + row, mask=there, other=0.0)
+        weight = (mine + behind)[:, None]
+        to_q, to_k = q + row * K, k + row * K
+        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, K, BP, HALVES)
+        k1, k2 = weight * (x1 * cos - x2 * sin), weight * (x1 * sin + x2 * cos)
+        store_pairs(to_k, there, k1, k2, 0, K, BP, HALVES)
+        products = x1 * y1 + x2 * y2
+        if STILL:
+            x3, x4 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
+            y3, y4 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
+            store_pairs(to_q, there, y3, y4, BP, K, BP, HALVES)
+            store_pairs(to_k, there, weight * x3, weight * x4, BP, K, BP, HALVES)
+            products += x3 * y3 + x4 * y4
+        product = tl.sum(products, axis=1)
+        tl.store(own + row, product, mask=there)
+        factor = -behind * product
+        if SKIP:
+            factor += tl.load(d + h).to(tl.float32)
+        tl.store(w + row, factor, mask=there)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def rows_grad_kernel(
+    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, db_bias, dc_bias, dturns,
+    darrived, dgamma, deta, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+    STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
+    ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dgamma and deta
+    [batch, T, H]; and in fp32 sums over a program's tokens, db_bias and dc_bias [programs, H, K] and darrived
+    [programs, H, S].
+
+    A program takes all heads of a group.
+    """
+    begin(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    batch = n // blocks
+    group = tl.program_id(1)
+    t = (n % blocks) * BT + tl.arange(0, BT)
+    there = t < T
+    count = _until(until, T, ARRIVED, PACKED)
+    p = tl.arange(0, BP)
+    b += batch * b_sb + t * b_st + group * b_sg
+    c += batch * c_sb + t * c_st + group * c_sg
+    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    if STILL:
+        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
+    db1, db2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+    dc1, dc2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+    if STILL:
+        db3, db4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+        dc3, dc4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
+    for h in tl.range(group * (H // G), (group + 1) * (H // G), num_stages=STAGES):
+        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
+        row = (batch * T + t) * H + h
+        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
+        mine = tl.load(gamma + row, mask=there, other=0.0)
+        behind = tl.load(eta + row, mask=there, other=0.0)
+        product = tl.load(own + row, mask=there, other=0.0)
+        back = tl.load(dw + row, mask=there, other=0.0)
+        weight = (mine + behind)[:, None]
+        less = (behind * back)[:, None]
+        of_k, of_q, to_bias = dk + row * K, dq + row * K, (n * H + h) * K
+        g1, g2 = load_pairs(of_k, there, 0, K, BP, HALVES)
+        v1, v2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
+        g1, g2 = load_pairs(of_q, there, 0, K, BP, HALVES)
+        u1, u2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
+        products = v1 * x1 + v2 * x2
+        turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
+        tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
+        if ARRIVED:
+            going = tl.sum(tl.where((there & (t < count))[:, None], turned, 0.0), axis=0)
+            tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
+        v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
+        u1, u2 = u1 - less * x1, u2 - less * x2
+        _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, 0, K, BP, HALVES, B_BIAS, C_BIAS)
+        db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
+        if STILL:
+            x1, x2 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
+            y1, y2 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
+            v1, v2 = load_pairs(of_k, there, BP, K, BP, HALVES)
+            u1, u2 = load_pairs(of_q, there, BP, K, BP, HALVES)
+            products += v1 * x1 + v2 * x2
+            v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
+            u1, u2 = u1 - less * x1, u2 - less * x2
+            _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, BP, K, BP, HALVES, B_BIAS, C_BIAS)
+            db3, db4, dc3, dc4 = db3 + v1, db4 + v2, dc3 + u1, dc4 + u2
+        of_weight = tl.sum(products, axis=1)
+        tl.store(dgamma + row, of_weight, mask=there)
+        tl.store(deta + row, of_weight - back * product, mask=there)
+    to = ((batch * T + t) * G + group) * K
+    store_pairs(db + to, there, db1, db2, 0, K, BP, HALVES)
+    store_pairs(dc + to, there, dc1, dc2, 0, K, BP, HALVES)
+    if STILL:
+        store_pairs(db + to, there, db3, db4, BP, K, BP, HALVES)
+        store_pairs(dc + to, there, dc3, dc4, BP, K, BP, HALVES)
+
+
+@triton.jit(do_not_specialize=["rows", "T"])
+def skip_kernel(
+    o, x, w, y, o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
+    BP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [batch, T, H, P] = o + w x, of o and x alike and w [batch, T, H], fp32."""
+    begin(PDL)
+    row, p, inside, o_at, x_at = _line(o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H, P, BR, BP)
+    factor = tl.load(w + row, mask=row < rows, other=0.0)
+    found = tl.load(o + o_at, mask=inside, other=0.0).to(tl.float32)
+    found += factor[:, None] * tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + (row * P)[:, None] + p[None, :], found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "T"])
+def skip_grad_kernel(
+    dy, dv, x, w, dx, dw, y_sb, y_st, y_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr,
+    BR: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """dx [batch, T, H, P] = dv + w dy, and dw [batch, T, H] = <dy, x> in fp32; dv lies row by row."""
+    begin(PDL)
+    row, p, inside, y_at, x_at = _line(y_sb, y_st, y_sh, x_sb, x_st, x_sh, rows, T, H, P, BR, BP)
+    factor = tl.load(w + row, mask=row < rows, other=0.0)
+    back = tl.load(dy + y_at, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    at = (row * P)[:, None] + p[None, :]
+    found = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32) + factor[:, None] * back
+    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dw + row, tl.sum(tl.where(inside, back * values, 0.0), axis=1), mask=row < rows)
+
+
+@triton.jit
+def _line(
+    o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
+):
+    """(rows [BR] of heads of tokens, columns, where both are there, places in a tensor o and in a tensor x)."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    p = tl.arange(0, BP)
+    token, head = row // H, row % H
+    b, t = token // T, token % T
+    o_at = (b * o_sb + t * o_st + head * o_sh)[:, None] + p[None, :]
+    x_at = (b * x_sb + t * x_st + head * x_sh)[:, None] + p[None, :]
+    return row, p, (row < rows)[:, None] & (p < P)[None, :], o_at, x_at

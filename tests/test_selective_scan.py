@@ -271,8 +271,12 @@ def poisoned(programs: int) -> Iterator[None]:
 
 def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -> None:
     run, how = partial(check_op, dtype=dtype, wide=KEPT_WIDE), random.Random(seed).choice((HOW, ZOH))
-    with poisoned(1 if kind == "long segments" else 1000):
-        if kind == "documents":
+    with poisoned(1 if kind.startswith("long") else 1000):
+        if kind == "long segments with documents":
+            for cuts in ([0, 10, 63], [0, 26, 63], [0, 9, 9, 30, 63]):
+                inputs = draw(1, 63, len(cuts) - 1, 5, 3, seed=seed)
+                run(partial(scan, **how), partial(oracle, **how), inputs | {"cu_seqlens": torch.tensor(cuts)})
+        elif kind == "documents":
             inputs = draw(1, 40, 6, 6, 5, seed=seed)
             inputs["cu_seqlens"] = torch.tensor([0, 0, 1, 19, 19, 40, 40])
             run(partial(scan, **how), partial(oracle, **how), inputs)
@@ -309,8 +313,10 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             run(partial(scan, **how), partial(oracle, **how), draw(2, T, 2, width, N, seed=seed))
 
 
-KINDS = ["plain", "long segments", "several programs", "documents", "parts", "no tokens", "steps of all sizes",
-         "small steps"]  # fmt: skip
+KINDS = [
+    "plain", "long segments", "long segments with documents", "several programs", "documents", "parts", "no tokens",
+    "steps of all sizes", "small steps",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "steps of all sizes"))

@@ -20,6 +20,7 @@ from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
+from tests import test_vector_gates as vector_gates
 from tests.marks import quick, slow
 from tests.test_selective_scan import KERNELS, poisoned
 
@@ -107,6 +108,25 @@ def test_kernels(kind: str) -> None:
         run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)
 
 
+def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> int:
+    """Compares `rg_lru` with its token loop; how many kernels ran."""
+    from flexsp.kernels.vector import op
+
+    inputs = vector_gates.draw("rg_lru", 1, 40, states=4, seed=seed)
+    inputs |= {"cu_seqlens": torch.tensor([0, 0, 13, 39, 40])}
+    with poisoned(1000):
+        given = vector_gates.OPS["rg_lru"]
+        check_op(given.chunk, given.oracle, inputs, dtype=dtype, wide=vector_gates.KEPT_WIDE)
+    return len(op._recipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rg_lru_in_kernels(dtype: torch.dtype) -> None:
+    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=KERNELS)
+    assert found > 0
+
+
 def in_kernels_over_ranks(sp: SequenceParallel, seed: int, documents: list[int] | None) -> dict[str, Tensor]:
     """This rank's part, its gradients, and the final states where they are, of several programs' segments."""
     lengths = [17, 0, 38]
@@ -122,6 +142,7 @@ def in_kernels_over_ranks(sp: SequenceParallel, seed: int, documents: list[int] 
         }
         cu = None if documents is None else torch.tensor(documents)
         o, state = ops.chunk_hgrn(**mine, cu_seqlens=cu, output_final_state=True, sp=sp)
+        assert (state is None) == (documents is None and not sp.is_last)
         total = (o * weights(seed, sum(lengths))[:, start : start + lengths[sp.rank]]).sum()
         total = total if state is None else total + state.square().sum()
         grads = torch.autograd.grad(total, list(mine.values()))

@@ -157,11 +157,12 @@ CHANNELS = {"strong": (-30.0, -4.0), "slow": (-0.002, 0.0), "growth": (0.3, -0.2
 
 @pytest.mark.parametrize("gates", quick(CHANNELS, "strong", "closed", "growth", "medium"))
 def test_gates_of_channels(gates: str, folder: str) -> None:
-    """Blocks of all sizes; gradients in the place of states; and several tiles of channels."""
-    given, name = {"gates": CHANNELS[gates], "H": 1}, "vector_gated_delta"
+    """Blocks of all sizes; gradients in the place of states; and several tiles of channels. What grows may be too large
+    for the reference in float16."""
+    given, name, other = {"gates": CHANNELS[gates], "H": 1}, "vector_gated_delta", BF16 if gates == "growth" else half()
     check_runs(
         folder, runs(name, T=70, K=64, V=64, **given), runs(name, T=66, K=40, V=20, bounds=(0, 66), **given),
-        runs(name, T=70, K=33, V=128, dtype=BF16, **given), runs(name, T=65, bounds=(0, 60, 65), dtype=half(), **given),
+        runs(name, T=70, K=33, V=128, dtype=BF16, **given), runs(name, T=65, bounds=(0, 60, 65), dtype=other, **given),
     )  # fmt: skip
 
 

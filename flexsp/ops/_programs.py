@@ -45,8 +45,12 @@ def wide(x: Tensor, like: Tensor) -> Tensor:
 
 
 def clamped(g: Tensor, like: Tensor) -> Tensor:
-    """Log gates so large that differences of their sums keep what follows; e^x is 0 already."""
-    return wide(g, like).clamp(min=_MIN_LOG_DECAY[check.accumulation_dtype(like)])
+    """Log gates so large that differences of their sums keep what follows; e^x is 0 already.
+
+    What clamp does, whose backward pass makes a mask and then reads it.
+    """
+    least = _MIN_LOG_DECAY[check.accumulation_dtype(like)]
+    return torch.nn.functional.threshold(wide(g, like), least, least)
 
 
 def initial_state(

@@ -15,6 +15,7 @@ _RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
 _IN_KERNELS = "tests/test_mlstm_kernels.py::"
 _GATES = _IN_KERNELS + "test_gates"
 _ROWS = _IN_KERNELS + "test_rows"
+_RANKS_IN_KERNELS = _IN_KERNELS + "test_ranks[None]"
 _STAYS = _IN_KERNELS + "test_what_is_not_finite_stays_in_its_document"
 _BLOCKS = _IN_KERNELS + "test_gates_of_more_blocks_than_are_put_together_at_once"
 _SCAN = "tests/test_selective_scan.py::"
@@ -67,6 +68,8 @@ MEMORY = [
          "what enters a shard does not decay until the block", _GATES),
         ("_then(_last_row(a, of), _last_row(c, of), last_a, last_c)", "_last_row(a, of), _last_row(c, of)",
          "a block is forgotten where blocks are many", _BLOCKS),
+        ("        m = _larger(_passing(a, m), c)", "        m = _larger(a, c)", "what enters a rank goes no further",
+         _RANKS_IN_KERNELS),
         ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +155,30 @@ def test_against_the_token_loop(packed: bool, K: int, V: int, dtype: torch.dtype
     assert in_kernels(operator, random.randrange(2**31), dtype, packed, K, V) == [7]
 
 
+def gates_over_ranks(sp: SequenceParallel, seed: int, cu: list[int] | None) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    f, i = (x[:1] for x in gate_inputs(150, 3, 1, torch.float32, made))
+    N = 1 if cu is None else len(cu) - 1
+    start = torch.randn(N, 3, generator=made)
+    lengths = [61, 0, 64, 25][: sp.world_size] if sp.world_size > 1 else [150]
+    at = slice(sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1]))
+    sp.set_lengths(lengths)
+    given = start if cu is not None or sp.rank == 0 else None
+    bounds = None if cu is None else torch.tensor(cu)
+    got = mlstm._stabilised_in_kernels(f, i[:, at], f[:, at], given, N, bounds, sp)
+    return [got.log_forget, got.m]
+
+
+@pytest.mark.parametrize("cu", [None, [0, 0, 70, 70, 120, 150]])
+def test_ranks(cu: list[int] | None) -> None:
+    """Gates of an empty shard, of shards within a document, and of what enters the first rank."""
+    seed = random.randrange(2**31)
+    (alone,) = in_kernels(gates_over_ranks, seed, cu)
+    parts = in_kernels(gates_over_ranks, seed, cu, ranks=4)
+    for n, want in enumerate(alone):
+        assert (torch.cat([part[n] for part in parts], 1) - want).abs().max() < 1e-5
+
+
 def twice(sp: SequenceParallel, seed: int) -> bool:
     """Whether two backward passes of one graph give the same, after memory was full of NaN."""
     inputs = whole.with_gradients({key: x.float() for key, x in whole.draw(1, 90, 0, 16, 16, seed).items()})
@@ -184,11 +210,14 @@ def launched() -> list[Any]:
     )
     with record_launches() as found:
         blocks = gates.blocks(f.detach(), i.detach(), starts)
+        with mock.patch.object(gates, "of_every_rank", lambda x, sp: torch.stack([x, x], -1)):
+            second = SimpleNamespace(world_size=2, rank=1, is_first=False)
+            gates.enters(blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"), second)
         forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
         keys = rows.weighted(k, i, m, torch.bfloat16)
         h = rows.quotients(keys[0], keys[1][..., :1].contiguous(), m, 0.0, torch.bfloat16)
         torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
-    assert len(found) == 7
+    assert len(found) == 8
     return found
 
 

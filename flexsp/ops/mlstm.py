@@ -216,7 +216,7 @@ def _stabilised_in_kernels(
         entering = begun.new_full((1, i.shape[2]), -torch.inf)
     found = gates.blocks(f.detach(), i.detach(), starts)
     if sp is not None and sp.world_size > 1:
-        entering = max_plus.enters(found.all, entering, sp)
+        entering = gates.enters(found, entering, sp)
     log_forget, m = gates.gates(f, i, starts, found, entering)
     if documents is not None:
         return _Gates(log_forget, m, documents.last(m.transpose(1, 2), begun))

@@ -13,19 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
+from flexsp.comm.collectives import of_every_rank
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
 from flexsp.kernels.mlstm.run import run
 from flexsp.runtime.launch import begin
-from flexsp.scan.max_plus import Elements
 
-__all__ = ["Blocks", "Starts", "blocks", "gates"]
+__all__ = ["Blocks", "Starts", "blocks", "enters", "gates"]
 
 _NAME = "mLSTM's gates"
 _LEAST = tl.constexpr(MIN_LOG_FORGET)
 _TOKENS = 64  # of a block
 _BLOCKS = 256  # that are put together at once
 _HEADS = 16  # of a program, at most
+_ROWS = 128  # heads of sequences of a program
 
 
 class Starts(NamedTuple):
@@ -40,7 +42,7 @@ class Blocks(NamedTuple):
     """What is before each block of tokens (a, c) [B, blocks, H], and all tokens [B, H], as elements in float64."""
 
     before: tuple[torch.Tensor, torch.Tensor]
-    all: Elements
+    all: tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -225,10 +227,34 @@ def blocks(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> Blocks:
             [*strides, T, H, n], constants)  # fmt: skip
     whole = {"block_a": each_a, "block_c": each_c, "before_a": a, "before_c": c, "all_a": total_a, "all_c": total_c}
     run(mlstm_before_kernel, (heads, B, 1), whole, [T, H, n], {"BT": _BLOCKS, "BH": constants["BH"]}, warps=16)
-    if starts is None:
-        return Blocks((a, c), Elements(total_a, total_c))
-    cut = total_a == -torch.inf
-    return Blocks((a, c), Elements(total_a.masked_fill(cut, 0.0), total_c, cut))
+    return Blocks((a, c), (total_a, total_c))
+
+
+@triton.jit(do_not_specialize=["rows", "rank"])
+def mlstm_entering_kernel(ranks, entering, rows, rank, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr):
+    """entering [rows]: the maximum after the ranks before this one; ranks [3, rows, R]: each one's a, c and, of the
+    first, what enters it."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    there = row < rows
+    m = tl.load(ranks + (2 * rows.to(tl.int64) + row) * R, mask=there, other=0.0)
+    for r in range(0, rank):
+        a = tl.load(ranks + row * R + r, mask=there, other=0.0)
+        c = tl.load(ranks + (rows.to(tl.int64) + row) * R + r, mask=there, other=float("-inf"))
+        m = _larger(_passing(a, m), c)
+    tl.store(entering + row, m, mask=there)
+
+
+def enters(found: Blocks, start: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
+    """The maximum [B, H] that enters this rank, as `flexsp.scan.max_plus.enters`. Collective over ``sp``."""
+    ranks = of_every_rank(torch.stack([*found.all, start]), sp)
+    if sp.is_first:
+        return start
+    entering = torch.empty_like(found.all[0])
+    numbers, constants = [start.numel(), sp.rank], {"R": sp.world_size, "BR": _ROWS}
+    grid = (triton.cdiv(start.numel(), _ROWS), 1, 1)
+    run(mlstm_entering_kernel, grid, {"ranks": ranks, "entering": entering}, numbers, constants)
+    return entering
 
 
 class _Gates(torch.autograd.Function):

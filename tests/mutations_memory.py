@@ -77,7 +77,7 @@ MEMORY = [
         ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
         ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
         ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
-        ("tl.where(least >= tl.abs(below), least, tl.abs(below)) + eps", "tl.abs(below) + eps",
+        ("tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps", "tl.abs(below) + eps",
          "the normaliser has no least", _ROWS),
         ("tl.sum(grad * x, axis=1) / by", "tl.sum(grad * x, axis=1)", "the gradient of what divides is not divided",
          _ROWS),

@@ -120,10 +120,11 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], hal
     from flexsp.runtime.launch import launch
 
     torch.manual_seed(seed)
-    B, H, N, n = 2, 2, 20, 2
+    B, H, N, n = 2, 2, 45 if half else 20, 2  # two blocks of columns if `half`, of which one may be mild
     T = 2 * C - 5
     q, k, da = torch.randn(B, n * C, H, N), torch.randn(B, n * C, H, N), torch.randn(B * H, n, C, C)
     g = torch.tensor(gates)[torch.randint(len(gates), (B, n * C, H, N))]
+    g[:, :C, :, 32:] *= 20
     q[:, T:], k[:, T:], g[:, T:] = 0, 0, 0
 
     def by_chunk(x: torch.Tensor) -> torch.Tensor:

@@ -248,7 +248,7 @@ def _quotients(
     if in_kernels:
         from flexsp.kernels.mlstm import rows
 
-        return rows.quotients(numerator, denominator, m, eps, dtype)
+        return rows.quotients(numerator, denominator, m, float(eps), dtype)
     return in_pytorch.quotients(numerator, denominator, m, eps, dtype)
 
 

@@ -90,7 +90,7 @@ def _divisor(denominator, m, eps, row, there):
     below = tl.load(denominator + row, mask=there, other=1.0).to(tl.float32)
     least = _exp(-tl.load(m + row, mask=there, other=0.0))
     least = tl.where(least < _TINY, _TINY, least)
-    return below, least, tl.where(least >= tl.abs(below), least, tl.abs(below)) + eps
+    return below, least, tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -120,7 +120,7 @@ def mlstm_quotients_grad_kernel(
     x = tl.load(numerator + at, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) / by[:, None]
     tl.store(dn + at, grad.to(dn.dtype.element_ty), mask=inside)
-    share = tl.where(tl.abs(below) > least, 1.0, tl.where(tl.abs(below) == least, 0.5, 0.0))
+    share = tl.where(tl.abs(below) < least, 0.0, tl.where(tl.abs(below) == least, 0.5, 1.0))  # 1 of NaN
     slope = tl.where(below < 0, -share, share)
     total = tl.sum(grad * x, axis=1) / by
     tl.store(dd + row, tl.where(share == 0.0, 0.0, -total * slope).to(dd.dtype.element_ty), mask=there)

@@ -21,6 +21,13 @@ _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 GATES = [
     *_in(
+        "flexsp/comm/derivatives.py",
+        ("x = x if x.stride() == stride else x.contiguous()", "pass", "kernels read saved tensors in other strides",
+         "tests/test_derivatives.py::test_saved_tensors_may_come_back_in_other_strides"),
+        ("if x.dtype != dtype:", "if False:", "kernels read saved tensors of another type",
+         "tests/test_derivatives.py::test_changed_saved_tensors_are_refused"),
+    ),
+    *_in(
         "flexsp/compiler/backend/intrinsic_kernels.py",
         ("kc * tl.exp(-beyond)\n", "kc * tl.exp(beyond)\n", "keys of mild chunks decay the other way",
          _HALF + "[16-mild]"),

@@ -126,6 +126,13 @@ def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return ops.chunk_mlstm(*x)[0], x
 
 
+def of_mamba3() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x, B, C = (leaf(2, 6, n, 4, dtype=torch.float32) for n in (2, 1, 1))
+    trap, angles, bias = (leaf(*size, dtype=torch.float32) for size in ((2, 6, 2), (2, 6, 2, 2), (2, 4)))
+    dt, A = torch.rand(2, 6, 2).requires_grad_(), (-torch.rand(2, 6, 2)).requires_grad_()
+    return ops.mamba3(x, dt, A, B, C, trap, angles, B_bias=bias)[0], [x, dt, A, B, C, trap, angles, bias]
+
+
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
 REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
     "flexsp.kernels.operators._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
@@ -147,6 +154,9 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
+    "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
+    "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
+    "flexsp.kernels.mamba3.op._WithSkip": lambda sp: of_mamba3(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Weighted": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
@@ -432,25 +442,56 @@ def test_a_process_may_begin_in_inference_mode(transport: str, tmp_path: Path) -
 # Saved tensors --------------------------------------------------------------------------------------------------------
 
 
-def given_back(sp: Any, name: str) -> list[str]:
+# What saves tensors that kernels read.
+KEEPING: dict[str, Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]] = {
+    "op": lambda: of_op(False, torch.float32),
+    "variant": lambda: of_variant("simple_gla", False, torch.float32),
+    "keys": lambda: of_keys(),
+    "mlstm": of_mlstm,
+    "mamba3": of_mamba3,
+}
+
+
+def given_back(sp: Any) -> dict[str, list[str]]:
     """What the backward pass says of saved tensors that hooks changed, each kind of change on its own."""
-    said = []
+    said: dict[str, list[str]] = {name: [] for name in KEEPING}
     changes = (lambda x: x.to("meta"), lambda x: x.double() if x.is_floating_point() else x)
-    for call, change in itertools.product((of_op, functools.partial(of_variant, name)), changes):
+    for (name, call), change in itertools.product(KEEPING.items(), changes):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
-            o, leaves = call(False, torch.float32)
+            o, leaves = call()
             try:
                 torch.autograd.grad(o.sum(), leaves)
-                said.append("nothing")
+                said[name].append("nothing")
             except ValueError as error:
-                said.append(str(error))
+                said[name].append(str(error))
     return said
 
 
 def test_changed_saved_tensors_are_refused() -> None:
-    (said,) = run_ranks(given_back, 1, "simple_gla", env=KERNELS)
-    for text, what in zip(said, ("device cpu", "dtypes", "device cpu", "dtypes"), strict=True):
-        assert "saved tensors: expected" in text and what in text, said
+    (found,) = run_ranks(given_back, 1, env=KERNELS)
+    for name, said in found.items():
+        for text, what in zip(said, ("device cpu", "dtypes"), strict=True):
+            assert "saved tensors: expected" in text and what in text, (name, said)
+
+
+def given_back_turned(sp: Any) -> dict[str, float]:
+    """Errors of gradients where hooks give saved tensors back in other strides."""
+    found = {}
+    for name, call in KEEPING.items():
+        grads = []
+        for change in (lambda x: x, lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)):
+            torch.manual_seed(5)
+            random.seed(5)
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x, f=change: f(x) if x.dim() > 1 else x):
+                o, leaves = call()
+                grads.append(torch.autograd.grad(o.sin().sum(), leaves))
+        found[name] = max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))
+    return found
+
+
+def test_saved_tensors_may_come_back_in_other_strides() -> None:
+    (found,) = run_ranks(given_back_turned, 1, env=KERNELS)
+    assert max(found.values()) < 1e-6, found
 
 
 # Gradients of some leaves ---------------------------------------------------------------------------------------------

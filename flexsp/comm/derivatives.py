@@ -11,8 +11,8 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "joined", "same_place",
-    "transformed", "untransformed",
+    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "joined",
+    "keep_for_backward", "kept_for_backward", "same_place", "transformed", "untransformed",
 ]  # fmt: skip
 
 TRANSFORMS = "transforms of torch.func (vmap, grad, jvp, ...)"
@@ -75,6 +75,27 @@ def same_place(device: torch.device, *saved: torch.Tensor | None) -> None:
     for x in saved:
         if x is not None and x.device != device:
             changed("device", device, x.device)
+
+
+def keep_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """Saves them, and how they look, for `kept_for_backward`."""
+    ctx.save_for_backward(*tensors)
+    ctx.kept_as = [None if x is None else (x.device, x.dtype, x.stride()) for x in tensors]
+
+
+def kept_for_backward(ctx: Any) -> list[Any]:
+    """What `keep_for_backward` saved. Hooks may give a tensor back in other strides, which becomes contiguous; one on
+    another device, or of another dtype, is refused, since kernels would read it as their own."""
+    found = []
+    for x, looks in zip(ctx.saved_tensors, ctx.kept_as, strict=True):
+        if x is not None:
+            device, dtype, stride = looks
+            same_place(device, x)
+            if x.dtype != dtype:
+                changed("dtypes", dtype, x.dtype)
+            x = x if x.stride() == stride else x.contiguous()
+        found.append(x)
+    return found
 
 
 class _Joined(torch.autograd.Function):

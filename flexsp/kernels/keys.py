@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
@@ -147,7 +147,7 @@ class _UnitKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, repeats: int, norm: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = _forward(tensors, repeats, norm)
-        ctx.save_for_backward(*tensors)
+        keep_for_backward(ctx, *tensors)
         ctx.how = repeats, norm
         ctx.set_materialize_grads(False)
         if not all(ctx.needs_input_grad[2:]):
@@ -158,10 +158,8 @@ class _UnitKeys(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, IN_PYTORCH)
         untransformed(_NAME, IN_PYTORCH, *dys)
-        saved = ctx.saved_tensors
+        saved = kept_for_backward(ctx)
         asked = {i: dy for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[2 + i]}
-        for dy in asked.values():
-            same_place(dy.device, *saved)
         grads = dict(zip(asked, _backward([_rows(saved[i]) for i in asked], [*asked.values()], *ctx.how), strict=True))
         return None, None, *[grads.get(i) for i in range(len(dys))]
 

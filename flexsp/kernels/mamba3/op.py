@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
+from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.runtime.kept import keep
@@ -64,9 +65,7 @@ def _saved(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
     """What the forward pass kept. First statement of a backward pass."""
     first_only(_NAME, IN_PYTORCH)
     untransformed(_NAME, IN_PYTORCH, *grads)
-    saved = ctx.saved_tensors
-    same_place(ctx.device, *saved)
-    return saved  # type: ignore[no-any-return]
+    return tuple(kept_for_backward(ctx))
 
 
 # Running sums ---------------------------------------------------------------------------------------------------------
@@ -145,8 +144,8 @@ class _Turns(torch.autograd.Function):
         last = dt.new_zeros(cut.batch, cut.H, cut.S, dtype=torch.float32)
         tensors["enters"] = cut.scan(found, None if packed else initial, packed, reverse=False)
         cut.walk(sums.turns_kernel, {**tensors, "turns": turned, "last": last}, strides, **how)
-        ctx.save_for_backward(angles, dt, resets)
-        ctx.device, ctx.initial = dt.device, None if initial is None else initial.shape
+        keep_for_backward(ctx, angles, dt, resets)
+        ctx.initial = None if initial is None else initial.shape
         ctx.set_materialize_grads(False)
         return turned, last
 
@@ -185,6 +184,9 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
         in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
+    batch, _, H, _ = angles.shape
+    if batch * H > MOST_HEADS:
+        raise ValueError(f"x: expected B * H <= {MOST_HEADS} (a grid's second axis), got {batch} * {H}")
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
     return found
 
@@ -257,8 +259,8 @@ class _Rows(torch.autograd.Function):
         tensors = _pointers({**given, "d": d, "q": q, "k": k, "own": own, "w": w})
         numbers = *B.stride()[:3], *C.stride()[:3], T, blocks
         _run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
-        ctx.save_for_backward(x, own, w, *inputs)
-        ctx.device, ctx.halves, ctx.skip = x.device, halves, None if d is None else d.dtype
+        keep_for_backward(ctx, x, own, w, *inputs)
+        ctx.halves, ctx.skip = halves, None if d is None else d.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(w)
         return Rows(q, k, x.view_as(x), x.view_as(x), w)

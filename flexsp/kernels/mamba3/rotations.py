@@ -147,11 +147,12 @@ def rows_kernel(
     batch = n // blocks
     first_head = tl.program_id(1) * HEADS
     group = first_head // (H // G)
+    far = group.to(tl.int64)  # what it is multiplied by may be large
     t = (n % blocks) * BT + tl.arange(0, BT)
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
-    b += batch * b_sb + t * b_st + group * b_sg
-    c += batch * c_sb + t * c_st + group * c_sg
+    b += batch * b_sb + t * b_st + far * b_sg
+    c += batch * c_sb + t * c_st + far * c_sg
     b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
     c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
     if STILL:
@@ -202,12 +203,13 @@ def rows_grad_kernel(
     n = tl.program_id(0).to(tl.int64)
     batch = n // blocks
     group = tl.program_id(1)
+    far = group.to(tl.int64)
     t = (n % blocks) * BT + tl.arange(0, BT)
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
     p = tl.arange(0, BP)
-    b += batch * b_sb + t * b_st + group * b_sg
-    c += batch * c_sb + t * c_st + group * c_sg
+    b += batch * b_sb + t * b_st + far * b_sg
+    c += batch * c_sb + t * c_st + far * c_sg
     b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
     c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
     if STILL:

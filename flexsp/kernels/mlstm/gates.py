@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flexsp.comm.collectives import of_every_rank
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
 from flexsp.comm.group import SequenceParallel
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
@@ -267,7 +267,7 @@ class _Gates(torch.autograd.Function):
         entering: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         found = _forward(f, i, starts, before, entering)
-        ctx.save_for_backward(f)
+        keep_for_backward(ctx, f)
         ctx.mark_non_differentiable(found[1])
         return found
 
@@ -275,8 +275,7 @@ class _Gates(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         first_only(_NAME, IN_PYTORCH)
         untransformed(_NAME, IN_PYTORCH, grad)
-        (f,) = ctx.saved_tensors
-        same_place(grad.device, f)
+        (f,) = kept_for_backward(ctx)
         x = f.float()
         df = (grad * torch.sigmoid(-x)).masked_fill(x < MIN_LOG_FORGET, 0.0)
         return df.to(f.dtype), None, None, None, None

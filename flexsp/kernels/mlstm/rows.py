@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, same_place, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.mlstm.run import run
 from flexsp.kernels.operators import plain
@@ -153,7 +153,7 @@ class _Weighted(torch.autograd.Function):
         ctx: Any, k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y = _keys(k, i, m, dtype)
-        ctx.save_for_backward(k, i, m)
+        keep_for_backward(ctx, k, i, m)
         ctx.dtype = dtype
         ctx.set_materialize_grads(False)
         return y, y.new_empty(0).set_(y)  # type: ignore[call-overload]
@@ -165,8 +165,7 @@ class _Weighted(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if not given:
             return None, None, None, None
-        k, i, m = ctx.saved_tensors
-        same_place(given[0].device, k, i, m)
+        k, i, m = kept_for_backward(ctx)
         if not plain(k, i, m, *given):
             total = given[0] if len(given) == 1 else given[0] + given[1]
             dk, di = _in_pytorch(lambda k, i: in_pytorch.weighted(k, i, m, ctx.dtype), (k, i), total)
@@ -191,7 +190,7 @@ class _Quotients(torch.autograd.Function):
         ctx: Any, numerator: torch.Tensor, denominator: torch.Tensor, m: torch.Tensor, eps: float, dtype: torch.dtype
     ) -> torch.Tensor:
         y = _divided(numerator, denominator, m, eps, dtype)
-        ctx.save_for_backward(numerator, denominator, m)
+        keep_for_backward(ctx, numerator, denominator, m)
         ctx.how = eps, dtype
         return y
 
@@ -199,9 +198,8 @@ class _Quotients(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Optional, ...]:
         first_only(_QUOTIENTS, IN_PYTORCH)
         untransformed(_QUOTIENTS, IN_PYTORCH, dy)
-        numerator, denominator, m = ctx.saved_tensors
+        numerator, denominator, m = kept_for_backward(ctx)
         eps, dtype = ctx.how
-        same_place(dy.device, numerator, denominator, m)
         if not plain(numerator, denominator, m, dy):
             dn, dd = _in_pytorch(lambda n, d: in_pytorch.quotients(n, d, m, eps, dtype), (numerator, denominator), dy)
             return dn, dd, None, None, None

@@ -16,6 +16,7 @@ from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, k
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
+from flexsp.runtime.covered import warn_of_untried
 from flexsp.runtime.kept import keep
 from flexsp.runtime.launch import KernelLaunch
 from flexsp.runtime.steps import Frame, run_steps
@@ -184,6 +185,8 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
         in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
+    if dt.is_cuda:
+        warn_of_untried("mamba3")
     batch, _, H, _ = angles.shape
     if batch * H > MOST_HEADS:
         raise ValueError(f"x: expected B * H <= {MOST_HEADS} (a grid's second axis), got {batch} * {H}")

@@ -31,8 +31,9 @@ def test_table_and_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("flexsp.launch.bootstrap.init_sequence_parallel", lambda **how: group)
     assert main([*SMALL, "--unmodified"]) == 1
     assert "--unmodified: expected one rank, got 2" in capsys.readouterr().err
-    assert main([*SMALL, "--sp", "3"]) == 1
-    assert "--sp: expected a divisor of the 2 ranks, got 3" in capsys.readouterr().err
+    for size in ("3", "0"):
+        assert main([*SMALL, "--sp", size]) == 1
+        assert f"--sp: expected a divisor of the 2 ranks, got {size}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

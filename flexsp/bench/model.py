@@ -147,7 +147,8 @@ def _open(args: argparse.Namespace) -> SequenceParallel:
     from flexsp.launch.bootstrap import init_sequence_parallel
 
     everyone = init_sequence_parallel(timeout_s=args.timeout)
-    world, size = everyone.world_size, args.sp or everyone.world_size
+    world = everyone.world_size
+    size = world if args.sp is None else args.sp
     if args.unmodified and world > 1:
         raise ValueError(f"--unmodified: expected one rank, got {world}")
     if not 1 <= size <= world or world % size:

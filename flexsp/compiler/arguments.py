@@ -120,8 +120,9 @@ def with_earlier(
     """The inputs, and those that are others of them a token earlier. Collective over ``sp`` where there are some."""
     if not meta.earlier:
         return inputs
-    expected = {*meta.tokens, *meta.params} - meta.earlier.keys()
-    missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected - meta.earlier.keys())
+    expected = [name for name in (*meta.tokens, *meta.params) if name not in meta.earlier]
+    missing = [name for name in sorted(expected) if name not in inputs]
+    unknown = sorted(inputs.keys() - {*expected, *meta.earlier})
     if missing or unknown:
         raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
     given = {name: inputs[name] for name in expected}

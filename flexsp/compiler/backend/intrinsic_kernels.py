@@ -8,10 +8,19 @@ import triton.language as tl
 from flexsp.kernels.primitives import chunk_info, mm
 from flexsp.runtime.launch import begin
 
-WARPS = {"inverse": 1, "scores": 8, "scores_grad": 8}  # that each kernel is launched with
-COLUMNS = 64  # of the keys that the kernels of scores hold at a time
+_COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
 _LITTLE = tl.constexpr(40.0)  # such a sum of gates may grow to a factor
+
+
+def warps(kind: str, half: bool) -> int:
+    """That a kernel is launched with; `half`: its products are those of bfloat16."""
+    return {"inverse": 1, "scores": 8 if half else 4, "scores_grad": 8}[kind]
+
+
+def columns(kind: str, N: int, half: bool) -> int:
+    """Of keys of N numbers, how many a kernel of scores holds at a time."""
+    return N if kind == "scores_grad" and not half else min(N, _COLUMNS)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.backend.intrinsic_kernels import COLUMNS
+from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.walks import FLIPPED, HELD
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims, reverse_cumsum
@@ -291,7 +291,7 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
         flops = sum(4 * n * s**3 for n, s in zip(pairs, widths, strict=True))
         return Load(max(4096, C * C), 0, 7 * C * C // 4, flops, flops, 2 * sum(pairs), 4 + 3 * sum(pairs), 16 * 16 * C)
     levels, grad = C.bit_length() - 1, kind == "scores_grad"
-    columns = min(N, COLUMNS)
+    columns = intrinsic_kernels.columns(kind, N, item == 2)
     flops = levels * 2 * C * C * N
     numbers = levels * (10 if grad else 8) * C * N
     products, loads = (x * N // columns for x in (levels, 3 + levels))

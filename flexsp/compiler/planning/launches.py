@@ -336,7 +336,7 @@ class GeneratedCall:
             written = [f"{results[0][:-1]}{i}" for i in range(2)]
         pointers = (*args, *written, self._table)
         grid = (self.plan.n_chunks, self.B * self.H, 1)
-        how = Launch(0, intrinsic_kernels.WARPS[what.kind], 1)
+        how = Launch(0, intrinsic_kernels.warps(what.kind, self.dtype == torch.bfloat16), 1)
         constants: dict[str, Any] = {"C": self.plan.chunk, "PACKED": self.docs > 0}
         numbers: tuple[int | str, ...] = (self.T,)
         options = {"num_warps": how.warps}
@@ -359,7 +359,7 @@ class GeneratedCall:
         size = self.code.layout.kept[b].dims[1]
         columns = dict(self.plan.blocks)[size]
         return {
-            "N": self.sizes[size], "BN": min(columns, intrinsic_kernels.COLUMNS),
+            "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.dtype == torch.bfloat16),
             "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
             **dots(self.dtype),
         }  # fmt: skip

@@ -25,7 +25,7 @@ H, P = 4, 5
 Tensors = dict[str, Any]
 # R, groups, K, pairs of channels that turn, whether these are neighbours
 CASES: dict[str, tuple[int, int, int, int, bool]] = {
-    "siso": (0, 1, 8, 2, True), "siso, groups": (0, 2, 7, 3, True), "siso, halves": (0, 2, 8, 3, False),
+    "siso": (0, 1, 8, 2, True), "siso, groups": (0, 2, 7, 3, True), "siso, halves": (0, 2, 12, 3, False),
     "mimo": (3, 1, 8, 2, False),
     "mimo, groups": (2, 4, 6, 3, True), "mimo of one": (1, 2, 6, 3, False),
 }  # fmt: skip

@@ -167,9 +167,12 @@ GATES = [
          "all groups answer for the first one's heads", _MAMBA3_KERNELS),
     ),
     *_in(
-        "flexsp/kernels/mamba3/op.py",
-        ("[(x.dtype, x.data_ptr() % 16 == 0)", "[(x.dtype, True)", "launches forget alignments",
+        "flexsp/kernels/run.py",
+        ("x.data_ptr() % 16 == 0)", "True)", "launches forget alignments",
          "tests/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/op.py",
         ("None if dlast is None else _dense(dlast).contiguous()", "None", "sums do not answer to the ranks behind",
          _MAMBA3_OVER),
         ("zip(shapes, grads[:4]", "zip(shapes, (*grads[:3], None)", "outputs do not answer for the skip",

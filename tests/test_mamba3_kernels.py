@@ -62,12 +62,13 @@ def prepare(kind: str, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -> bool:
     """Whether the kernels ran."""
+    from flexsp.kernels import run
     from flexsp.kernels.mamba3 import op
 
     loops.CASES["wide"] = 0, 1, 40, 13, False
     loops.H, loops.P = (2, 33) if kind == "wide" else (4, 5)
     op._SEGMENT, op._SEGMENTS = (8, 2) if kind == "long segments" else (8, 512)
-    op._launches.clear()
+    run._launches.clear()
     case, inputs, how = prepare(kind, seed)
     with poisoned(1000):
         if kind == "all in half precision":
@@ -76,9 +77,9 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             check_op(call, oracle, inputs, dtype=dtype, wide=("initial_state",))
         else:
             loops.compare(mamba3, case, inputs, dtype, **how)
-    shared = {launch.constants["SHARED"] for launch in op._launches.values() if "SHARED" in launch.constants}
+    shared = {launch.constants["SHARED"] for launch in run._launches.values() if "SHARED" in launch.constants}
     assert shared == {kind == "one head's angles"}
-    return len({launch.kernel for launch in op._launches.values()}) == 9
+    return len({launch.kernel for launch in run._launches.values()}) == 9
 
 
 KINDS = [
@@ -280,10 +281,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], set[str]]] 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsp.kernels import run
     from flexsp.kernels.mamba3 import op
 
-    monkeypatch.setattr(op, "run_steps", lambda *args: None)  # no kernel runs
-    monkeypatch.setattr(op, "_launches", {})
+    monkeypatch.setattr(run, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(run, "_launches", {})
 
     def call(pairwise: bool = True, **given: Any) -> None:
         leaves = {key: None if x is None else x.detach().requires_grad_() for key, x in given.items()}
@@ -292,7 +294,7 @@ def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch)
         torch.autograd.backward([y, found.q, found.k], [torch.zeros_like(z) for z in (y, found.q, found.k)])
 
     def worked_out() -> list[str]:
-        return sorted(launch.kernel.__name__ for launch in op._launches.values())
+        return sorted(launch.kernel.__name__ for launch in run._launches.values())
 
     sizes = {"x": (1, 6, 4, 8), "B": (1, 6, 2, 8), "C": (1, 6, 2, 8), "B_bias": (4, 8), "C_bias": (4, 8), "D": (4,),
              "turned": (1, 6, 4, 2), "gamma": (1, 6, 4), "eta": (1, 6, 4)}  # fmt: skip

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +15,8 @@ from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, k
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
+from flexsp.kernels.run import run
 from flexsp.runtime.covered import warn_of_untried
-from flexsp.runtime.kept import keep
-from flexsp.runtime.launch import KernelLaunch
-from flexsp.runtime.steps import Frame, run_steps
 
 __all__ = ["Rows", "rows", "turns", "with_skip"]
 
@@ -32,28 +29,9 @@ _SEGMENTS = 512  # at most
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
 _STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
-_CALLS = 512  # launches that are kept
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_launches: dict[Any, KernelLaunch] = {}
-
-
-def _run(
-    kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, Tensor], numbers: Sequence[int],
-    constants: dict[str, Any], warps: int = 4,
-) -> None:  # fmt: skip
-    """Launches on `tensors`, the kernel's pointers by name and in order, if there are programs."""
-    if not math.prod(grid):
-        return
-    device = next(iter(tensors.values())).device
-    looks = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors.values()]
-    key = (kernel, grid, device, *looks, *numbers, *constants.values())
-    launch = _launches.get(key)
-    if launch is None:
-        launch = KernelLaunch(kernel, grid, [*tensors], numbers, constants, {"num_warps": warps})
-        keep(_launches, key, launch, _CALLS)
-    run_steps([launch], Frame(dict(tensors), ()), device)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -94,7 +72,7 @@ class _Cut(NamedTuple):
         BH = max(1, min(triton.next_power_of_2(self.H), (_SHARED if constants.get("SHARED") else _CHANNELS) // BS))
         tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
         grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
-        _run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
+        run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
 
     def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:
         """What enters the segments, [batch, n_seg, H, S]."""
@@ -104,7 +82,7 @@ class _Cut(NamedTuple):
         block = min(32, triton.next_power_of_2(width))
         constants = {"W": width, "BW": block, "STEP": 16, "PACKED": packed, "INITIAL": initial is not None}
         grid = (-(-width // block), self.batch, 1)
-        _run(sums.turn_scan_kernel, grid, tensors, (self.n_seg,), constants | {"REVERSE": reverse}, 1)
+        run(sums.turn_scan_kernel, grid, tensors, (self.n_seg,), constants | {"REVERSE": reverse}, 1)
         return enters
 
     def empty(self, like: Tensor) -> dict[str, Tensor]:
@@ -261,7 +239,7 @@ class _Rows(torch.autograd.Function):
         blocks = -(-T // constants["BT"])
         tensors = _pointers({**given, "d": d, "q": q, "k": k, "own": own, "w": w})
         numbers = *B.stride()[:3], *C.stride()[:3], T, blocks
-        _run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
+        run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
         keep_for_backward(ctx, x, own, w, *inputs)
         ctx.halves, ctx.skip = halves, None if d is None else d.dtype
         ctx.set_materialize_grads(False)
@@ -302,7 +280,7 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     }  # fmt: skip
     made = {"db": B.new_empty(B.shape), "dc": C.new_empty(C.shape)}
     made |= {name: dw.new_empty(shape) for name, shape in wide.items()}
-    _run(
+    run(
         rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
         (*B.stride()[:3], *C.stride()[:3], T, blocks), constants,
     )  # fmt: skip
@@ -347,7 +325,7 @@ def _run_by_rows(kernel: Any, tensors: Mapping[str, Tensor], first: Tensor, x: T
     lines = max(1, min(64, _BYTES // (block * x.dtype.itemsize)))
     count = batch * T * H
     numbers = (*first.stride()[:3], *x.stride()[:3], count, T)
-    _run(kernel, (-(-count // lines), 1, 1), tensors, numbers, {"H": H, "P": P, "BR": lines, "BP": block})
+    run(kernel, (-(-count // lines), 1, 1), tensors, numbers, {"H": H, "P": P, "BR": lines, "BP": block})
 
 
 def _skip_grads(dy: Tensor, dv: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

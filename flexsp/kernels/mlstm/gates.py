@@ -18,7 +18,7 @@ from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, k
 from flexsp.comm.group import SequenceParallel
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
-from flexsp.kernels.mlstm.run import run
+from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
 
 __all__ = ["Blocks", "Starts", "blocks", "enters", "gates"]

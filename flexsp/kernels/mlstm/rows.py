@@ -11,8 +11,8 @@ import triton.language as tl
 
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
 from flexsp.kernels.mlstm import in_pytorch
-from flexsp.kernels.mlstm.run import run
 from flexsp.kernels.operators import plain
+from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
 
 __all__ = ["quotients", "weighted"]

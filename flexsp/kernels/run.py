@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from flexsp.runtime.steps import Frame, run_steps
 
 __all__ = ["run"]
 
-_CALLS = 256  # launches that are kept
+_CALLS = 1024  # launches that are kept
 _launches: dict[Any, KernelLaunch] = {}
 
 
@@ -21,7 +22,10 @@ def run(
     kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, torch.Tensor], numbers: Sequence[int | float],
     constants: Mapping[str, Any], warps: int = 4,
 ) -> None:  # fmt: skip
-    """Launches a kernel whose arguments are the tensors, the numbers and the constants, in this order."""
+    """Launches a kernel whose arguments are the tensors, the numbers and the constants, in this order, if there are
+    programs."""
+    if not math.prod(grid):
+        return
     looks = [(name, x.dtype, x.data_ptr() % 16 == 0) for name, x in tensors.items()]
     device = next(iter(tensors.values())).device
     key = (kernel, grid, device, *looks, *numbers, *constants.items())

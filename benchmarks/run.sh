@@ -26,7 +26,7 @@ fi
 "$python" -m flexsp bench plot --case simple_gla "$out"/scale_*.json --out "$out/weak_scaling.png"
 if [ "$gpus" -ge 4 ]; then "$python" -m flexsp bench predict "$out"/scale_*.json; fi
 if [ "$out" = benchmarks/results ]; then
-    "$python" -m flexsp bench document README.md benchmarks/README.md
+    "$python" -m flexsp bench document README.md benchmarks/README.md docs/variants.md
 else
     "$python" -m flexsp bench table "$out"/{op,scale,host}_*.json
 fi

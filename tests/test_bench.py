@@ -21,6 +21,7 @@ from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 CPU = torch.device("cpu")
 TOY = ["--H", "2", "--K", "16", "--V", "16", "--dtype", "float32", "--iterations", "3", "--warmup", "1"]
 
@@ -503,15 +504,15 @@ def test_tables_of_all_results_can_be_made() -> None:
     assert table.markdown(files).count("commit") >= len(files)
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_have_the_numbers_of_their_files(name: str) -> None:
-    """`flexsp bench document README.md benchmarks/README.md` writes them anew."""
+    """`flexsp bench document` with these names writes them anew."""
     text = (ROOT / name).read_text()
     assert "<!-- measured: " in text and document.refreshed(ROOT / name) == text
 
 
 def test_every_result_file_stands_in_a_document() -> None:
-    shown = [path for name in ("README.md", "benchmarks/README.md") for path in document.sources(ROOT / name)]
+    shown = [path for name in DOCUMENTS for path in document.sources(ROOT / name)]
     found = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     others = {name for name in found if name.startswith("synthetics_")}  # tests/test_synthetics.py looks at these
     assert found - others == {path.name for path in shown}
@@ -530,7 +531,7 @@ def _measured(kind: str, commit: str = "abc", **parts: Any) -> dict[str, Any]:
     return {"kind": kind, "environment": {**env, "world_size": 4}, "shape": shape, "cold": [], "rows": [], **parts}
 
 
-def test_the_readme_has_six_lines_at_most_of_one_commit() -> None:
+def test_the_readme_has_six_lines_at_most_and_names_commits() -> None:
     cases = ("simple_gla", "linear_attn", "generated_deltanet")
     rows = [
         _row(case, 65536, mode, provider, ms) for case in cases for mode in ("fwd", "fwd_bwd")
@@ -548,9 +549,9 @@ def test_the_readme_has_six_lines_at_most_of_one_commit() -> None:
     assert "on 4 GPUs" in lines[5][0] and lines[5][1] == "0.900"
     few = document.readme([_measured("op", rows=rows[:2]), _measured("scale")])
     assert [line for line in few.splitlines() if "GLA" in line] and "GPUs" not in few and "DeltaNet" not in few
-    with pytest.raises(ValueError, match="expected files of one commit, got abc and def"):
-        document.readme([_measured("op"), _measured("scale", commit="def")])
-    with pytest.raises(ValueError, match="one of bench op and one of bench scale|a file of bench op"):
+    two = document.readme([_measured("op"), _measured("scale", commit="def")])
+    assert "One GPU: commit abc; several: def, torch" in two
+    with pytest.raises(ValueError, match="a file of bench op and one of bench scale"):
         document.readme([_measured("op")])
 
 
@@ -572,4 +573,22 @@ def test_a_document_is_written_from_one_file_of_each_measurement(
         assert message in capsys.readouterr().err
     path.write_text("<!-- measured: poem host_x_20260101.json -->\n<!-- /measured -->\n")
     assert main(["bench", "document", str(path)]) == 1
-    assert "expected a part of kind added, aims, predict, readme, table, got 'poem'" in capsys.readouterr().err
+    assert (
+        "expected a part of kind added, aims, predict, readme, speed, states, table, got 'poem'"
+        in capsys.readouterr().err
+    )
+
+
+def test_speeds_of_operators_are_of_one_commit(tmp_path: Path) -> None:
+    keys = {"case": "gla", "mode": "fwd"}
+    alone = {"schedule": "local", "world_size": 1, "T_local": 65536, "ms": {"median": 1.25}, **keys}
+    chain = {"schedule": "chain", "world_size": 4, "T_local": 32768, "ms": {}, "efficiency": 0.9, **keys}
+    text = "<!-- measured: speed scale_*.json -->\n<!-- /measured -->\n"
+    (tmp_path / "doc.md").write_text(text)
+    for name, rows in (("scale_a_20260101", [alone]), ("scale_b_20260101", [chain])):
+        record.save(tmp_path / f"{name}.json", _measured("scale", rows=rows))
+    written = document.refreshed(tmp_path / "doc.md")
+    assert "| `chunk_gla` | 1.25 |  | 0.900 |  |" in written and "efficiency of 4 GPUs" in written and "abc" in written
+    record.save(tmp_path / "scale_b_20260101.json", _measured("scale", commit="def", rows=[chain]))
+    with pytest.raises(ValueError, match="expected files of one commit, got abc and def"):
+        document.refreshed(tmp_path / "doc.md")

@@ -47,7 +47,7 @@ FLAGS = {
     "bench table": [],
     "bench document": [],
     "bench plot": ["--case", "--out"],
-    "bench predict": ["--ranks"],
+    "bench predict": ["--ranks", "--case"],
 }  # fmt: skip
 
 

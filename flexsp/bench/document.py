@@ -14,7 +14,7 @@ from typing import Any
 
 from flexsp.bench import predict
 from flexsp.bench.record import case_of, load
-from flexsp.bench.table import added_table, aims_table, footer, grid, markdown, shown
+from flexsp.bench.table import added_table, aims_table, footer, grid, markdown, shown, states_table
 
 __all__ = ["readme", "refreshed", "run", "sources"]
 
@@ -22,6 +22,7 @@ Result = dict[str, Any]
 _PART = re.compile(r"(<!-- measured: (\w+) ([^>]*?) -->\n)(.*?)(<!-- /measured -->)", re.DOTALL)
 _BASELINE = "flash-linear-attention"
 _TOKENS = 65536
+_PREDICTED = ("simple_gla", "gla", "hgrn", "gated_delta_rule", "kda")
 
 
 def _row(rows: Sequence[Result], **keys: object) -> Result | None:
@@ -80,13 +81,10 @@ _LINES = (
 
 
 def readme(results: Sequence[Result]) -> str:
-    """The README's table, from one file of `bench op` and one of `bench scale`, measured at one commit."""
+    """The README's table, from one file of `bench op` and one of `bench scale`."""
     kinds = sorted(result["kind"] for result in results)
     if kinds != ["op", "scale"]:
         raise ValueError(f"results: expected a file of bench op and one of bench scale, got {', '.join(kinds)}")
-    commits = sorted({str(result["environment"]["commit"]) for result in results})
-    if len(commits) > 1:
-        raise ValueError(f"results: expected files of one commit, got {' and '.join(commits)}")
     op, scale = sorted(results, key=lambda result: str(result["kind"]))
     lines = []
     for text, cells in _LINES:
@@ -99,19 +97,60 @@ def readme(results: Sequence[Result]) -> str:
     env = op["environment"]
     versions = f"torch {env['torch']}, Triton {env['triton']}, {_BASELINE} {env['flash_linear_attention']}"
     note = "Times are medians; memory and the first step are medians of repeated runs with [smallest, largest]."
-    return f"{grid(header, lines)}\n\n{note} Commit {commits[0][:7]}, {versions}."
+    alone, ranks = (str(result["environment"]["commit"])[:7] for result in (op, scale))
+    commits = f"Commit {alone}" if alone == ranks else f"One GPU: commit {alone}; several: {ranks}"
+    return f"{grid(header, lines)}\n\n{note} {commits}, {versions}."
 
 
-def _added(paths: Sequence[Path]) -> str:
-    results = {path.name: load(path) for path in paths}
-    return "\n\n".join(f"{added_table(result)}\n\n{name}: {footer(result)}" for name, result in results.items())
+def _tables(of: Callable[[Result], str]) -> Callable[[Sequence[Path]], str]:
+    def tables(paths: Sequence[Path]) -> str:
+        results = {path.name: load(path) for path in paths}
+        return "\n\n".join(f"{of(result)}\n\n{name}: {footer(result)}" for name, result in results.items())
+
+    return tables
+
+
+_OPERATORS = {
+    "gla": "chunk_gla", "rwkv7": "chunk_rwkv7", "hgrn": "chunk_hgrn", "mlstm": "chunk_mlstm",
+    "mamba": "selective_scan", "mamba2": "mamba2_ssd", "mamba3": "mamba3", "simple_gla": "chunk_simple_gla",
+    "linear_attn": "chunk_linear_attn", "retention": "chunk_retention", "lightning": "chunk_lightning_attn",
+    "delta_rule": "chunk_delta_rule", "gated_delta_rule": "chunk_gated_delta_rule", "kda": "chunk_kda",
+    "gated_delta_product": "chunk_gated_delta_product",
+}  # fmt: skip
+"""Of the cases of `bench scale`, what users call."""
+_LOCAL = 32768
+
+
+def _speed(paths: Sequence[Path]) -> str:
+    """Milliseconds of operators on one GPU, and the chain's efficiency, from files of `bench scale` of one commit."""
+    results = [load(path) for path in paths]
+    commits = {str(result["environment"]["commit"])[:7] for result in results}
+    if len(commits) > 1:
+        raise ValueError(f"results: expected files of one commit, got {' and '.join(sorted(commits))}")
+    rows = [row for result in results for row in result["rows"]]
+    worlds = sorted({row["world_size"] for row in rows} - {1})
+    lines = []
+    for case, name in _OPERATORS.items():
+        keys = [{"case": case, "mode": mode} for mode in ("fwd", "fwd_bwd")]
+        alone = [_row(rows, schedule="local", world_size=1, T_local=_TOKENS, **key) for key in keys]
+        ranks = [
+            _row(rows, schedule="chain", world_size=n, T_local=_LOCAL, **key) for n in worlds for key in keys
+        ]  # fmt: skip
+        cells = [f"{row['ms']['median']:.2f}" if row else "" for row in alone]
+        lines.append([f"`{name}`", *cells, *(f"{row['efficiency']:.3f}" if row else "" for row in ranks)])
+    efficiencies = [f"efficiency of {n} GPUs, {mode}" for n in worlds for mode in ("forward", "with backward")]
+    env = results[0]["environment"]
+    note = f"Commit {min(commits)}, torch {env['torch']}, Triton {env['triton']}."
+    return f"{grid(['operator', 'forward', 'forward + backward', *efficiencies], lines)}\n\n{note}"
 
 
 _KINDS: dict[str, Callable[[Sequence[Path]], str]] = {
-    "added": _added,
+    "added": _tables(added_table),
     "aims": lambda paths: aims_table([load(path) for path in paths]),
-    "predict": lambda paths: predict.report([load(path) for path in paths], 8),
+    "predict": lambda paths: predict.report([load(path) for path in paths], 8, _PREDICTED),
     "readme": lambda paths: readme([load(path) for path in paths]),
+    "speed": _speed,
+    "states": _tables(states_table),
     "table": markdown,
 }
 

@@ -55,7 +55,7 @@ def weak_scaling(results: Sequence[dict[str, Any]], path: Path, chosen: Sequence
                     else {"color": _COLORS.get(name), "marker": "o", "label": name}
                 )
                 axis.plot(ranks, times, linewidth=1.4, markersize=4, **style)
-            axis.set_title(f"{case}, {_TITLES[mode]}, {T} tokens a rank", fontsize=9)
+            axis.set_title(f"{case}, {_TITLES[mode]}, {T} tokens a rank", fontsize=8)
             axis.set_ylim(bottom=0)
             axis.set_xticks(sorted({rank for values in series.values() for rank, _ in values}))
             axis.tick_params(labelsize=8)

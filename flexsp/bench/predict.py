@@ -132,8 +132,8 @@ def _ranks_header(fitted: Sequence[int], ranks: int) -> list[str]:
     return [*beside, f"{ranks} ranks us, predicted", f"{ranks} ranks us, measured"]
 
 
-def report(results: Sequence[Result], ranks: int) -> str:
-    """Markdown: exchanges, their parameters, what the chain adds to operators, and where it was measured.
+def report(results: Sequence[Result], ranks: int, cases: Sequence[str] | None = None) -> str:
+    """Markdown: exchanges, their parameters, what the chain adds to operators (of ``cases``), where it was measured.
 
     Fits on all world sizes but ``ranks`` and 1. Of two files with the same measurement the newer counts.
 
@@ -153,6 +153,7 @@ def report(results: Sequence[Result], ranks: int) -> str:
     if len(fitted) < 2:
         raise ValueError(f"results: expected at least two world sizes besides 1 and {ranks} to fit, got {fitted}")
     measured, added = exchanges(results), _added(results)
+    added = {key: us for key, us in added.items() if cases is None or key[0] in cases}
     parts = []
     fits = fit_exchanges(measured, fitted, results[0]["environment"].get("sm_count", BLOCKS))
     if fits:
@@ -170,5 +171,5 @@ def report(results: Sequence[Result], ranks: int) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report of the given scale results."""
-    print(report(load_kind([Path(path) for path in args.results], "scale"), args.ranks))
+    print(report(load_kind([Path(path) for path in args.results], "scale"), args.ranks, args.case))
     return 0

@@ -275,8 +275,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kind(cases: list[str]) -> str:
-    """First part of the file's name; that of a run with simple_gla has no operator in it."""
-    return "scale" if "simple_gla" in cases else "_".join(["scale", *cases])
+    """First part of the file's name, with up to three operators; that of a run with simple_gla has none in it."""
+    more = [f"and_{len(cases) - 3}_more"] if len(cases) > 3 else []
+    return "scale" if "simple_gla" in cases else "_".join(["scale", *cases[:3], *more])
 
 
 def _empty_result(args: argparse.Namespace, first: SequenceParallel, sps: dict[str, SequenceParallel]) -> Row:

@@ -133,19 +133,24 @@ def states_table(result: Result) -> str:
 
 
 def added_table(result: Result) -> str:
-    """What each schedule adds to one rank's time, and the chain's efficiency, at the most tokens a rank of the file."""
-    longest = max(row["T_local"] for row in result["rows"])
-    rows = [row for row in result["rows"] if row["T_local"] == longest]
-    names = list(dict.fromkeys(row["schedule"] for row in rows if not row["schedule"].endswith("local")))
+    """What the chain adds to one rank's time and its efficiency, by tokens a rank; at the most of them, what one rank
+    takes and the other schedules add. Of a file of one rank what it takes, by tokens."""
+    lengths = sorted({row["T_local"] for row in result["rows"]})
+    names = list(dict.fromkeys(row["schedule"] for row in result["rows"]))
+    chain = ["chain"] if "chain" in names else []
+    others = [name for name in names if name not in chain and not name.endswith("local")]
+    alone = lengths[-1:] if chain else lengths
+    columns = [*((f"chain adds us, {T}", "chain", T, "added_us", 0) for T in lengths if chain)]
+    columns += [(f"efficiency, {T}", "chain", T, "efficiency", 3) for T in lengths if chain]
+    columns += [(f"1 rank ms, {T}", "local", T, "slowest_rank_ms", 3) for T in alone]
+    columns += [(f"{name} adds us, {lengths[-1]}", name, lengths[-1], "added_us", 0) for name in others]
+    keyed = {(case_of(row), row["mode"], row["schedule"], row["T_local"]): row for row in result["rows"]}
     lines = []
-    for case, mode in dict.fromkeys((case_of(row), row["mode"]) for row in rows):
-        found = {row["schedule"]: row for row in rows if (case_of(row), row["mode"]) == (case, mode)}
-        alone = f"{found['local']['slowest_rank_ms']:.3f}"
-        added = [f"{found[name]['added_us']:.0f}" if name in found else "" for name in names]
-        efficiency = f"{found['chain']['efficiency']:.3f}" if "chain" in found else ""
-        lines.append([case, mode.replace("fwd_bwd", "fwd+bwd"), alone, *added, efficiency])
-    header = [f"op, {longest} tokens a rank", "pass", "1 rank ms", *(f"{name} adds us" for name in names)]
-    return grid([*header, "efficiency of chain"], lines)
+    for case, mode in dict.fromkeys(key[:2] for key in keyed):
+        found = [(keyed.get((case, mode, name, T)), key, digits) for _, name, T, key, digits in columns]
+        cells = [f"{row[key]:.{digits}f}" if row else "" for row, key, digits in found]
+        lines.append([case, mode.replace("fwd_bwd", "fwd+bwd"), *cells])
+    return grid(["op", "pass", *(column[0] for column in columns)], lines)
 
 
 def aims_table(results: Sequence[Result]) -> str:
@@ -183,8 +188,11 @@ def traffic_table(result: Result) -> str:
 def sanitize_table(result: Result) -> str:
     """What `make sanitize` found: what each of compute-sanitizer's tools ran, reported and missed."""
     lines = [
-        [tool, *(str(found[key]) for key in ("calls", "kernels", "errors")),
-         *(str(len(found.get(key, []))) for key in ("failed", "restarted"))]
+        [
+            tool,
+            *(str(found[key]) for key in ("calls", "kernels", "errors")),
+            *(str(len(found.get(key, []))) for key in ("failed", "restarted")),
+        ]
         for tool, found in result["tools"].items()
     ]
     return grid(["tool", "calls", "kernels", "errors", "calls that failed", "processes started again"], lines)

@@ -230,6 +230,7 @@ def parser() -> argparse.ArgumentParser:
     predict = bench.add_parser("predict", help="cost model of `bench scale` result files, for another world size")
     predict.add_argument("results", nargs="+")
     predict.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to predict for (default 8)")
+    predict.add_argument("--case", type=_cases, metavar="A,B", help="operators to predict (default all in the files)")
     return root
 
 

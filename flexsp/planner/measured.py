@@ -25,11 +25,9 @@ SOURCES = {
     "delta_long_op_h200_20261125.json": "5a1db10",
     "delta_initialised_op_h200_20261125.json": "5a1db10",
     "horizon_op_h200_20261123.json": "ad7deeb",
-    "scale_all_h200x2_20261122.json": "32ea312",
-    "ranks_after_h200x2_20261125.json": "572ae20",
     "ranks_after_h100x2_20261124.json": "2198333",
-    "scale_h200x2_20261121.json": "a8f1871",
-    "scale_h200x4_20261121.json": "a8f1871",
+    "scale_h200x2_20261126.json": "64598a3",
+    "scale_h200x4_20261126.json": "64598a3",
 }
 
 
@@ -55,7 +53,7 @@ class OpPeak:
     source: str
 
 
-_SHORT, _PEERS, _LONG, _INITIALISED, _HORIZON, _ALL, _RANKS, _H100, _TWO, _FOUR = SOURCES
+_SHORT, _PEERS, _LONG, _INITIALISED, _HORIZON, _H100, _TWO, _FOUR = SOURCES
 
 TIMES = (
     OpTime("gated_delta_rule", 4096, 0.15014399588108063, 0.5007520020008087, _SHORT),
@@ -64,8 +62,9 @@ TIMES = (
     OpTime("kda", 4096, 0.19352000206708908, 0.6058400273323059, _SHORT),
     OpTime("kda", 65536, 2.3339520692825317, 7.964192152023315, _PEERS),
     OpTime("kda", 262144, 9.154656410217285, 31.513856887817383, _LONG),
-    OpTime("mamba2", 8192, 0.33686399459838867, 1.22051203250885, _ALL),
-    OpTime("mamba2", 32768, 1.1066080331802368, 4.263391971588135, _RANKS),
+    OpTime("mamba2", 8192, 0.3126720041036606, 1.1750239729881287, _FOUR),
+    OpTime("mamba2", 32768, 1.1195359826087952, 4.299200057983398, _FOUR),
+    OpTime("mamba2", 65536, 2.2051039934158325, 8.418911933898926, _FOUR),
 )
 """Gates as `flexsp bench` takes them where nothing is said."""
 
@@ -85,30 +84,30 @@ MEMORY_GIB = {"h100": (79.2, _H100), "h200": (139.8, _TWO)}
 """Memory of a GPU that torch reports, and where."""
 
 EXCHANGES = (
-    (Measurement("chain", 2097152, 2, 1, 20.288), _TWO),
-    (Measurement("chain", 2097152, 2, 8, 28.672), _TWO),
-    (Measurement("chain", 8388608, 2, 1, 51.776), _TWO),
-    (Measurement("chain", 8388608, 2, 8, 64.960), _TWO),
-    (Measurement("chain", 2097152, 4, 1, 30.048), _FOUR),
-    (Measurement("chain", 2097152, 4, 8, 40.160), _FOUR),
-    (Measurement("chain", 8388608, 4, 1, 61.200), _FOUR),
-    (Measurement("chain", 8388608, 4, 8, 86.112), _FOUR),
-    (Measurement("serial", 2097152, 2, 1, 49.312), _TWO),
-    (Measurement("serial", 2097152, 2, 8, 58.480), _TWO),
-    (Measurement("serial", 8388608, 2, 1, 90.384), _TWO),
-    (Measurement("serial", 8388608, 2, 8, 135.472), _TWO),
-    (Measurement("serial", 2097152, 4, 1, 121.504), _FOUR),
-    (Measurement("serial", 2097152, 4, 8, 131.296), _FOUR),
-    (Measurement("serial", 8388608, 4, 1, 230.912), _FOUR),
-    (Measurement("serial", 8388608, 4, 8, 277.904), _FOUR),
-    (Measurement("all_gather", 2097152, 2, 1, 72.064), _TWO),
-    (Measurement("all_gather", 2097152, 2, 8, 82.480), _TWO),
-    (Measurement("all_gather", 8388608, 2, 1, 129.424), _TWO),
-    (Measurement("all_gather", 8388608, 2, 8, 174.416), _TWO),
-    (Measurement("all_gather", 2097152, 4, 1, 110.224), _FOUR),
-    (Measurement("all_gather", 2097152, 4, 8, 121.520), _FOUR),
-    (Measurement("all_gather", 8388608, 4, 1, 227.408), _FOUR),
-    (Measurement("all_gather", 8388608, 4, 8, 271.504), _FOUR),
+    (Measurement("chain", 2097152, 2, 1, 20.480), _TWO),
+    (Measurement("chain", 2097152, 2, 8, 29.056), _TWO),
+    (Measurement("chain", 8388608, 2, 1, 51.760), _TWO),
+    (Measurement("chain", 8388608, 2, 8, 66.096), _TWO),
+    (Measurement("chain", 2097152, 4, 1, 30.384), _FOUR),
+    (Measurement("chain", 2097152, 4, 8, 40.752), _FOUR),
+    (Measurement("chain", 8388608, 4, 1, 60.912), _FOUR),
+    (Measurement("chain", 8388608, 4, 8, 86.176), _FOUR),
+    (Measurement("serial", 2097152, 2, 1, 89.232), _TWO),
+    (Measurement("serial", 2097152, 2, 8, 99.120), _TWO),
+    (Measurement("serial", 8388608, 2, 1, 151.712), _TWO),
+    (Measurement("serial", 8388608, 2, 8, 203.408), _TWO),
+    (Measurement("serial", 2097152, 4, 1, 211.520), _FOUR),
+    (Measurement("serial", 2097152, 4, 8, 223.440), _FOUR),
+    (Measurement("serial", 8388608, 4, 1, 376.656), _FOUR),
+    (Measurement("serial", 8388608, 4, 8, 431.344), _FOUR),
+    (Measurement("all_gather", 2097152, 2, 1, 119.072), _TWO),
+    (Measurement("all_gather", 2097152, 2, 8, 128.656), _TWO),
+    (Measurement("all_gather", 8388608, 2, 1, 190.608), _TWO),
+    (Measurement("all_gather", 8388608, 2, 8, 236.256), _TWO),
+    (Measurement("all_gather", 2097152, 4, 1, 180.432), _FOUR),
+    (Measurement("all_gather", 2097152, 4, 8, 193.120), _FOUR),
+    (Measurement("all_gather", 8388608, 4, 1, 316.720), _FOUR),
+    (Measurement("all_gather", 8388608, 4, 8, 362.704), _FOUR),
 )
 """Microseconds of exchanges of states on 2 and 4 H200 of one host, to a nanosecond."""
 

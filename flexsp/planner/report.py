@@ -62,7 +62,7 @@ def sources(model: ModelSizes) -> list[str]:
     cases = {x.case for layer in model.layers for x in layer.linear}
     names = list(dict.fromkeys(row.source for row in TIMES if row.case in cases))
     names += ["horizon_op_h200_20261123.json"] if "mamba2" in cases else []
-    names += ["scale_h200x2_20261121.json", "scale_h200x4_20261121.json"]
+    names += ["scale_h200x2_20261126.json", "scale_h200x4_20261126.json"]
     return [f"{name} (commit {SOURCES[name]})" for name in names]
 
 

@@ -269,6 +269,24 @@ def poisoned(programs: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def not_finite(seed: int) -> None:
+    """Outputs and gradients of documents beside one that has NaN or infinities."""
+    bounds, clean = torch.tensor([0, 6, 9, 21]), {key: x.float() for key, x in draw(1, 21, 3, 7, 4, seed=seed).items()}
+    found = []
+    for value in (torch.nan, torch.inf, 0.5):
+        inputs = with_gradients(clean)
+        with torch.no_grad():
+            for name in (*TOKENS, "z"):
+                inputs[name][0, 6:9] = value
+        y, state = ops.selective_scan(**inputs, **HOW, cu_seqlens=bounds, return_last_state=True)
+        at = [inputs[name] for name in (*TOKENS, "z", "initial_state")]
+        grads = torch.autograd.grad([y, state], at, [torch.ones_like(y), torch.ones_like(state)])
+        rows = [x[:, [*range(6), *range(9, 21)]] for x in (y.detach(), *grads[:-1])]
+        found.append([*rows, *(x[[0, 2]] for x in (state.detach(), grads[-1]))])
+    for values in found[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(values, found[2], strict=True))
+
+
 def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -> None:
     run, how = partial(check_op, dtype=dtype, wide=KEPT_WIDE), random.Random(seed).choice((HOW, ZOH))
     with poisoned(1 if kind.startswith("long") else 1000):
@@ -303,6 +321,11 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             inputs["delta"][:, ::3] -= 20
             inputs["delta"][:, 1::5] += 1e3
             run(partial(scan, **how), partial(oracle, **how), inputs)
+        elif kind == "numbers":  # sums over a warp's channels of each power of two of numbers
+            for N in (1, 2, 3, 7, 16):
+                run(partial(scan, **HOW), partial(oracle, **HOW), draw(1, 9, 1, 36, N, seed=seed))
+        elif kind == "not finite":
+            not_finite(seed)
         elif kind == "small steps":  # softplus of numbers far below 0
             inputs = draw(2, 20, 2, 3, 2, seed=seed)
             inputs["delta"] = inputs["delta"] * 5 - 22
@@ -315,7 +338,8 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
 
 KINDS = [
     "plain", "long segments", "long segments with documents", "several programs", "documents", "parts", "no tokens",
-    "steps of all sizes", "small steps",
+    "steps of all sizes", "small steps", "numbers",
+    "not finite",
 ]  # fmt: skip
 
 

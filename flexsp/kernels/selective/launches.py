@@ -14,7 +14,7 @@ import triton
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, named, scan, step, zeroed
-from flexsp.kernels.selective import walks
+from flexsp.kernels.selective import grads, walks
 from flexsp.runtime.steps import Workspace
 from flexsp.scan.dense import MOST
 
@@ -23,12 +23,12 @@ __all__ = ["NAME", "Form", "Plan", "SelectiveCall", "make_plan", "channels_of_he
 NAME = "the kernels of flexsp.ops.selective_scan"
 _F32 = torch.float32
 _CHUNK = 8
-_NUMBERS = 512  # of the states of a program
-_CHANNELS = 32  # at most
+_NUMBERS = 1024  # of the states of a program
+_CHANNELS = 64  # at most
 _WARPS = 1
-_SEGMENTS = 32  # times as many programs as a device's number of them
+_SEGMENTS = 64  # times as many programs as a device's number of them
 _SAVED = ("@states", "@decay", "@cut")
-_OWN = (*_SAVED, "@dstates", "@chunks", "@dB", "@dC")
+_OWN = (*_SAVED, "@dstates", "@chunks", "@parts", "@B", "@C", "@wide_B", "@wide_C")
 _PARAMETERS = ("A", "skip", "bias")
 
 
@@ -98,10 +98,20 @@ def _plan_of(batch: int, T: int, H: int, P: int, N: int, docs: int, device: Devi
     return Plan(batch, T, D, N, P, docs, block, numbers, n_chunks, per_seg, n_seg)
 
 
-def _summed(dB: torch.Tensor, dC: torch.Tensor, to_B: torch.Tensor, to_C: torch.Tensor) -> None:
+def _padded(B: torch.Tensor, C: torch.Tensor, to_B: torch.Tensor, to_C: torch.Tensor) -> None:
+    """With zeros behind the last token and the last number."""
+    for x, to in ((B, to_B), (C, to_C)):
+        T, N = x.shape[1], x.shape[-1]
+        to[:, T:].zero_()
+        to[..., N:].zero_()
+        to[:, :T, :, :N].copy_(x)
+
+
+def _summed(parts: torch.Tensor, to_B: torch.Tensor, to_C: torch.Tensor) -> None:
     """Gradients of B and C from what the programs left."""
-    for parts, to in ((dB, to_B), (dC, to_C)):
-        to.copy_(parts.sum(1).view(to.shape))
+    found = parts.sum(1)
+    for x, to in zip(found.unbind(2), (to_B, to_C), strict=True):
+        to.copy_(x[..., : to.shape[-1]].view(to.shape))
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ class SelectiveCall:
 
     A pointer that a kernel does not use is that of u. Buffers: ``@states`` and ``@dstates`` at the edges of segments,
     ``@decay`` of segments (natural logarithms), ``@cut`` where a document begins in a segment; in the backward pass
-    ``@chunks``, the states that enter chunks, and ``@dB`` and ``@dC`` of every program's channels.
+    ``@chunks``, the states [N, D] that enter chunks, and ``@parts``, gradients of B and C by every program's channels.
+    ``@B`` and ``@C`` are these with zeros behind, so that a lane reads whole rows without a mask, ``@wide_B`` and
+    ``@wide_C`` in float32: the kernel of the gradients reads rows several times, and would convert them each time.
 
     Attributes:
         dtype: of u.
@@ -137,7 +149,7 @@ class SelectiveCall:
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:
-        return getattr(walks, spec.kind)
+        return getattr(grads if spec.kind == "grads_kernel" else walks, spec.kind)
 
     def look(self, frame: Any) -> None:
         """Nothing can be wrong that the operators do not look at."""
@@ -146,14 +158,16 @@ class SelectiveCall:
 
     def buffer(self, name: str) -> Buffer:
         p = self.plan
-        parts = _F32, (p.batch, p.programs(self._block("grads_kernel")), p.T, p.N)
+        padded = p.batch, p.T + _CHUNK, 1, p.numbers
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "@states": (_F32, (p.batch, p.n_seg + 1, p.H, p.P * p.N)),
             "@dstates": (_F32, (p.batch, p.n_seg + 1, p.H, p.P * p.N)),
             "@decay": (_F32, (p.batch, p.n_seg, p.H, p.P * p.N)),
             "@cut": (torch.int32, (p.batch, p.n_seg)),
             "@chunks": (_F32, (p.batch, p.n_chunks, p.H, p.P * p.N)),
-            "@dB": parts, "@dC": parts,
+            "@parts": (_F32, (p.batch, p.programs(self._block("grads_kernel")), p.T, 2, p.numbers)),
+            "@B": (self.dtype, padded), "@C": (self.dtype, padded),
+            "@wide_B": (_F32, padded), "@wide_C": (_F32, padded),
             "d.A": (_F32, (p.batch, p.H, p.n_seg, p.P, p.N)),
             "d.skip": (_F32, (p.batch, p.H, p.n_seg, p.P)),
             "d.bias": (_F32, (p.batch, p.H, p.n_seg, p.P)),
@@ -189,9 +203,10 @@ class SelectiveCall:
         in_walk = "@initial" if p.docs and self.initial else None
         final = "@final" if p.docs and self.ends else None
         launches = [
+            step("padded", _padded, ("B", "C"), ("@B", "@C")),
             self._walk(
-                "summarize_kernel", ("u", "delta", "A", "B", self._bias, "@states", "@decay", self._cut, in_walk),
-                ("@states", "@decay", *named(self._cut)), ("u", "delta", "B"),
+                "summarize_kernel", ("u", "delta", "A", "@B", self._bias, "@states", "@decay", self._cut, in_walk),
+                ("@states", "@decay", *named(self._cut)), ("u", "delta"),
                 ZOH=self.form.zoh, INITIAL=in_walk is not None, ZERO=p.docs > 0 or not self.initial,
             )
         ]  # fmt: skip
@@ -203,8 +218,8 @@ class SelectiveCall:
             scan("@states", "@decay", self._cut, reverse=False),
             self._walk(
                 "output_kernel",
-                ("u", "delta", "A", "B", "C", self._skip, self._z, self._bias, "@o", "@states", in_walk, final),
-                named("@o", final), ("u", "delta", "B", "C", self._z or "u"),
+                ("u", "delta", "A", "@B", "@C", self._skip, self._z, self._bias, "@o", "@states", in_walk, final),
+                named("@o", final), ("u", "delta", self._z or "u"),
                 ZOH=self.form.zoh, INITIAL=in_walk is not None, FINAL=final is not None, SKIP=self.form.skip,
                 GATE=self.form.gate,
             ),
@@ -220,9 +235,10 @@ class SelectiveCall:
         into = "@dinitial" if p.docs and dinitial else None
         parameters = named("d.A", form.skip and "d.skip" or None, form.bias and "d.bias" or None)
         launches = [
+            step("padded", _padded, ("B", "C"), ("@wide_B", "@wide_C")),
             self._walk(
-                "collect_kernel", ("delta", "A", "C", self._z, self._bias, "@do", "@dstates", last), ("@dstates",),
-                ("delta", "C", self._z or "u", "do"), FINAL=last is not None, ZERO=p.docs > 0 or not dfinal,
+                "collect_kernel", ("delta", "A", "@wide_C", self._z, self._bias, "@do", "@dstates", last),
+                ("@dstates",), ("delta", self._z or "u", "do"), FINAL=last is not None, ZERO=p.docs > 0 or not dfinal,
                 GATE=form.gate,
             )
         ]  # fmt: skip
@@ -233,29 +249,31 @@ class SelectiveCall:
         launches += [
             scan("@dstates", "@decay", self._cut, reverse=True),
             self._walk(
-                "chunks_kernel", ("u", "delta", "A", "B", self._bias, "@states", first, "@chunks"), ("@chunks",),
-                ("u", "delta", "B"), ZOH=form.zoh, INITIAL=first is not None,
+                "chunks_kernel", ("u", "delta", "A", "@wide_B", self._bias, "@states", first, "@chunks"), ("@chunks",),
+                ("u", "delta"), ZOH=form.zoh, INITIAL=first is not None,
             ),
             self._walk(
                 "grads_kernel",
-                ("u", "delta", "A", "B", "C", self._skip, self._z, self._bias, "@do", "@chunks", "@dstates", last, into,
-                 "d.u", "d.delta", "d.A", "@dB", "@dC", form.skip and "d.skip" or None, form.gate and "d.z" or None,
-                 form.bias and "d.bias" or None),
-                named("d.u", "d.delta", *parameters, "@dB", "@dC", form.gate and "d.z" or None, into),
-                ("u", "delta", "B", "C", self._z or "u", "do"), ZOH=form.zoh, FINAL=last is not None,
+                ("u", "delta", "A", "@wide_B", "@wide_C", self._skip, self._z, self._bias, "@do", "@chunks", "@dstates",
+                 last, into, "d.u", "d.delta", "d.A", "@parts", form.skip and "d.skip" or None,
+                 form.gate and "d.z" or None, form.bias and "d.bias" or None),
+                named("d.u", "d.delta", *parameters, "@parts", form.gate and "d.z" or None, into),
+                ("u", "delta", self._z or "u", "do"), ZOH=form.zoh, FINAL=last is not None,
                 INITIAL=into is not None, SKIP=form.skip, GATE=form.gate,
             ),
         ]  # fmt: skip
         if not p.n_chunks:
-            launches.append(zeroed("@dB", "@dC"))
-        launches.append(step("parts", _summed, ("@dB", "@dC"), ("d.B", "d.C")))
+            launches.append(zeroed("@parts"))
+        launches.append(step("parts", _summed, ("@parts",), ("d.B", "d.C")))
         if dinitial and not p.docs:
             launches.append(copied_state("@dinitial", "@dstates", None, 0))
         return launches
 
     def _block(self, kind: str) -> int:
-        """Channels of a program; with the zero-order hold the kernel of all gradients would spill with as many."""
-        return max(1, self.plan.block // 4) if kind == "grads_kernel" and self.form.zoh else self.plan.block
+        """Channels of a program. The gradients hold five states where the other walks hold one, and the zero-order hold
+        takes more registers in both."""
+        part = 4 if kind == "grads_kernel" and self.form.zoh else 2 if kind == "grads_kernel" else 1
+        return max(1, self.plan.block // (2 * part if self.form.zoh else part))
 
     @property
     def _skip(self) -> str | None:

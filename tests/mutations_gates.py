@@ -11,6 +11,7 @@ _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
 _LAYERS = "tests/test_gated_layers.py::test_formulas"
 _RWKV7 = "tests/test_rwkv7_layer.py::test_formulas"
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
+_BY_KERNEL = "tests/test_exchange_by_kernel.py::"
 _MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
 _MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
@@ -101,7 +102,7 @@ GATES = [
         "flexsp/nn/rwkv7.py",
         ("before.masked_fill((since < 1)[None, :, None], 0.0)", "before", "the token before a document is mixed in",
          "tests/test_rwkv7_layer.py::test_decoding_and_documents"),
-        ("first = halo_exchange(x, 1, sp)", "first = 0 * halo_exchange(x, 1, sp)",
+        ("first = tokens_before(x, 1, sp)", "first = 0 * tokens_before(x, 1, sp)",
          "a shard's first token is mixed with 0",
          "tests/test_rwkv7_layer.py::test_ranks_equal_one_rank"),
         ("-math.exp(-0.5)", "-math.exp(-0.6)", "decays have another bound", _RWKV7),
@@ -189,21 +190,40 @@ GATES = [
          _MAMBA3),
     ),
     *_in(
+        "flexsp/scan/by_kernel.py",
+        ("own, entering = slots if reverse else reversed(slots)", "own, entering = reversed(slots)",
+         "states go to the right where they should go to the left", _BY_KERNEL + "test_both_roads_agree[2]"),
+        ("(F.new_zeros if first", "(F.new_ones if first", "what enters the first rank is not 0",
+         _BY_KERNEL + "test_values"),
+        ("-(-rows // each), each", "rows // each, each", "tiles have no room", _BY_KERNEL + "test_values"),
+        (" with states {facts_of((F,))}", "", "states of two shapes in equal tiles are taken for each other",
+         _BY_KERNEL + "test_ranks_in_different_calls[shape]"),
+        (" and dtype == torch.float32", "", "what is not float32 is sent in it", _BY_KERNEL + "test_who_sends"),
+        (" and device.type == sp.device.type", "", "tensors elsewhere are sent by the group's kernel",
+         _BY_KERNEL + "test_who_sends"),
+    ),
+    *_in(
+        "flexsp/scan/exchange.py",
+        ("not ctx.reverse, ctx.call", "True, ctx.call", "the adjoint of what goes to the left goes to the left",
+         _BY_KERNEL + "test_gradients_in_reverse"),
+        ("dA.mT if dA is not None and ctx.reverse and", "dA.mT if dA is not None and not ctx.reverse and",
+         "matrices have the gradient of their transposes", _BY_KERNEL + "test_gradients_in_reverse[dense]"),
+    ),
+    *_in(
         "flexsp/scan/sequence.py",
-        ("_where(place + 1 < stop, more", "_where(place + 1 <= stop, more", "the next document's first token is seen",
+        ("min(lengths) >= width", "max(lengths) >= width", "one shard stands for all",
+         _BY_KERNEL + "test_tokens_before"),
+        ("_any_token(x, T), sp, \"the token behind\"", "None, sp, \"the token behind\"",
+         "tokens of all ranks behind are added up", _BY_KERNEL + "test_tokens_before_and_behind"),
+        ("int(T > 0), dtype", "1, dtype", "nothing passes a rank without tokens",
+         _BY_KERNEL + "test_tokens_before_and_behind"),
+        ("_where(place + 1 < stop, b", "_where(place + 1 <= stop, b", "the next document's first token is seen",
          "tests/test_mamba3.py::test_documents_and_strides"),
         ("(cu_seqlens[1:] - 1 - start)", "(cu_seqlens[1:] - start)", "final states are of the next document",
          "tests/test_mamba3.py::test_documents_and_strides"),
         ("here = here & (begin < stop)", "pass", "a document without tokens ends on several ranks", _MAMBA3_RANKS),
         ("mine = initial.to(mine.dtype)", "pass", "a first rank without tokens loses the initial sum",
          _MAMBA3_RANKS + "[cases1-kinds1]"),
-    ),
-    *_in(
-        "flexsp/comm/halo.py",
-        ("        x = x.flip(1)\n", "        pass\n", "the tokens after a shard are its last ones",
-         "tests/test_halo.py"),
-        ("return halo.flip(1) if after else halo", "return halo", "the tokens after a shard come in reverse",
-         "tests/test_halo.py"),
     ),
     *_in(
         "flexsp/nn/mamba3.py",

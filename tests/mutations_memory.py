@@ -13,6 +13,7 @@ _EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
 _FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
 _RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
 _IN_KERNELS = "tests/test_mlstm_kernels.py::"
+_ENTERING = _IN_KERNELS + "test_what_enters_ranks_is_exact[posix]"
 _GATES = _IN_KERNELS + "test_gates"
 _ROWS = _IN_KERNELS + "test_rows"
 _RANKS_IN_KERNELS = _IN_KERNELS + "test_ranks[None]"
@@ -68,8 +69,11 @@ MEMORY = [
          "what enters a shard does not decay until the block", _GATES),
         ("_then(_last_row(a, of), _last_row(c, of), last_a, last_c)", "_last_row(a, of), _last_row(c, of)",
          "a block is forgotten where blocks are many", _BLOCKS),
-        ("        m = _larger(_passing(a, m), c)", "        m = _larger(a, c)", "what enters a rank goes no further",
-         _RANKS_IN_KERNELS),
+        ("m = _larger(_passing(_whole(pieces, r, 0, row, there, rows), m), _whole", "m = _larger(m - m, _whole",
+         "what enters a rank goes no further", _RANKS_IN_KERNELS),
+        ("mask=there & (r == rank), other=0.0).to", "mask=there, other=0.0).to", "numbers of ranks are added up",
+         _ENTERING),
+        (".to(tl.int64) << (16 * j)", ".to(tl.int64) << (15 * j)", "pieces of a number overlap", _ENTERING),
         ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(

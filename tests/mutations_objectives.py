@@ -74,7 +74,7 @@ OBJECTIVES = [
     ),
     *_in(
         "flexsp/scan/sequence.py",
-        ("            mine = initial\n        cut = torch", "            pass\n        cut = torch",
+        ("            mine = initial\n        first = _a", "            pass\n        first = _a",
          "a first rank without tokens loses the token before a call", _RANKS + "[difference, bootstrapped-batch]"),
         ("cu_seqlens, place, place == begin)", "cu_seqlens, place, place != begin)", "initial tokens stand elsewhere",
          _LOOP),

@@ -24,6 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle wide": {"shape": (1, 9, 8, 256, 256), "kind": "vector", "cut": True, "reverse": True, "rank": 1},
     "middle odd": {"shape": (1, 9, 3, 100, 37), "kind": "scalar", "cut": True, "reverse": False, "rank": 1},
     "last": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 2},
+    "few numbers": {"shape": (1, 2, 1, 1, 256), "kind": "none", "cut": True, "reverse": True, "rank": 1},
+    "many numbers": {"shape": (1, 2, 3, 16, 256), "kind": "none", "cut": True, "reverse": False, "rank": 1},
     "fold": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "fold": True},
     "middle dense": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": False, "rank": 1},
     "middle dense back": {"shape": (1, 2, 32, 128, 128), "kind": "dense", "cut": False, "reverse": True, "rank": 1},

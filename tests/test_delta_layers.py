@@ -255,8 +255,8 @@ def test_ranks_equal_one_rank(lengths: list[int], packed: bool) -> None:
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_ranks_exchange_one_halo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, exchange = [], conv.halo_exchange
-    monkeypatch.setattr(conv, "halo_exchange", lambda *given: calls.append(given) or exchange(*given))
+    calls, exchange = [], conv.tokens_before
+    monkeypatch.setattr(conv, "tokens_before", lambda *given: calls.append(given) or exchange(*given))
     layer, x = make(name), inputs(5)
     with sequence_parallel(SequenceParallel()):
         y = layer(x)

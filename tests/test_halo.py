@@ -69,26 +69,6 @@ def test_spans_several_ranks() -> None:
         check(lengths, 4)
 
 
-def _after(sp: SequenceParallel, x: torch.Tensor, lengths: list[int], weight: torch.Tensor) -> tuple:
-    start, stop = bounds(lengths)[sp.rank]
-    mine = x[:, start:stop].clone().requires_grad_()
-    halo = halo_exchange(mine, weight.shape[2], sp, after=True)
-    (halo * weight[sp.rank]).sum().backward()
-    return halo, mine.grad
-
-
-def test_tokens_after_the_shard() -> None:
-    for lengths in ([3, 0, 4, 1], [0, 1, 2, 0], [5, 5, 5, 5]):
-        x, weight = torch.randn(2, sum(lengths), 3), torch.randn(4, 2, 3, 3)
-        got = run_ranks(_after, 4, x, lengths, weight)
-        whole = x.clone().requires_grad_()
-        padded = torch.cat([whole, whole.new_zeros(2, 3, 3)], 1)
-        want = [padded[:, stop : stop + 3] for _, stop in bounds(lengths)]
-        sum((h * w).sum() for h, w in zip(want, weight, strict=True)).backward()
-        assert all(torch.equal(halo, each) for (halo, _), each in zip(got, want, strict=True))
-        torch.testing.assert_close(torch.cat([grad for _, grad in got], 1), whole.grad)
-
-
 @pytest.mark.parametrize("mode", ["compile", "checkpoint", "checkpoint reentrant", "compile checkpoint"])
 def test_survives(mode: str) -> None:
     check([5, 0, 2], 3, mode)

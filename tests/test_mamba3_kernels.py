@@ -96,16 +96,21 @@ def test_kernels(kind: str) -> None:
         assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS) == [True]
 
 
+TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "posix"])
+
+
 @pytest.mark.slow
+@TRANSPORTS
 @pytest.mark.parametrize("case", ["siso", "siso, groups", "siso, halves"])
-def test_kernels_over_ranks(case: str) -> None:
+def test_kernels_over_ranks(case: str, transport: str) -> None:
     loops.check_ranks([(case, kind, s) for kind in loops.SHARDS for s in (True, False)], torch.float32, 1e-4,
-                      env=KERNELS)  # fmt: skip
+                      env=KERNELS, transport=transport)  # fmt: skip
 
 
-def test_documents_over_ranks() -> None:
+@TRANSPORTS
+def test_documents_over_ranks(transport: str) -> None:
     kinds = "documents", "documents that end with shards"
-    loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS)
+    loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS, transport=transport)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,28 @@ def test_ranks(cu: list[int] | None) -> None:
         assert (torch.cat([part[n] for part in parts], 1) - want).abs().max() < 1e-5
 
 
+NUMBERS = [0.0, -0.0, 1.5, -1e300, 5e-324, math.inf, -math.inf, math.nan, -745.133, 2**-1050]
+
+
+def entering(sp: SequenceParallel, a: Tensor, c: Tensor, start: Tensor) -> Tensor:
+    from flexsp.kernels.mlstm import gates
+
+    mine = a[sp.rank], c[sp.rank]
+    return gates.enters(gates.Blocks(mine, mine), start if sp.is_first else torch.zeros_like(start), sp)
+
+
+@pytest.mark.parametrize("transport", ["posix", "process_group"])
+def test_what_enters_ranks_is_exact(transport: str) -> None:
+    """Whatever the numbers are."""
+    a, c = (torch.tensor(random.choices(NUMBERS, k=3 * 2 * 90), dtype=torch.float64).view(3, 2, 90) for _ in range(2))
+    a, start = torch.where(a == math.inf, -0.3, a), torch.randn(2, 90, dtype=torch.float64)
+    heap = {"heap_mib": 1} if transport == "posix" else {}
+    m = start
+    for r, got in enumerate(run_ranks(entering, 3, a, c, start, transport=transport, env=whole.KERNELS, **heap)):
+        torch.testing.assert_close(got, m, rtol=0, atol=0, equal_nan=True)
+        m = torch.where(a[r] == -math.inf, c[r], torch.maximum(a[r] + m, c[r]))
+
+
 def twice(sp: SequenceParallel, seed: int) -> bool:
     """Whether two backward passes of one graph give the same, after memory was full of NaN."""
     inputs = whole.with_gradients({key: x.float() for key, x in whole.draw(1, 90, 0, 16, 16, seed).items()})
@@ -230,14 +253,14 @@ def launched() -> list[Any]:
     )
     with record_launches() as found:
         blocks = gates.blocks(f.detach(), i.detach(), starts)
-        with mock.patch.object(gates, "of_every_rank", lambda x, sp: torch.stack([x, x], -1)):
+        with mock.patch.object(gates, "exchange", lambda x, *others: x):
             second = SimpleNamespace(world_size=2, rank=1, is_first=False)
             gates.enters(blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"), second)
         forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
         keys = rows.weighted(k, i, m, torch.bfloat16)
         h = rows.quotients(keys[0], keys[1][..., :1].contiguous(), m, 0.0, torch.bfloat16)
         torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
-    assert len(found) == 8
+    assert len(found) == 9
     return found
 
 

@@ -148,7 +148,8 @@ class SequenceParallel:
         """Fix the shard lengths of all ranks (zeros allowed), so that calls need not exchange them; None forgets them.
 
         Example: ``sp.set_lengths(sp.partition(total_tokens))``. Without them every call that needs lengths exchanges
-        them on the CPU, which also breaks a torch.compile graph.
+        them on the CPU, which also breaks a torch.compile graph. And the tokens before a shard, which convolutions
+        need, then go by torch.distributed even where a kernel could send them.
         """
         if lengths is None:
             self._lengths = None

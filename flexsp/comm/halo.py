@@ -23,18 +23,16 @@ _NAME = "the halo exchange of a convolution over ranks"
 
 
 @ranks_call
-def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel, after: bool = False) -> torch.Tensor:
+def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Tensor:
     """The ``width`` tokens before this rank's shard, differentiable. Collective over ``sp``, point to point only.
 
     Args:
         x: [B, T_local, ...], this rank's shard; T_local may be anything, 0 included, and differ between ranks.
         width: number of tokens, for a causal convolution its kernel size - 1.
-        after: the tokens after the shard instead.
 
     Returns:
-        [B, width, ...]; zeros where the sequence has not begun yet, or has ended. Documents are the caller's
-        to mask. The backward returns each token's gradient to the rank that owns it; it is recorded on every rank in
-        grad mode.
+        [B, width, ...]; zeros where the sequence has not begun yet. Documents are the caller's to mask. The backward
+        returns each token's gradient to the rank that owns it; it is recorded on every rank in grad mode.
     """
     if x.dim() < 2:
         raise ValueError(f"x: expected [B, T, ...], got shape {tuple(x.shape)}")
@@ -43,13 +41,9 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel, after: bool
     if sp.world_size == 1 or width == 0:
         return x.new_zeros(x.shape[0], width, *x.shape[2:])
     untransformed(_NAME, ON_ONE_RANK)
-    if after:  # messages from right to left, of the tokens in reverse
-        x = x.flip(1)
     if x.is_floating_point():
-        halo = _HaloFunction.apply(x, sp.anchor, width, sp.id, after)
-    else:
-        halo = _halo(x, width, get_sp(sp.id).order, sp.id, after)
-    return halo.flip(1) if after else halo
+        return _HaloFunction.apply(x, sp.anchor, width, sp.id)
+    return _halo(x, width, get_sp(sp.id).order, sp.id)
 
 
 def _pass_on(
@@ -76,19 +70,17 @@ def _pass_on(
     return call.end(incoming)
 
 
-def _run(x: torch.Tensor, width: int, order: torch.Tensor, sp_id: int, after: bool = False) -> torch.Tensor:
+def _run(x: torch.Tensor, width: int, order: torch.Tensor, sp_id: int) -> torch.Tensor:
     sp, T = get_sp(sp_id), x.shape[1]
     halo = x.new_zeros(x.shape[0], width, *x.shape[2:])
 
     def last_tokens() -> torch.Tensor:
         return x[:, T - width :].contiguous() if width <= T else torch.cat([halo[:, T:], x], 1)
 
-    return _pass_on(sp, halo, after, width <= T, last_tokens)
+    return _pass_on(sp, halo, False, width <= T, last_tokens)
 
 
-def _run_adjoint(
-    d_halo: torch.Tensor, T: int, order: torch.Tensor, sp_id: int, after: bool = False
-) -> torch.Tensor:  # fmt: skip
+def _run_adjoint(d_halo: torch.Tensor, T: int, order: torch.Tensor, sp_id: int) -> torch.Tensor:
     """Gradient [B, T, ...] of the shard from the gradient of the halo, by messages the other way."""
     sp, width = get_sp(sp_id), d_halo.shape[1]
     d_halo = d_halo.contiguous()
@@ -101,35 +93,30 @@ def _run_adjoint(
         total[:, T:] += d_sent[:, : width - T]
         return total
 
-    d_sent = _pass_on(sp, d_sent, not after, width <= T, of_left_tokens)
+    d_sent = _pass_on(sp, d_sent, True, width <= T, of_left_tokens)
     dx = d_halo.new_zeros(d_halo.shape[0], T, *d_halo.shape[2:])
     own = min(T, width)
     dx[:, T - own :] = d_sent[:, width - own :]
     return dx
 
 
-def _fake(x: torch.Tensor, width: int, order: torch.Tensor, sp_id: int, after: bool = False) -> torch.Tensor:
+def _fake(x: torch.Tensor, width: int, order: torch.Tensor, sp_id: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], width, *x.shape[2:])
 
 
-_halo = define_op(
-    "halo(Tensor x, SymInt width, Tensor(o!) order, int sp_id, bool after=False) -> Tensor", _run, _fake
-)
+_halo = define_op("halo(Tensor x, SymInt width, Tensor(o!) order, int sp_id) -> Tensor", _run, _fake)
 _halo_adjoint = define_op(
-    "halo_adjoint(Tensor d_halo, SymInt T, Tensor(o!) order, int sp_id, bool after=False) -> Tensor",
-    _run_adjoint, _fake,
-)  # fmt: skip
+    "halo_adjoint(Tensor d_halo, SymInt T, Tensor(o!) order, int sp_id) -> Tensor", _run_adjoint, _fake
+)
 
 
 class _HaloFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, width: int, sp_id: int, after: bool
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.T, ctx.sp_id, ctx.after = x.shape[1], sp_id, after
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, width: int, sp_id: int) -> torch.Tensor:
+        ctx.T, ctx.sp_id = x.shape[1], sp_id
         # Nothing is needed, but only a node that saves a tensor makes checkpointing recompute up to and including it.
         ctx.save_for_backward(anchor)
-        halo = _halo(x, width, get_sp(sp_id).order, sp_id, after)
+        halo = _halo(x, width, get_sp(sp_id).order, sp_id)
         ctx.number = get_sp(sp_id).number()
         return halo
 
@@ -139,4 +126,4 @@ class _HaloFunction(torch.autograd.Function):
         (_,) = ctx.saved_tensors
         sp = get_sp(ctx.sp_id)
         with sp.answering(ctx.number):
-            return _halo_adjoint(d_halo, ctx.T, sp.order, ctx.sp_id, ctx.after), None, None, None, None
+            return _halo_adjoint(d_halo, ctx.T, sp.order, ctx.sp_id), None, None, None

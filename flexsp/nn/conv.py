@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
-from flexsp.comm.halo import halo_exchange
 from flexsp.exceptions import check_flag, check_integer, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
+from flexsp.scan.sequence import tokens_before
 
 
 def tokens_since_start(
@@ -114,7 +114,7 @@ def convolve(
         before = x.new_zeros(x.shape[0], reach, x.shape[2])
     else:
         _, x, weight, bias = joined(sp, x, weight, bias)
-        before = halo_exchange(x, reach, sp)
+        before = tokens_before(x, reach, sp)
     return _biased(_taps(torch.cat([before, x], dim=1), weight, since), bias)
 
 

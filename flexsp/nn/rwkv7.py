@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import resolve_sp
-from flexsp.comm.halo import halo_exchange
 from flexsp.exceptions import check_flag, check_integer, fail
 from flexsp.nn.conv import tokens_since_start
 from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
 from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
+from flexsp.scan.sequence import tokens_before
 
 __all__ = ["RWKV7"]
 
@@ -263,7 +263,7 @@ class RWKV7(nn.Module):
             first = x.new_zeros(x.shape[0], 1, self.hidden_size)
         else:
             _, x, *mixes = joined(sp, x, *mixes)
-            first = halo_exchange(x, 1, sp)
+            first = tokens_before(x, 1, sp)
         before = torch.cat([first, x], 1)[:, :-1]
         return x, before if since is None else before.masked_fill((since < 1)[None, :, None], 0.0), mixes
 

@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
 from flexsp.comm.process_group import define_op
+from flexsp.scan.by_kernel import goes_by_kernel, incoming_by_kernel
 from flexsp.scan.schedules import incoming_state
 from flexsp.scan.transitions import Kind, Transition
 
@@ -20,33 +21,40 @@ Optional = torch.Tensor | None
 
 @ranks_call
 def exchange(
-    F: torch.Tensor, transition: Transition, sp: SequenceParallel, call: str = "", anchor: Optional = None
-) -> torch.Tensor:
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, call: str = "", anchor: Optional = None,
+    reverse: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """State that enters this rank's shard, differentiable. Collective over ``sp``.
+
+    The kernel of `flexsp.scan.propagate` sends it where `goes_by_kernel` says so, else torch.distributed.
 
     Args:
         F: [B, H, *state], the state this shard produces from zero; on the first rank from its initial state.
         transition: what the shard does to the state that enters it; of one kind on all ranks.
         call: the op that needs it, the same text on every rank.
         anchor: the one that `joined` gives beside the inputs of the call; needed where F may not depend on them.
+        reverse: from the last rank to the first, each of which does A^T S + F.
 
     Returns:
-        S_in, the shape of F, zeros on the first rank. In grad mode the node exists on every rank, even where neither F
-        nor the transition requires grad, because the neighbours' backward passes need this rank's answer. Gradients:
-        dF = dS_out, dA = dS_out S_in^T and dlog_a = <dS_out, e^{log_a} S_in>; dS_out is what later ranks send back.
+        S_in, the shape of F, zeros on the first rank (on the last one in ``reverse``). In grad mode the node exists on
+        every rank, even where neither F nor the transition requires grad, because the neighbours' backward passes need
+        this rank's answer. Gradients: dF = dS_out, dA = dS_out S_in^T (in ``reverse`` S_in dS_out^T) and
+        dlog_a = <dS_out, e^{log_a} S_in>; dS_out is what the ranks that S_out reaches send back.
     """
     if sp.world_size == 1:
         return torch.zeros_like(F)
     untransformed(_NAME, ON_ONE_RANK)
     t, anchor = transition, sp.anchor if anchor is None else anchor
-    return _ExchangeFunction.apply(F, t.log_a, t.cut, t.A, anchor, t.kind, sp.id, call)
+    return _ExchangeFunction.apply(F, t.log_a, t.cut, t.A, anchor, t.kind, sp.id, call, reverse)
 
 
 def _run(
     F: torch.Tensor, log_a: Optional, cut: Optional, A: Optional, order: torch.Tensor, kind: Kind, sp_id: int,
     reverse: bool, call: str,
 ) -> torch.Tensor:  # fmt: skip
-    return incoming_state(F, Transition(kind, log_a, cut, A), get_sp(sp_id), reverse, call)
+    sp, transition = get_sp(sp_id), Transition(kind, log_a, cut, A)
+    send = incoming_by_kernel if goes_by_kernel(F, transition, sp) else incoming_state
+    return send(F, transition, sp, reverse, call)
 
 
 def _fake(F: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -67,10 +75,10 @@ class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, F: torch.Tensor, log_a: Optional, cut: Optional, A: Optional, anchor: torch.Tensor, kind: Kind,
-        sp_id: int, call: str,
+        sp_id: int, call: str, reverse: bool,
     ) -> torch.Tensor:  # fmt: skip
-        state = _incoming_state(F, log_a, cut, A, get_sp(sp_id).order, kind, sp_id, False, call)
-        ctx.kind, ctx.sp_id, ctx.call, ctx.number = kind, sp_id, call, get_sp(sp_id).number()
+        state = _incoming_state(F, log_a, cut, A, get_sp(sp_id).order, kind, sp_id, reverse, call)
+        ctx.kind, ctx.sp_id, ctx.call, ctx.reverse, ctx.number = kind, sp_id, call, reverse, get_sp(sp_id).number()
         # Saved even where nothing decays: unpacking in backward makes a checkpointed region recompute, on every rank,
         # before this node talks to its neighbours.
         ctx.save_for_backward(state, log_a, cut, A)
@@ -82,10 +90,11 @@ class _ExchangeFunction(torch.autograd.Function):
         state, *transition = ctx.saved_tensors
         sp = get_sp(ctx.sp_id)
         with sp.answering(ctx.number):
-            dF = _incoming_state(grad, *transition, sp.order, ctx.kind, ctx.sp_id, True, ctx.call)
+            dF = _incoming_state(grad, *transition, sp.order, ctx.kind, ctx.sp_id, not ctx.reverse, ctx.call)
         with torch.autocast(grad.device.type, enabled=False):
             dlog_a, dA = Transition(ctx.kind, *transition).gradients(state, dF)
-        return dF, dlog_a, None, dA, None, None, None, None
+        dA = dA.mT if dA is not None and ctx.reverse and ctx.kind == "dense" else dA
+        return dF, dlog_a, None, dA, None, None, None, None, None
 
 
 class _Tie(torch.autograd.Function):

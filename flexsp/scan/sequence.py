@@ -12,18 +12,20 @@ from typing import NamedTuple
 
 import torch
 
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.halo import halo_exchange
+from flexsp.scan.by_kernel import sends
 from flexsp.scan.exchange import exchange
 from flexsp.scan.transitions import Transition
 
 __all__ = [
     "Arrived", "arriving", "begins", "ended", "following", "last", "last_of_ended", "positions", "previous",
-    "running_sum",
+    "running_sum", "tokens_before",
 ]  # fmt: skip
 
 Ranks = SequenceParallel | None
 _BLOCK = 256  # tokens
+_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose numbers it holds exactly
 
 
 def _places(
@@ -133,18 +135,39 @@ def previous(
 ) -> torch.Tensor:
     """x [B, T, H, ...] of the token before; ``initial`` [N, H, ...] or 0 at the start of the sequence or document."""
     T = x.shape[1]
-    first = x.new_zeros(x.shape[0], 1, *x.shape[2:])
-    if sp is not None and sp.world_size > 1:
+    if sp is None or sp.world_size == 1:
+        first = x.new_zeros(x.shape[0], 1, *x.shape[2:])
+    else:
         mine = x[:, -1] if T else x.sum(1)  # zeros, with a gradient
         if initial is not None and cu_seqlens is None and not T:
             mine = initial
-        cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
-        first = _arrived(mine, cut, sp, "the token before")
+        first = _arrived(mine, _any_token(x, T), sp, "the token before")
     if cu_seqlens is None:
         return torch.cat([first if initial is None else first + initial.unsqueeze(1), x], 1)[:, :T]
     place, begin, _ = _places(T, x.device, cu_seqlens, sp)
     before = _where(place > begin, torch.cat([first, x], 1)[:, :T])
     return before if initial is None else before + _initial(initial, cu_seqlens, place, place == begin)
+
+
+@ranks_call
+def tokens_before(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Tensor:
+    """The ``width`` tokens [B, width, ...] before this rank's x [B, T, ...], 0 before the sequence. Differentiable.
+
+    The kernel of `flexsp.scan.propagate` sends them, in float32, where it sends such numbers in this group and
+    `SequenceParallel.set_lengths` has said that every shard has as many tokens. One token needs no lengths: a rank that
+    has none passes on what it gets. Else it is `halo_exchange`, to which lengths are nothing.
+
+    Raises:
+        ValueError: fewer tokens than lengths say.
+    """
+    T, lengths = x.shape[1], sp.lengths
+    enough = width == 1 or (width > 1 and lengths is not None and min(lengths) >= width)
+    if not (enough and x.dtype in _IN_FLOAT32 and sends(sp, x.device, torch.float32)):
+        return halo_exchange(x, width, sp)
+    if width > max(T, 1):
+        raise ValueError(f"x: expected at least {width} tokens (set_lengths), got shape {tuple(x.shape)}")
+    mine = (x[:, T - width :] if T else x.sum(1, keepdim=True)).float()
+    return _arrived(mine, _any_token(x, T), sp, f"the {width} tokens before").squeeze(1).to(x.dtype)
 
 
 def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,18 +176,21 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
     The latter are 0 where there is no token, and, with documents, where the document starts on another rank.
     """
     T = x.shape[1]
-    end = x.new_zeros(x.shape[0], 1, *x.shape[2:])
-    if sp is not None and sp.world_size > 1:
-        end = halo_exchange(x, 1, sp, after=True)
-    more = torch.cat([x, end], 1)
+    head, rest = x.split([1, T - 1], 1) if T else (x.sum(1, keepdim=True), x)  # zeros, with a gradient
+    if sp is None or sp.world_size == 1:
+        end = torch.zeros_like(head)
+    else:
+        end = _arrived(head.squeeze(1), _any_token(x, T), sp, "the token behind", reverse=True)
+    first, behind = head if T else end, torch.cat([rest, end], 1)
+    behind = behind if T else behind[:, :0]
     if cu_seqlens is None:
-        return more[:, 1:], more[:, 0]
+        return behind, first.squeeze(1)
     place, _, start = _places(T, x.device, cu_seqlens, sp)
     stop = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True).clamp(max=len(cu_seqlens) - 1)]
     begin = cu_seqlens[:-1] - start
     here = (begin >= 0) & (begin < T) & (cu_seqlens[1:] > cu_seqlens[:-1])
-    first = more[0].index_select(0, begin.clamp(0, T))
-    return _where(place + 1 < stop, more[:, 1:]), _where(here, first.unsqueeze(0))[0]
+    of_documents = torch.cat([first, behind], 1)[0].index_select(0, begin.clamp(0, max(T - 1, 0)))
+    return _where(place + 1 < stop, behind), _where(here, of_documents.unsqueeze(0))[0]
 
 
 def ended(cu_seqlens: torch.Tensor | None, sp: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -194,8 +220,7 @@ def last_of_ended(
         mine = x[:, -1] if T else x.sum(1) if initial is None else initial
         if sp is None or sp.world_size == 1:
             return mine
-        cut = torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
-        arrived = _arrived(mine, cut, sp, "the last token")
+        arrived = _arrived(mine, _any_token(x, T), sp, "the last token")
         needed = torch.full((1,), T == 0, device=x.device)  # the backward pass answers on every rank
         return mine + _where(needed, arrived).squeeze(1)
     start, stop, _ = (0, T, T) if sp is None else sp.shard_range(T)
@@ -210,10 +235,19 @@ def last_of_ended(
     return found[0]
 
 
-def _arrived(mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel, what: str) -> torch.Tensor:
-    """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before, back to the last one with a cut."""
-    states = mine.reshape(*mine.shape[:2], 1, -1).contiguous()
-    return exchange(states, Transition.of(states, None, cut), sp, what).view(mine.shape).unsqueeze(1)
+def _arrived(
+    mine: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel, what: str, reverse: bool = False
+) -> torch.Tensor:  # fmt: skip
+    """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before (in ``reverse`` behind), back to the last one
+    with a cut."""
+    states = mine.reshape(*mine.shape[:2], 1, -1)
+    transition = Transition.of(states, None, cut)
+    return exchange(states, transition, sp, what, reverse=reverse).view(mine.shape).unsqueeze(1)
+
+
+def _any_token(x: torch.Tensor, T: int) -> torch.Tensor:
+    """[B], of x [B, ...]: the cut of a rank with T tokens whose neighbours need but one of them, if there is one."""
+    return torch.full((x.shape[0],), int(T > 0), dtype=torch.int32, device=x.device)
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,11 @@ import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.comm.heap import create_heap
+from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import NotAvailable, PeerTimeout
+from flexsp.scan.exchange import exchange
 from flexsp.scan.propagate import propagate
+from flexsp.scan.transitions import Transition
 from flexsp.testing.scans import ScanCall, fill_slots_with_nan, random_calls, scan_error
 
 HEADS, SIZE = 32, 128  # of the measured state: 32 x 128 x 128 fp32 = 2 MiB
@@ -117,6 +120,39 @@ def graph_replay(sp: SequenceParallel) -> str:
     return "50 replays"
 
 
+def exchanges(sp: SequenceParallel) -> str:
+    """What PyTorch gives to `exchange`, sums of ranks in both directions: exact, also in a captured graph."""
+    sizes = ((1, HEADS, 1, 1), (1, HEADS, 1, 64), (2, 3, 5, 7), (1, HEADS, SIZE, SIZE))
+    given = [(torch.arange(torch.Size(size).numel(), device=sp.device) % 999).float().view(size) for size in sizes]
+    before = {False: sum(range(1, sp.rank + 1)), True: sum(range(sp.rank + 2, sp.world_size + 1))}
+
+    def sums() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            (exchange(F * (sp.rank + 1), Transition("none"), sp, reverse=reverse), F * before[reverse])
+            for F in given for reverse in before
+        ]  # fmt: skip
+
+    with torch.no_grad():
+        found = sums()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if in_kernel(sp):
+            with torch.cuda.graph(graph):
+                captured = sums()
+        for _ in range(20 if in_kernel(sp) else 0):
+            graph.replay()
+            torch.cuda.synchronize()
+            found += [(got.clone(), want) for got, want in captured]
+    sp.check()
+    assert all(torch.equal(got, want) for got, want in found)
+    for F in given:
+        F.requires_grad_()
+        state = exchange(F, Transition("none"), sp)
+        (grad,) = torch.autograd.grad(state.sum(), F)
+        assert bool((grad == sp.world_size - 1 - sp.rank).all())
+    return f"{len(found)} exchanges exact"
+
+
 def absent_rank(sp: SequenceParallel) -> str:
     """The last rank does not call: everyone else reports it, nobody hangs."""
     start = time.monotonic()
@@ -185,7 +221,15 @@ def latency(sps: dict[str, SequenceParallel]) -> None:
                 sp.check()
                 way = "backward" if reverse else "forward"
                 rows.append((nseg, name, way, local, over, (over - local) / max(world - 1, 1)))
+    few = []
+    for count in (1, 128):
+        F = torch.zeros(1, HEADS, 1, count, device=sp.device)
+        for name, sp in sps.items():
+            with torch.no_grad():
+                few.append((count, name, slowest_us(sp, lambda F=F, p=sp: exchange(F, Transition("none"), p))))
     if dist.get_rank() == 0:
+        for count, name, over in few:
+            print(f"exchange of {HEADS} x {count} numbers, {name}: {over:.1f} us, median of 50, slowest rank")
         print(f"2 MiB state, {world} GPUs; us, median of 50, slowest rank")
         print(f"{'NSEG':>4} {'transport':<24} {'way':<8} {'local':>7} {'ranks':>7} {'per hop':>8}")
         for nseg, name, way, local, over, hop in rows:
@@ -216,6 +260,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(f"       {time.monotonic() - start:.1f} s since the heap was opened", flush=True)
         ok &= run(f"{name} free running", lambda s=sp: free_running(s))
+        ok &= run(f"{name} exchanges", lambda s=sp: exchanges(s))
         if transport != "process_group":
             ok &= run(f"{name} graph replay", lambda s=sp: graph_replay(s))
             lost = open_sp(transport, options.heap, heap_mib=4, timeout_s=2.0)

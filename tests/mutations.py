@@ -44,8 +44,8 @@ _SCAN = [
          "tests/test_propagate.py::test_one_rank_matches_float64[scalar]"),
         ("tl.load(log_a + segment * H + h, mask", "tl.load(log_a + segment * H, mask", "the decay of another head",
          "tests/test_propagate.py::test_one_rank_matches_float64[scalar]"),
-        ("wait_epoch(control + 8, epoch - 2,", "wait_epoch(control + 8, epoch - 9,", "a sender waits for no credit",
-         "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
+        ("pushed = any_cut & (word == 0)", "pushed = nseg < 0", "ranks with a cut wait before they push",
+         "tests/test_propagate.py::test_behind_a_cut_no_rank_waits_for_those_before"),
     ),
     *_in(
         "flexsp/scan/propagate.py",

@@ -43,6 +43,11 @@ _OPS = "tests/test_ops.py::test_against_the_token_loop"
 
 KERNELS = [
     *_in(
+        "flexsp/scan/neighbours.py",
+        ("wait_epoch(control + 8, epoch - 2,", "wait_epoch(control + 8, epoch - 9,", "a sender waits for no credit",
+         "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
+    ),
+    *_in(
         "flexsp/kernels/delta/prepare.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),

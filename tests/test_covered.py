@@ -96,12 +96,3 @@ def test_runs_are_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in covered.COVERED:
         assert all(part.isdigit() for part in run.triton.split(".")) and len(run.capability) == 2
         assert run.gpu and run.passed > 0 and set(run.commit) <= set("0123456789abcdef") and len(run.commit) >= 7
-
-
-def test_untried_kernels_are_told_once() -> None:
-    covered.warn_of_untried.cache_clear()
-    with pytest.warns(UncoveredWarning, match="some op: no GPU has run its kernels yet"):
-        covered.warn_of_untried("some op")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UncoveredWarning)
-        covered.warn_of_untried("some op")

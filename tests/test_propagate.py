@@ -117,7 +117,7 @@ def test_passes_false_stays_on_the_rank() -> None:
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
-def absent_rank(sp: Any, absent: int, reverse: bool) -> tuple[float, Any, bool]:
+def absent_rank(sp: Any, absent: int, reverse: bool, with_cut: bool = False) -> tuple[float, Any, bool]:
     """(seconds until the error, the error, whether the states of the failed call were all NaN)."""
     from flexsp.exceptions import FlexspError
     from flexsp.scan.propagate import propagate
@@ -126,7 +126,7 @@ def absent_rank(sp: Any, absent: int, reverse: bool) -> tuple[float, Any, bool]:
         return 0.0, None, True
     start = time.monotonic()
     for _ in range(4):
-        states, cut = torch.zeros(1, 3, 3, 4, 4), torch.ones(1, 2, dtype=torch.int32)
+        states, cut = torch.zeros(1, 3, 3, 4, 4), torch.full((1, 2), int(with_cut), dtype=torch.int32)
         try:
             propagate(states, None, cut, sp, reverse=reverse)
             sp.check()
@@ -156,6 +156,48 @@ def test_absent_rank_is_reported_by_all_others(absent: int, reverse: bool) -> No
         assert seconds < 2 * limit + 20  # the rest is the interpreter on a busy machine
     neighbours = [r for r in (absent - 1, absent + 1) if 0 <= r < 3]
     assert all(answers[r][1].peer == absent for r in neighbours)
+
+
+def test_behind_a_cut_an_absent_rank_is_reported_by_the_next_call() -> None:
+    """Rank 1's state does not depend on rank 0's, so rank 2 has its first tile at least. Both report."""
+    from flexsp.exceptions import PeerTimeout
+
+    answers = run_ranks(
+        absent_rank, 3, 0, False, True, transport="posix", heap_mib=1, env=ENV, sp_timeout_s=2.0, fresh_sp=True
+    )
+    for rank, (seconds, error, _) in enumerate(answers[1:], 1):
+        assert isinstance(error, PeerTimeout) and (error.rank, error.peer) == (rank, rank - 1), error
+        assert error.expected in (1, rank) and seconds < 3 * 2.0 + 20
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_behind_a_cut_no_rank_waits_for_those_before(reverse: bool) -> None:
+    """The last rank has its state while the first one sleeps."""
+    waited = run_ranks(late_first_rank, 3, reverse, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)
+    first, last = (2, 0) if reverse else (0, 2)
+    assert waited[last] < waited[1] - _LATE / 2 and waited[first] < _LATE, waited
+
+
+_LATE = 6.0
+
+
+def late_first_rank(sp: Any, reverse: bool) -> float:
+    """Seconds that a call took behind one that all ranks made together."""
+    from flexsp.scan.propagate import propagate
+
+    for late in (False, True):
+        states, cut = torch.full((1, 2, 1, 4, 4), sp.rank + 1.0), torch.ones(1, 1, dtype=torch.int32)
+        torch.distributed.barrier()
+        if late and sp.neighbours(reverse)[0] is None:
+            time.sleep(_LATE)
+        start = time.monotonic()
+        propagate(states, None, cut, sp, reverse=reverse)
+        sp.check()
+        seconds = time.monotonic() - start
+        source = sp.neighbours(reverse)[0]
+        want = sp.rank + 1.0 if source is None else source + 1.0
+        assert bool((states[:, -1 if reverse else 0] == want).all())
+    return seconds
 
 
 def patient_last_rank(sp: Any) -> tuple[float, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from flexsp.exceptions import UncoveredWarning
 
-__all__ = ["COVERED", "GLUON", "Run", "uncovered", "warn_if_uncovered", "warn_of_untried"]
+__all__ = ["COVERED", "GLUON", "Run", "uncovered", "warn_if_uncovered"]
 
 
 class Run(NamedTuple):
@@ -70,10 +70,3 @@ def _warn(triton: str, capability: tuple[int, int], gpu: str) -> None:
     text = uncovered(triton, capability, gpu)
     if text is not None:
         warnings.warn(text, UncoveredWarning, stacklevel=3)
-
-
-@functools.lru_cache(maxsize=64)
-def warn_of_untried(op: str) -> None:
-    """Warns, once, that no GPU has run an op's kernels, but Triton's interpreter."""
-    text = "no GPU has run its kernels yet, only Triton's interpreter; inputs in float64 run in PyTorch, to compare"
-    warnings.warn(f"{op}: {text}", UncoveredWarning, stacklevel=3)

@@ -1,7 +1,9 @@
 """The scan over segments and ranks as one Triton kernel, the same in both directions.
 
 A tile of a state is folded over this rank's segments, waits for the neighbour's tile, is pushed on to the next rank at
-once, and only then the state entering each segment is written. Import this module only where Triton is needed.
+once, and only then the state entering each segment is written. Where a segment has a cut, what leaves the rank does
+not depend on what arrives: it is pushed on before the wait. So a rank far behind one that fails may hear of it one call
+later. Import this module only where Triton is needed.
 
 The arena of each rank holds, for each direction, two slots of ``max_tiles`` tiles of 16 KiB (a stage of as many for
 the ``put`` transport), and a control block of 128 bytes a tile: the ready flags of the two slots (written by the rank
@@ -22,13 +24,14 @@ import triton.language as tl
 from flexsp.comm import device as dev
 from flexsp.comm import signature as sig
 from flexsp.comm import watchdog
-from flexsp.comm.device import cycles, first_failure, wait_cycles, wait_epoch
+from flexsp.comm.device import cycles, wait_cycles
 from flexsp.comm.group import ranks_call
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
 from flexsp.scan.dense import MOST, check_dense, load_dense, through
+from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_tile
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
 from flexsp.scan.transitions import Transition
 
@@ -41,20 +44,10 @@ MAX_BLOCKS = 128  # of a kernel that waits for a neighbour; at most one a multip
 # SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
 # together, and every hop would wait for the whole state; one after another, the hops overlap.
 PACE = 160
-CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
 COUNTERS = 16  # int64 in front of the epochs: the failure mark, scratch for the time, the rest unused
 
 _TILE = tl.constexpr(CHAIN_TILE)
-_WORDS = tl.constexpr(CONTROL_WORDS)
 _COUNTERS = tl.constexpr(COUNTERS)
-_POISON = tl.constexpr(sig.POISON)
-_MISMATCH_BIT = tl.constexpr(sig.MISMATCH_BIT)
-_RANK_BITS = tl.constexpr(sig.RANK_BITS)
-_RANK_MASK = tl.constexpr((1 << sig.RANK_BITS) - 1)
-_MISMATCH = tl.constexpr(watchdog.MISMATCH)
-_POISON_TIMEOUT = tl.constexpr(watchdog.POISON_TIMEOUT)
-_TIMEOUT_READY = tl.constexpr(watchdog.TIMEOUT_READY)
-_TIMEOUT_CREDIT = tl.constexpr(watchdog.TIMEOUT_CREDIT)
 
 
 # Decays: log decay of one segment as [BK, 1], zero where the segment is past the end --------------------------------
@@ -167,70 +160,7 @@ def _write(
         tl.store(at3, S, mask=mask & (j + 3 < nseg))
 
 
-# The neighbours ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
-    """0 if a flag says what it should, else the kind of failure."""
-    seen_low = seen & 0xFFFFFFFF
-    kind = tl.where(seen_low == low, 0, _MISMATCH)
-    if EXACT:
-        kind = tl.where((seen >> 32) == epoch, kind, _MISMATCH)
-    kind = tl.where((seen_low & _POISON) != 0, _POISON_TIMEOUT + ((seen_low & _MISMATCH_BIT) != 0).to(tl.int32), kind)
-    return tl.where((seen >> 32) < epoch, timeout_kind, kind)
-
-
-@triton.jit
-def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, REVERSE: tl.constexpr):
-    """Records a failure; returns the low word of the poison that tells the neighbours of it: who reports, about whom.
-
-    That of the first failure counts for all tiles: after it, the others no longer wait, which is no silence of a peer.
-    """
-    poisoned = kind >= _POISON_TIMEOUT
-    about = (seen & _RANK_MASK).to(tl.int32)
-    about = tl.where(about == rank, ((seen >> _RANK_BITS) & _RANK_MASK).to(tl.int32), about)
-    mismatch = (kind == _MISMATCH) | (kind == _POISON_TIMEOUT + 1)
-    own = _POISON + tl.where(mismatch, _MISMATCH_BIT, 0).to(tl.int64) + (rank.to(tl.int64) << _RANK_BITS) + peer
-    word = tl.where(poisoned, seen & 0xFFFFFFFF, own)
-    wanted = tl.where(mismatch, low.to(tl.int64), epoch)
-    was = tl.where(kind == _MISMATCH, seen & 0xFFFFFFFF, seen >> 32)
-    before = first_failure(counters, word, record, kind, tl.where(poisoned, about, peer), tile, wanted, was, REVERSE)
-    return tl.where(before == 0, word, before)
-
-
-@triton.jit
-def _control(arena, max_tiles, tile, REGIONS: tl.constexpr):
-    """Address of a tile's control block, as int64."""
-    base = arena + max_tiles.to(tl.int64) * (REGIONS * _TILE)
-    return base.to(tl.pointer_type(tl.int64)) + tile * _WORDS
-
-
-@triton.jit
-def _wait_neighbours(
-    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
-    HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr,
-    CHECK_EVERY: tl.constexpr,
-):  # fmt: skip
-    """Waits for the credit to send and for the tile to arrive. Returns 0, or the low word of a poison.
-
-    The credit comes first: it has nearly always arrived, so its latency hides behind the neighbour's work.
-    """
-    step = -1 if REVERSE else 1
-    control = _control(home, max_tiles, tile, REGIONS)
-    word = tl.full((), 0, tl.int64)
-    if HAS_OUT:
-        seen = wait_epoch(control + 8, epoch - 2, counters, timeout_ns, CLOCK, CHECK_EVERY)
-        kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
-        if kind != 0:
-            word = _fail(counters, record, kind, seen, epoch - 2, signature, rank + step, tile, rank, REVERSE)
-    if HAS_IN:  # noqa: SIM102 - one is constexpr, the other is not
-        if word == 0:
-            seen = wait_epoch(control + (epoch & 1) * 4, epoch, counters, timeout_ns, CLOCK, CHECK_EVERY)
-            kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
-            if kind != 0:
-                word = _fail(counters, record, kind, seen, epoch, signature, rank - step, tile, rank, REVERSE)
-    return word
+# The kernel -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(
@@ -283,15 +213,30 @@ def _propagate_kernel(
             if REVERSE:
                 count += max_tiles
             epoch = tl.load(count) + 1
-            word = _wait_neighbours(
-                home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
-                HAS_IN, HAS_OUT, REVERSE, REGIONS, CLOCK, CHECK_EVERY,
-            )  # fmt: skip
-            alive = word == 0
             place = ((epoch & 1) * max_tiles + tile) * _TILE
             packed = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
             stamp = epoch << 32
-            pad = _control(home, max_tiles, tile, REGIONS) + 12
+            stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
+            nbytes = tl.full((), BK * BV * 4, tl.int64)
+            word = tl.full((), 0, tl.int64)
+            if HAS_OUT:
+                ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
+                word = wait_credit(
+                    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+                    REVERSE, REGIONS, CLOCK, CHECK_EVERY,
+                )  # fmt: skip
+            pushed = nseg < 0
+            if HAS_IN and HAS_OUT and HAS_CUT:
+                pushed = any_cut & (word == 0)  # what leaves does not depend on what arrives
+                if pushed:
+                    PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
+            if HAS_IN:
+                word = wait_tile(
+                    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+                    REVERSE, REGIONS, CLOCK, CHECK_EVERY,
+                )  # fmt: skip
+            alive = word == 0
+            pad = control_of(home, max_tiles, tile, REGIONS) + 12
             if HAS_IN:
                 # .cg: the slot was used two epochs ago, and L1 is not coherent with what peers write.
                 S = tl.load(home + place + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg")
@@ -301,21 +246,19 @@ def _propagate_kernel(
                 if HAS_IN:
                     source, stride = home + place + tl.arange(0, BV)[None, :], BV
                 F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
-            if HAS_OUT:
-                ready = _control(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
-                if alive:
-                    if PACE > 0:
-                        wait_cycles(began, tile * PACE)
-                    if HAS_IN and not DENSE:
-                        F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
-                    stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
-                    nbytes = tl.full((), BK * BV * 4, tl.int64)
-                    PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
-                else:
-                    SIGNAL(ready, pad, stamp + word, pe_out)
+            if HAS_OUT:  # noqa: SIM102 - one is constexpr, the other is not
+                if not pushed:
+                    if alive:
+                        if PACE > 0:
+                            wait_cycles(began, tile * PACE)
+                        if HAS_IN and not DENSE:
+                            F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
+                        PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
+                    else:
+                        SIGNAL(ready, pad, stamp + word, pe_out)
             if HAS_IN:
                 # SIGNAL's barrier and release keep the loads of S before the credit that lets the sender overwrite it.
-                SIGNAL(_control(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
+                SIGNAL(control_of(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
             tl.store(count, epoch)
             if HAS_IN:
                 tl.store(start, S, mask=mask)

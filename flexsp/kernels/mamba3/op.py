@@ -16,7 +16,6 @@ from flexsp.devices import MOST_HEADS
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
-from flexsp.runtime.covered import warn_of_untried
 
 __all__ = ["Rows", "rows", "turns", "with_skip"]
 
@@ -163,8 +162,6 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
         in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
-    if dt.is_cuda:
-        warn_of_untried("mamba3")
     batch, _, H, _ = angles.shape
     if batch * H > MOST_HEADS:
         raise ValueError(f"x: expected B * H <= {MOST_HEADS} (a grid's second axis), got {batch} * {H}")

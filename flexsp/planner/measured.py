@@ -26,8 +26,8 @@ SOURCES = {
     "delta_initialised_op_h200_20261125.json": "5a1db10",
     "horizon_op_h200_20261123.json": "ad7deeb",
     "ranks_after_h100x2_20261124.json": "2198333",
-    "scale_h200x2_20261126.json": "64598a3",
-    "scale_h200x4_20261126.json": "64598a3",
+    "scale_h200x2_20261126.json": "17ae2e9",
+    "scale_h200x4_20261126.json": "17ae2e9",
 }
 
 
@@ -62,9 +62,9 @@ TIMES = (
     OpTime("kda", 4096, 0.19352000206708908, 0.6058400273323059, _SHORT),
     OpTime("kda", 65536, 2.3339520692825317, 7.964192152023315, _PEERS),
     OpTime("kda", 262144, 9.154656410217285, 31.513856887817383, _LONG),
-    OpTime("mamba2", 8192, 0.3126720041036606, 1.1750239729881287, _FOUR),
-    OpTime("mamba2", 32768, 1.1195359826087952, 4.299200057983398, _FOUR),
-    OpTime("mamba2", 65536, 2.2051039934158325, 8.418911933898926, _FOUR),
+    OpTime("mamba2", 8192, 0.3104479908943176, 1.166208028793335, _FOUR),
+    OpTime("mamba2", 32768, 1.1085119843482971, 4.266847848892212, _FOUR),
+    OpTime("mamba2", 65536, 2.183471918106079, 8.345664024353027, _FOUR),
 )
 """Gates as `flexsp bench` takes them where nothing is said."""
 
@@ -84,30 +84,30 @@ MEMORY_GIB = {"h100": (79.2, _H100), "h200": (139.8, _TWO)}
 """Memory of a GPU that torch reports, and where."""
 
 EXCHANGES = (
-    (Measurement("chain", 2097152, 2, 1, 20.480), _TWO),
-    (Measurement("chain", 2097152, 2, 8, 29.056), _TWO),
-    (Measurement("chain", 8388608, 2, 1, 51.760), _TWO),
-    (Measurement("chain", 8388608, 2, 8, 66.096), _TWO),
-    (Measurement("chain", 2097152, 4, 1, 30.384), _FOUR),
-    (Measurement("chain", 2097152, 4, 8, 40.752), _FOUR),
-    (Measurement("chain", 8388608, 4, 1, 60.912), _FOUR),
-    (Measurement("chain", 8388608, 4, 8, 86.176), _FOUR),
-    (Measurement("serial", 2097152, 2, 1, 89.232), _TWO),
-    (Measurement("serial", 2097152, 2, 8, 99.120), _TWO),
-    (Measurement("serial", 8388608, 2, 1, 151.712), _TWO),
-    (Measurement("serial", 8388608, 2, 8, 203.408), _TWO),
-    (Measurement("serial", 2097152, 4, 1, 211.520), _FOUR),
-    (Measurement("serial", 2097152, 4, 8, 223.440), _FOUR),
-    (Measurement("serial", 8388608, 4, 1, 376.656), _FOUR),
-    (Measurement("serial", 8388608, 4, 8, 431.344), _FOUR),
-    (Measurement("all_gather", 2097152, 2, 1, 119.072), _TWO),
-    (Measurement("all_gather", 2097152, 2, 8, 128.656), _TWO),
-    (Measurement("all_gather", 8388608, 2, 1, 190.608), _TWO),
-    (Measurement("all_gather", 8388608, 2, 8, 236.256), _TWO),
-    (Measurement("all_gather", 2097152, 4, 1, 180.432), _FOUR),
-    (Measurement("all_gather", 2097152, 4, 8, 193.120), _FOUR),
-    (Measurement("all_gather", 8388608, 4, 1, 316.720), _FOUR),
-    (Measurement("all_gather", 8388608, 4, 8, 362.704), _FOUR),
+    (Measurement("chain", 2097152, 2, 1, 20.816), _TWO),
+    (Measurement("chain", 2097152, 2, 8, 29.072), _TWO),
+    (Measurement("chain", 8388608, 2, 1, 51.728), _TWO),
+    (Measurement("chain", 8388608, 2, 8, 65.360), _TWO),
+    (Measurement("chain", 2097152, 4, 1, 30.960), _FOUR),
+    (Measurement("chain", 2097152, 4, 8, 41.488), _FOUR),
+    (Measurement("chain", 8388608, 4, 1, 62.704), _FOUR),
+    (Measurement("chain", 8388608, 4, 8, 88.368), _FOUR),
+    (Measurement("serial", 2097152, 2, 1, 87.216), _TWO),
+    (Measurement("serial", 2097152, 2, 8, 96.336), _TWO),
+    (Measurement("serial", 8388608, 2, 1, 148.320), _TWO),
+    (Measurement("serial", 8388608, 2, 8, 200.064), _TWO),
+    (Measurement("serial", 2097152, 4, 1, 210.512), _FOUR),
+    (Measurement("serial", 2097152, 4, 8, 219.360), _FOUR),
+    (Measurement("serial", 8388608, 4, 1, 379.504), _FOUR),
+    (Measurement("serial", 8388608, 4, 8, 429.200), _FOUR),
+    (Measurement("all_gather", 2097152, 2, 1, 113.472), _TWO),
+    (Measurement("all_gather", 2097152, 2, 8, 128.512), _TWO),
+    (Measurement("all_gather", 8388608, 2, 1, 191.216), _TWO),
+    (Measurement("all_gather", 8388608, 2, 8, 236.112), _TWO),
+    (Measurement("all_gather", 2097152, 4, 1, 185.184), _FOUR),
+    (Measurement("all_gather", 2097152, 4, 8, 194.720), _FOUR),
+    (Measurement("all_gather", 8388608, 4, 1, 318.192), _FOUR),
+    (Measurement("all_gather", 8388608, 4, 8, 365.120), _FOUR),
 )
 """Microseconds of exchanges of states on 2 and 4 H200 of one host, to a nanosecond."""
 

@@ -272,6 +272,61 @@ def test_ranks_in_different_calls(how: str) -> None:
         assert (error.rank, error.peer) == (rank, 1 - rank) and "state exchange of an" in str(error.ours)
 
 
+def different_behind_a_cut(sp: Any) -> Any:
+    """Rank 0 is in another call; what leaves rank 1 does not depend on it."""
+    try:
+        for _ in range(4):
+            F, through = torch.ones(1, 1, 1, 3), Transition("none", None, torch.ones(1, dtype=torch.int32))
+            exchange(F, through, sp, "another op" if sp.rank == 0 else "an op")
+            sp.check()
+    except FlexspError as error:
+        return error
+    return None
+
+
+def test_behind_a_cut_all_ranks_hear_of_different_calls() -> None:
+    for error in run_ranks(different_behind_a_cut, 3, sp_timeout_s=60.0, fresh_sp=True, **POSIX):
+        assert isinstance(error, PeerMismatch) and error.peer in (0, 1), error
+
+
+def what_no_arena_holds(sp: Any) -> list[bool]:
+    """Small states of more heads and rows than there are tiles, and one that is too large, go the other way."""
+    roads = []
+    for shape, kind in (((8, 8, 1, 1), "scalar"), ((64, 1, 1, 3), "none"), ((1, 1, 1, 200_000), "none")):
+        F = torch.full(shape, sp.rank + 1.0)
+        through = Transition("none") if kind == "none" else Transition("scalar", torch.zeros(shape[:2]))
+        roads.append(goes_by_kernel(F, through, sp))
+        assert bool((exchange(F, through, sp, "an op") == sp.rank).all())
+    return roads
+
+
+def test_states_that_arenas_do_not_hold() -> None:
+    assert run_ranks(what_no_arena_holds, 2, **POSIX) == [[False] * 3] * 2
+
+
+def no_sequences(sp: Any) -> None:
+    """Batches without a sequence, and rows without a number."""
+    sp.set_lengths([3, 3])
+    for x in (torch.zeros(0, 3, 4), torch.zeros(2, 3, 0)):
+        x.requires_grad_()
+        found = [tokens_before(x, 2, sp), previous(x, None, sp), *following(x, None, sp)]
+        sum(y.sum() for y in found).backward()
+        assert x.grad is not None and x.grad.shape == x.shape and found[0].shape == (len(x), 2, x.shape[2])
+
+
+def first_token_alone(sp: Any) -> torch.Tensor:
+    sp.set_lengths([0, 2])
+    x = torch.ones(1, 2 * sp.rank, 3, requires_grad=True)
+    following(x, None, sp)[1].sum().backward()
+    return x.grad
+
+
+def test_calls_without_sequences_and_of_first_tokens_alone() -> None:
+    run_ranks(no_sequences, 2, **POSIX)
+    _, grad = run_ranks(first_token_alone, 2, sp_timeout_s=10.0, **POSIX)
+    assert grad.tolist() == [[[2.0] * 3, [0.0] * 3]]  # of both ranks' sums
+
+
 def test_check_mode_compares_before_the_launch() -> None:
     env = KERNELS | {"FLEXSP_CHECK": "1"}
     for error in run_ranks(different, 2, "shape", sp_timeout_s=30.0, fresh_sp=True, **POSIX | {"env": env}):

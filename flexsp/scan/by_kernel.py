@@ -29,13 +29,22 @@ def sends(sp: SequenceParallel, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def goes_by_kernel(F: torch.Tensor, transition: Transition, sp: SequenceParallel) -> bool:
-    """Whether the kernel sends states F [B, H, *state] between the ranks of a group.
+    """Whether the kernel sends states F [B, H, *state] between the ranks of a group: if the group's arenas hold them.
 
     It depends on nothing but the group, dtype, device and shape of F and the kind of the transition, which are alike on
     all ranks that make the same call.
     """
-    fits = F.dim() == 4 and max(F.shape[2:]) <= _COLUMNS and transition.kind != "elementwise"
-    return sends(sp, F.device, F.dtype) and (transition.kind == "none" or fits)
+    tiled = F.dim() == 4 and max(F.shape[2:]) <= _COLUMNS and transition.kind != "elementwise"
+    if not sends(sp, F.device, F.dtype) or not (transition.kind == "none" or tiled):
+        return False
+    from flexsp.scan.propagate import fits
+
+    return fits(F.shape[0], *_shape(F, transition), transition.kind == "dense", sp)
+
+
+def _shape(F: torch.Tensor, transition: Transition) -> tuple[int, int, int]:
+    """(heads, rows, columns) of a state in the kernel."""
+    return _tiles(F.shape[1:].numel()) if transition.kind == "none" else (F.shape[1], F.shape[2], F.shape[3])
 
 
 def incoming_by_kernel(
@@ -50,11 +59,10 @@ def incoming_by_kernel(
     from flexsp.scan.propagate import propagate
 
     count = F.shape[1:].numel()
-    shape = _tiles(count) if transition.kind == "none" else F.shape[1:]
     cut, log_a, A = transition.cut, transition.log_a, transition.A
     with torch.no_grad():
         first = sp.neighbours(reverse)[0] is None
-        states = (F.new_zeros if first else F.new_empty)((F.shape[0], 2, *shape))
+        states = (F.new_zeros if first else F.new_empty)((F.shape[0], 2, *_shape(F, transition)))
         slots = [slot[:, :count].view(F.shape) for slot in states.flatten(2).unbind(1)]
         own, entering = slots if reverse else reversed(slots)
         own.copy_(F)

@@ -2,8 +2,8 @@
 
 A tile of a state is folded over this rank's segments, waits for the neighbour's tile, is pushed on to the next rank at
 once, and only then the state entering each segment is written. Where a segment has a cut, what leaves the rank does
-not depend on what arrives: it is pushed on before the wait. So a rank far behind one that fails may hear of it one call
-later. Import this module only where Triton is needed.
+not depend on what arrives: it is pushed on before the wait, and if that fails, the next rank hears of it in its next
+call. Import this module only where Triton is needed.
 
 The arena of each rank holds, for each direction, two slots of ``max_tiles`` tiles of 16 KiB (a stage of as many for
 the ``put`` transport), and a control block of 128 bytes a tile: the ready flags of the two slots (written by the rank
@@ -38,7 +38,7 @@ from flexsp.scan.transitions import Transition
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["local_launch", "propagate"]
+__all__ = ["fits", "local_launch", "propagate"]
 
 MAX_BLOCKS = 128  # of a kernel that waits for a neighbour; at most one a multiprocessor, so that all are resident
 # SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
@@ -227,7 +227,8 @@ def _propagate_kernel(
                 )  # fmt: skip
             pushed = nseg < 0
             if HAS_IN and HAS_OUT and HAS_CUT:
-                pushed = any_cut & (word == 0)  # what leaves does not depend on what arrives
+                # What leaves does not depend on what arrives. After a failure here it is withheld, to pass that on.
+                pushed = any_cut & (word == 0) & (tl.atomic_add(counters, 0, sem="relaxed") == 0)
                 if pushed:
                     PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
             if HAS_IN:
@@ -246,8 +247,12 @@ def _propagate_kernel(
                 if HAS_IN:
                     source, stride = home + place + tl.arange(0, BV)[None, :], BV
                 F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
-            if HAS_OUT:  # noqa: SIM102 - one is constexpr, the other is not
-                if not pushed:
+            if HAS_OUT:
+                if pushed:
+                    if not alive:  # the state of this call has gone: the neighbour is told in its next one
+                        later = control_of(there_out, max_tiles, tile, REGIONS) + ((epoch + 1) & 1) * 4
+                        SIGNAL(later, pad, ((epoch + 1) << 32) + word, pe_out)
+                else:
                     if alive:
                         if PACE > 0:
                             wait_cycles(began, tile * PACE)
@@ -404,6 +409,12 @@ def propagate(
         _over_process_group(states, log_a, cut, kind, reverse, sp, call)
     else:
         _launch(states, log_a, cut, kind, reverse, sp=sp, call=call)
+
+
+def fits(B: int, H: int, K: int, V: int, dense: bool, sp: SequenceParallel) -> bool:
+    """Whether the arenas of ``sp`` hold such states: alike on all ranks."""
+    tiles = Tiles.dense(B, H, K, V) if dense else Tiles.of(B, H, K, V, CHAIN_TILE)
+    return tiles.count <= _channel(sp).max_tiles
 
 
 def _validate(

@@ -15,7 +15,7 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.halo import halo_exchange
 from flexsp.scan.by_kernel import sends
-from flexsp.scan.exchange import exchange
+from flexsp.scan.exchange import exchange, tie
 from flexsp.scan.transitions import Transition
 
 __all__ = [
@@ -181,6 +181,7 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
         end = torch.zeros_like(head)
     else:
         end = _arrived(head.squeeze(1), _any_token(x, T), sp, "the token behind", reverse=True)
+        head = tie(head, end) if T else head
     first, behind = head if T else end, torch.cat([rest, end], 1)
     behind = behind if T else behind[:, :0]
     if cu_seqlens is None:
@@ -240,7 +241,7 @@ def _arrived(
 ) -> torch.Tensor:  # fmt: skip
     """[B, 1, H, ...]: the sum of `mine` [B, H, ...] over the ranks before (in ``reverse`` behind), back to the last one
     with a cut."""
-    states = mine.reshape(*mine.shape[:2], 1, -1)
+    states = mine.reshape(*mine.shape[:2], 1, mine.shape[2:].numel())
     transition = Transition.of(states, None, cut)
     return exchange(states, transition, sp, what, reverse=reverse).view(mine.shape).unsqueeze(1)
 

@@ -107,7 +107,7 @@ def test_kernels_over_ranks(case: str, transport: str) -> None:
                       env=KERNELS, transport=transport)  # fmt: skip
 
 
-@TRANSPORTS
+@pytest.mark.parametrize("transport", [*slow("process_group"), "posix"])
 def test_documents_over_ranks(transport: str) -> None:
     kinds = "documents", "documents that end with shards"
     loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS, transport=transport)

@@ -264,6 +264,7 @@ def launched() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_compiles_without_spills() -> None:
     for kernel in compile_launches(launched()):
         assert kernel.spills == 0 and kernel.waits_first and not kernel.races and not kernel.uneven_sums, kernel.name

@@ -20,7 +20,7 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import test_grammar, test_triton_engine, variants
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.test_custom_mask import MASKS
 from tests.test_custom_mask import draw as draw_mask
 
@@ -295,7 +295,7 @@ def closed_delta_gates(sp: Any, seed: int, dtype: torch.dtype, capability: int =
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, *slow(torch.float32), torch.bfloat16], ids=str)
 def test_closed_gates_of_delta_rules(dtype: torch.dtype) -> None:
     """In PyTorch on one rank and over three, in kernels of the engine, and in generated ones."""
     seed = random.randrange(2**31)

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import KINDS, ScanCall, fill_slots_with_nan, random_calls, scan_error, scan_oracle
+from tests.marks import slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 
@@ -135,7 +136,7 @@ def absent_rank(sp: Any, absent: int, reverse: bool, with_cut: bool = False) -> 
     return time.monotonic() - start, None, False
 
 
-@pytest.mark.parametrize(("absent", "reverse"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("absent", "reverse"), [(0, False), *slow((1, False), (2, True))])
 def test_absent_rank_is_reported_by_all_others(absent: int, reverse: bool) -> None:
     from flexsp.exceptions import PeerTimeout
 
@@ -169,7 +170,7 @@ def test_behind_a_cut_an_absent_rank_is_reported_by_the_next_call() -> None:
         assert error.expected in (1, rank) and seconds < 20
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, *slow(True)])
 def test_behind_a_cut_no_rank_waits_for_those_before(reverse: bool) -> None:
     """The last rank has its state while the first one sleeps."""
     waited = run_ranks(late_first_rank, 3, reverse, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)

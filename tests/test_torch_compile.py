@@ -366,6 +366,7 @@ def compile_over_ranks(sp: SequenceParallel, calls: list[tuple[Any, ...]]) -> No
         over_ranks(sp, *call)
 
 
+@pytest.mark.slow
 def test_one_graph_over_ranks() -> None:
     """An empty shard compiles and answers too: its outputs have no elements, and its neighbours wait for it."""
     seed = random.randrange(2**31)

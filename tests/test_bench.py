@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.bench import document, op, plot, ranks, record, table
+from flexsp.bench import document, op, plot, ranks, record, scale, table
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
@@ -592,3 +592,8 @@ def test_speeds_of_operators_are_of_one_commit(tmp_path: Path) -> None:
     record.save(tmp_path / "scale_b_20260101.json", _measured("scale", commit="def", rows=[chain]))
     with pytest.raises(ValueError, match="expected files of one commit, got abc and def"):
         document.refreshed(tmp_path / "doc.md")
+
+
+def test_files_of_many_operators_have_short_names() -> None:
+    assert scale._kind(["gla", "kda"]) == "scale_gla_kda" and scale._kind(["kda", "simple_gla"]) == "scale"
+    assert scale._kind(list(CASES)[1:]) == f"scale_{'_'.join(list(CASES)[1:4])}_and_{len(CASES) - 4}_more"

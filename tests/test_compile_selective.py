@@ -23,6 +23,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "packed zoh": {"docs": 4, "zoh": True},
     "fp32, bare": {"dtype": "float32", "bare": True},
     "odd sizes": {"batch": 2, "T": 333, "D": 45, "N": 5},
+    "few channels": {"D": 4, "N": 4},
+    "few channels zoh": {"D": 12, "N": 2, "zoh": True},
 }
 KERNELS = {"summarize_kernel", "output_kernel", "collect_kernel", "chunks_kernel", "grads_kernel"}
 every = pytest.mark.parametrize("name", slow(*CONFIGS))

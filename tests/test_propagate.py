@@ -170,6 +170,36 @@ def test_behind_a_cut_an_absent_rank_is_reported_by_the_next_call() -> None:
         assert error.expected in (1, rank) and seconds < 20
 
 
+def heedless(sp: Any) -> Any:
+    """Rank 0 does not come, and rank 1's launches go on after they failed, as those of a graph do."""
+    from flexsp.exceptions import FlexspError
+    from flexsp.scan import propagate
+
+    if sp.rank == 0:
+        return None
+    sp.timeout_s = 1000.0 if sp.rank == 2 else 1.0
+    if sp.rank == 1:
+        propagate.watchdog.raise_pending = lambda sp: None
+    try:
+        for _ in range(4):
+            states, cut = torch.zeros(1, 2, 1, 4, 4), torch.ones(1, 1, dtype=torch.int32)
+            propagate.propagate(states, None, cut, sp)
+            assert sp.rank == 2 or states.isnan().all()
+            if sp.rank == 2:
+                time.sleep(2.0)  # rank 1 has made more calls before the next one
+                sp.check()
+    except FlexspError as error:
+        return error
+    return None
+
+
+def test_behind_a_cut_launches_after_a_failure_pass_it_on() -> None:
+    from flexsp.exceptions import PeerTimeout
+
+    error = run_ranks(heedless, 3, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)[2]
+    assert isinstance(error, PeerTimeout) and (error.peer, error.expected) == (0, 2)
+
+
 @pytest.mark.parametrize("reverse", [False, *slow(True)])
 def test_behind_a_cut_no_rank_waits_for_those_before(reverse: bool) -> None:
     """The last rank has its state while the first one sleeps."""

@@ -188,11 +188,8 @@ def traffic_table(result: Result) -> str:
 def sanitize_table(result: Result) -> str:
     """What `make sanitize` found: what each of compute-sanitizer's tools ran, reported and missed."""
     lines = [
-        [
-            tool,
-            *(str(found[key]) for key in ("calls", "kernels", "errors")),
-            *(str(len(found.get(key, []))) for key in ("failed", "restarted")),
-        ]
+        [tool, *(str(found[key]) for key in ("calls", "kernels", "errors")),
+         *(str(len(found.get(key, []))) for key in ("failed", "restarted"))]
         for tool, found in result["tools"].items()
     ]
     return grid(["tool", "calls", "kernels", "errors", "calls that failed", "processes started again"], lines)

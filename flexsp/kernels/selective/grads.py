@@ -13,6 +13,7 @@ from flexsp.kernels.selective.walks import (
     given_of,
     number_of,
     numbers_of,
+    over,
     phi_of,
     place,
     row_of,
@@ -22,7 +23,7 @@ from flexsp.kernels.selective.walks import (
     state_at,
     step_of,
     steps_of,
-)  # fmt: skip
+)
 from flexsp.runtime.launch import begin
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -52,7 +53,7 @@ def back_through(g, kept, dt, slope, A, A2, u, B, C, do, z, weight, ZOH: tl.cons
     dz = do
     if GATE:
         gate, gate_slope = silu_of(z)
-        dz = do * (tl.sum(h * C[None, :], 1) + u * weight) * gate_slope
+        dz = do * (over(h * C[None, :], 1) + u * weight) * gate_slope
         do *= gate
     dC = h * do[:, None]
     back = g + do[:, None] * C[None, :]
@@ -64,14 +65,14 @@ def back_through(g, kept, dt, slope, A, A2, u, B, C, do, z, weight, ZOH: tl.cons
         phi, phi_slope = phi_of(dt[:, None] * A)
         entry = phi * dt[:, None]
         to_A += back * (u * dt * dt)[:, None] * B[None, :] * phi_slope
-        du = tl.sum(mine * entry, 1)
+        du = over(mine * entry, 1)
         dB = back * entry * u[:, None]
-        ddt = tl.sum(through * A + mine * a * u[:, None], 1)
+        ddt = over(through * A + mine * a * u[:, None], 1)
     else:
-        read = tl.sum(mine, 1)
+        read = over(mine, 1)
         du = read * dt
         dB = back * (dt * u)[:, None]
-        ddt = tl.sum(through * A2, 1) * _LN2 + read * u
+        ddt = over(through * A2, 1) * _LN2 + read * u
     return a * back, to_A, dB, dC, du + do * weight, ddt * slope, dz, do * u
 
 
@@ -127,8 +128,8 @@ def put_sums(to, x, y, there, N: tl.constexpr, BN: tl.constexpr):
         tl.store(to + lane // 16 * BN + n, tl.reshape(z, [32]), mask=there)
     else:
         n = tl.arange(0, BN)
-        tl.store(to + n, tl.sum(x, 0), mask=there & (n < N))
-        tl.store(to + BN + n, tl.sum(y, 0), mask=there & (n < N))
+        tl.store(to + n, over(x, 0), mask=there & (n < N))
+        tl.store(to + BN + n, over(y, 0), mask=there & (n < N))
 
 
 @triton.jit
@@ -202,6 +203,7 @@ def grads_kernel(
             kept = kept_of_group(h, dt, ut, bt, rates, rates2, ZOH)
             for I in tl.static_range(3, -1, -1):
                 there = valid & (left > I)
+                # All rows of a token again: kept for the group, they would take more registers than there are.
                 e_t = row_of(steps, t + I, left - I, e_st, e_at, valid)
                 dt_t, slope_t = step_of(e_t, shift, there, SOFTPLUS)
                 u_t = row_of(u + b * u_sb, t + I, left - I, u_st, u_at, valid).to(tl.float32)

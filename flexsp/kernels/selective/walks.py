@@ -63,7 +63,7 @@ def number_of(base, t, left, BN: tl.constexpr, PACKED: tl.constexpr):
     """The row [BN] of B or C of token t, 0 where there is none: `left` tokens are there."""
     n = tl.arange(0, BN)
     if PACKED:
-        x = tl.load(base + t * BN + n, mask=(n < BN) & (left > 0), other=0.0)
+        x = tl.load(base + t * BN + n, mask=left > 0, other=0.0)
     else:
         x = tl.load(base + t * BN + n)
     return x.to(tl.float32)
@@ -168,6 +168,18 @@ def silu_of(z):
 
 
 @triton.jit
+def over(x, axis: tl.constexpr):
+    """The sum of x [BD, BN] over an axis.
+
+    Where lanes share it, `+ 0.0` has all of them round alike, as in the `sum_over` of generated kernels. With 32
+    channels and more a lane holds all numbers of one, and asks no other.
+    """
+    if axis == 0 or x.shape[0] < 32:
+        x = x + 0.0
+    return tl.sum(x, axis=axis)
+
+
+@triton.jit
 def state_at(base, d, N: tl.constexpr, BN: tl.constexpr):
     """Addresses of a tile of a state [D, N]."""
     n = tl.max_contiguous(tl.arange(0, BN), 1)
@@ -201,7 +213,7 @@ def after_group(h, dt, u0, u1, u2, u3, B, A, A2, t, left, BN: tl.constexpr, PACK
 @triton.jit
 def read(h, C, u, weight, z, GATE: tl.constexpr):
     """The output [BD] of a token, of the state behind it."""
-    y = tl.sum(h * C[None, :], 1) + u.to(tl.float32) * weight
+    y = over(h * C[None, :], 1) + u.to(tl.float32) * weight
     if GATE:
         gate, _ = silu_of(z.to(tl.float32))
         y *= gate
@@ -414,7 +426,7 @@ def chunks_kernel(
     SOFTPLUS: tl.constexpr, BIAS: tl.constexpr, ZOH: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """chunks [batch, n_chunks, D, N]: the states that enter the chunks."""
+    """chunks [batch, n_chunks, N, D]: the states that enter the chunks."""
     begin(PDL)
     d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
     b = tl.program_id(1).to(tl.int64)

@@ -245,9 +245,9 @@ class Generated:
 
     def plan(
         self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
-        device: Device | None = None,
+        device: Device | None = None, chunk: int | None = None,
     ) -> Plan:  # fmt: skip
-        return choose_plan(self, sizes, heads, T, docs, dtype, ranks, device)
+        return choose_plan(self, sizes, heads, T, docs, dtype, ranks, device, chunk)
 
     def explain(self) -> list[str]:
         """The kernels with what each reads and writes, and the file they are in."""

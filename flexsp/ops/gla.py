@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.comm.group import ranks_call
+from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 
@@ -63,7 +64,8 @@ def chunk_gla(
     sizes = check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": programs.clamped(g, q)}, scale, call)
+    gates = programs.wide(g, q) if has_kernels(q) else programs.clamped(g, q)  # kernels clamp them
+    return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
 
 
 def recurrent_gla(

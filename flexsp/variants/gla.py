@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, register_lowering
+from flexsp.variants.gated_keys import GATED_KEYS
 
 
 def chunk(k, v, g):
@@ -16,6 +17,9 @@ def decay(prev_s, chunk_state, g):
 def merge(q, k, v, g, chunk_state, scale):
     b = g.cumsum(0)
     return (decayed_scores(q, k, b) @ v + (q * b.exp()) @ chunk_state) * scale
+
+
+register_lowering(GATED_KEYS, chunk, decay, merge)
 
 
 def make(

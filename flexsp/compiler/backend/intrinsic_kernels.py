@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.gated_keys.tiles import half, rows_of
 from flexsp.kernels.primitives import chunk_info, mm
 from flexsp.runtime.launch import begin
 
@@ -93,26 +94,6 @@ def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: t
 
 
 @triton.jit
-def _rows(b, i, cols, N: tl.constexpr):
-    """Rows i of columns of b [C, N]."""
-    return tl.load(b + i[:, None] * N + cols[None, :], mask=(cols < N)[None, :], other=0.0)
-
-
-@triton.jit
-def _half(q, k, own, b, level, cols, C: tl.constexpr, N: tl.constexpr):
-    """(x, decay, whether i is in the second half of its block of 2 << level rows): decay is e^{|b_i - b_r|} <= 1 with r
-    the last row of the first half, and x is q decay in second halves, k decay in first ones. `own` is b_i.
-
-    So x_i x_j is what a pair of rows of the two halves of a block adds to the scores.
-    """
-    i = tl.arange(0, C)
-    reference = _rows(b, ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1, cols, N)
-    second = (((i >> level) & 1) == 1)[:, None]
-    decay = tl.exp(tl.where(second, own - reference, reference - own))
-    return tl.where(second, q, k) * decay, decay, second
-
-
-@triton.jit
 def _middle(b, cols, C: tl.constexpr, N: tl.constexpr):
     """The row of b [C, N] in the middle, and 1 where all rows are so near to it that neither e^{b_i - b_m} nor
     e^{b_m - b_i} is large, on either side of it; else 0, so where one is NaN. Not for fp32: the exponential's error
@@ -134,7 +115,7 @@ def scores_kernel(
     """a = sum_d q_id k_jd e^{b_id - b_jd} for j <= i, else 0; b, kept in fp32, does not increase.
 
     The pairs (i, j) of the two halves of a block of 2 s rows are decayed by way of the row between the halves
-    (`_half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2 (docs/math.md, section 6). Columns in blocks of BN.
+    (`half`), so no exponent is positive; s = 1, 2, 4, ..., C / 2 (docs/math.md, section 6). Columns in blocks of BN.
     Where a block's b differ little, all its pairs are decayed by way of the chunk's middle at once (`_middle`).
     """
     begin(PDL)
@@ -149,7 +130,7 @@ def scores_kernel(
         cols = at + tl.arange(0, BN)
         qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
         kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
-        own = _rows(b, tl.arange(0, C), cols, N)
+        own = rows_of(b, tl.arange(0, C), cols, N)
         scores += tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
         mild = 0
         if tl.float32 != DOT:
@@ -159,7 +140,7 @@ def scores_kernel(
                 x, y = qc * tl.exp(beyond), kc * tl.exp(-beyond)
                 scores += tl.where(i > j, mm(x, tl.trans(y), DOT, PREC), 0.0)
         for level in range(mild * LEVELS, LEVELS):
-            x, _decay, _second = _half(qc, kc, own, b, level, cols, C, N)
+            x, _decay, _second = half(qc, kc, own, b, level, cols, C, N)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
             scores += tl.where(pairs, mm(x, tl.trans(x), DOT, PREC), 0.0)
     tl.store(a + i * C + j, scores)
@@ -187,7 +168,7 @@ def scores_grad_kernel(
         cols = block + tl.arange(0, BN)
         qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
         kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
-        own = _rows(b, tl.arange(0, C), cols, N)
+        own = rows_of(b, tl.arange(0, C), cols, N)
         to_q = diagonal * kc.to(tl.float32)
         to_k = diagonal * qc.to(tl.float32)
         mild = 0
@@ -200,7 +181,7 @@ def scores_grad_kernel(
                 above = tl.where(i < j + zero, both, 0.0)
                 to_k += mm(above, qc * tl.exp(beyond), DOT, PREC) * tl.exp(-beyond)
         for level in range(mild * LEVELS, LEVELS):
-            x, decay, second = _half(qc, kc, own, b, level, cols, C, N)
+            x, decay, second = half(qc, kc, own, b, level, cols, C, N)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
             new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC) * decay
             to_q += tl.where(second, new, 0.0)

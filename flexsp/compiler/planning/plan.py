@@ -52,7 +52,7 @@ def padded(n: int) -> int:
 
 def choose_plan(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
-    device: Device | None = None,
+    device: Device | None = None, chunk: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of a call of generated kernels, kept for calls like it.
 
@@ -69,12 +69,14 @@ def choose_plan(
         docs: packed documents, 0 if not packed.
         ranks: the call is chained over ranks, so its summary is needed.
         device: the GPU; None for the one that is there, else the one that is planned for.
+        chunk: a chunk size where the kernels have none.
 
     Raises:
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    return _best(code, code.chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
+    chunk = code.chunk if chunk is None else chunk
+    return _best(code, chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
 
 
 def candidates(

@@ -1,0 +1,151 @@
+"""GLA by kernels that gate keys and make scores at once, beside the walks that are generated for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flexsp.compiler import Lowering, replaced
+from flexsp.kernels.launches import Buffer, Launch
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.kernels.launches import Call, LaunchSpec
+    from flexsp.kernels.recipe import Given
+
+__all__ = ["GATED_KEYS"]
+
+_INPUTS = ("q", "k", "v", "g")
+_LARGEST = 64  # tokens of a chunk
+_MILD = "own.mild"
+_RUN = 32  # chunks that a program looks at, where few of them are expected to have gates that are not mild
+
+
+class _How(NamedTuple):
+    """Channels of keys that a program holds at a time, columns of values, how it is launched, whether it decays pairs
+    level by level."""
+
+    channels: int
+    columns: int
+    warps: int
+    stages: int
+    levels: bool
+
+
+_FORWARD = {True: _How(128, 0, 4, 1, False), False: _How(64, 0, 8, 1, True)}
+_BACKWARD = {True: _How(64, 64, 4, 1, False), False: _How(64, 64, 8, 1, True)}
+
+
+class _GatedKeys(Lowering):
+    """Of inputs q, k, v and gates g of every key channel, and the number "scale".
+
+    Gates below -104 act as that, a decay of 0, and have no gradient. In bf16 kernels for mild gates run first, on all
+    chunks; those for any gates leave anew what they made of chunks that have others.
+    """
+
+    name = "gated_keys"
+    saved = frozenset({_MILD})
+
+    def call(
+        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+    ) -> Call | None:  # fmt: skip
+        """A generated call in chunks of the measured size."""
+        from flexsp.compiler.planning.launches import GeneratedCall
+        from flexsp.devices import of_device
+
+        if code.chunk is not None or _unlike(code) is not None:
+            return None
+        (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
+        sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
+        chunk = _LARGEST if given.dtype == torch.bfloat16 else 16
+        device = of_device(given.device)
+        plan = code.plan(sizes, given.B * H, T, docs, given.dtype, chained, device, chunk)
+        return GeneratedCall(code, plan, sizes, given.B, H, T, docs, given.dtype, initial, ends)
+
+    def refuses(self, call: GeneratedCall) -> str | None:
+        if call.plan.chunk > _LARGEST:
+            return f"its chunks have up to {_LARGEST} tokens"
+        return _unlike(call.code)
+
+    def buffer(self, call: GeneratedCall, name: str) -> Buffer:
+        return Buffer(torch.int32, (call.B * call.H, call.plan.n_chunks))
+
+    def forward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+        from flexsp.kernels.gated_keys.prepare import gate_keys, gate_mild_keys
+
+        scored = next(x for x in launches if x.kind == "scores_kernel")
+        inputs, written = ("q", "k", "g"), _kept(call)
+        given = replace(
+            scored, pointers=(*inputs, *written, _MILD, scored.pointers[-1]), reads=inputs, writes=(*written, _MILD),
+            numbers=(*inputs, call.T, call.H), intrinsic=None,
+        )  # fmt: skip
+        others = replace(given, numbers=(*given.numbers, call.plan.n_chunks))
+        mine = [_launch(call, given, gate_mild_keys, _FORWARD[True], 1)] if _some_mild(call) else []
+        mine.append(_launch(call, others, gate_keys, _FORWARD[False], 1))
+        return replaced(launches, {"prepare0": [], "scores_kernel": mine})
+
+    def backward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+        from flexsp.kernels.gated_keys.grads import key_grads, mild_key_grads
+
+        b, _, gated_k, scores = _kept(call)
+        scored = next(x for x in launches if x.kind == "scores_grad_kernel")
+        reads = ("q", "k", "g", "v", "@do", b, gated_k, scores, _MILD, "@entering", "@leaving")
+        writes = tuple(f"d.{x}" for x in ("q", "k", "g", "v"))
+        scale = call.code.program.meta.numbers["scale"]
+        given = replace(
+            scored, pointers=(*reads, *writes, scored.pointers[-1]), reads=reads, writes=writes, intrinsic=None,
+            numbers=("q", "k", "g", "v", "do", call.T, call.H, call.plan.n_chunks, scale),
+        )  # fmt: skip
+        ways = {True: mild_key_grads, False: key_grads}
+        mine = [_gradients(call, given, ways[mild], mild) for mild in ((True, False) if _some_mild(call) else (False,))]
+        return replaced(launches, {"adjoint0": [], "scores_grad_kernel": [], "grads": mine})
+
+
+def _some_mild(call: GeneratedCall) -> bool:
+    """Whether chunks of mild gates have kernels of their own. Not in fp32: the exponential's error grows with its
+    argument."""
+    return call.dtype == torch.bfloat16
+
+
+def _kept(call: GeneratedCall) -> tuple[str, ...]:
+    """Names of the running gates, gated queries and keys, and scores that walks read."""
+    kernels, (what,) = call.code.kernels, [x for x in call.code.step.intrinsics if x.kind == "scores"]
+    b = what.args[-1]
+    (gated_q,), (gated_k,) = ([x for x in kernels[kind].kept if x != b] for kind in ("collect", "summarize"))
+    return tuple(f"kept.{x}" for x in (b, gated_q, gated_k, *what.results))
+
+
+def _launch(call: GeneratedCall, given: LaunchSpec, kernel: Any, how: _How, parts: int) -> LaunchSpec:
+    """Of `given`, a generated launch for scores with other pointers, that of one of our kernels in `parts`."""
+    K, run = call.code.layout.rows, _RUN if how.levels and _some_mild(call) else 1
+    constants = {name: given.constants[name] for name in ("C", "PACKED", "DOT", "PREC")}
+    constants |= {"K": call.sizes[K], "BN": min(how.channels, dict(call.plan.blocks)[K])}
+    constants |= {"LEVELS": given.constants["LEVELS"], "RUN": run} if how.levels else {}
+    launch = Launch(0, how.warps if _some_mild(call) else 4, how.stages)
+    grid = (parts * -(-call.plan.n_chunks // run), call.B * call.H, 1)
+    return replace(
+        given, kind=kernel.__name__, how=launch, grid=grid, constants=constants, options=launch.options, kernel=kernel
+    )
+
+
+def _gradients(call: GeneratedCall, given: LaunchSpec, kernel: Any, mild: bool) -> LaunchSpec:
+    how, blocks, layout = _BACKWARD[mild], dict(call.plan.blocks), call.code.layout
+    parts = -(-call.sizes[layout.rows] // min(how.channels, blocks[layout.rows])) + 1
+    sizes = {"V": call.sizes[layout.cols], "BV": min(how.columns, blocks[layout.cols]), "PARTS": parts}
+    launch = _launch(call, given, kernel, how, parts)
+    return replace(launch, constants={**launch.constants, **sizes, "LEVELS": given.constants["LEVELS"]})
+
+
+def _unlike(code: Generated) -> str | None:
+    """What is not as in `flexsp.variants.gla` where the same three functions were given other inputs, or None."""
+    meta = code.program.meta
+    if set(meta.tokens) != set(_INPUTS) or meta.params or any(len(x.shape) != 3 for x in meta.tokens.values()):
+        return f"its inputs are {', '.join(_INPUTS)}, of three dimensions each"
+    return None if isinstance(meta.numbers.get("scale"), float) else "its scale is a number"
+
+
+GATED_KEYS = _GatedKeys()

@@ -1,0 +1,180 @@
+"""The kernels of gates for each key channel: under the interpreter against token loops in float64, and compiled for
+sm_90."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.variants import gla
+from tests.marks import slow
+from tests.test_generated import MANY_SEGMENTS, Run, check_runs, documents, half
+
+BF16 = torch.bfloat16
+MILD = (0.0, -0.02, -0.4)
+WILD = (-0.02, -4.0, -200.0)
+# Of 64 tokens with 20 channels about half the chunks have one.
+BOTH = (-0.02,) * 1800 + (-90.0,)
+GATES = {"mild": MILD, "wild": WILD, "both": BOTH}
+# Gradients of gates are differences of what pairs of tokens add to those of queries and of keys, each rounded by
+# itself; those of the functions in PyTorch are not.
+CHECK = functools.partial(check_runs, credit=lambda run: {"dg": 2.0**-8} if run.dtype == BF16 else {})
+OURS = functools.partial(Run, "gla", H=1, lowering="auto")
+CONFIGS = {  # K, V, documents, dtype
+    "usual": (128, 128, 0, "bfloat16"), "packed": (64, 40, 4, "bfloat16"), "wide keys": (256, 128, 0, "bfloat16"),
+    "wide values": (128, 256, 4, "bfloat16"), "fp32": (128, 128, 4, "float32"), "fp16": (33, 17, 0, "float16"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("generated"))
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mild", *slow("wild", "both")])
+def test_one_sequence(kind: str, folder: str) -> None:
+    CHECK(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mild", "wild", "both"])
+def test_documents_and_strides(kind: str, folder: str) -> None:
+    bounds = (0, 0, 3, 70, 70, 171, 190, 190)
+    CHECK(
+        folder,
+        OURS(T=190, dtype=BF16, gates=GATES[kind], bounds=bounds, strided=True),
+        OURS(T=130, dtype=BF16, gates=GATES[kind], bounds=(0, 64, 128, 130), segments=MANY_SEGMENTS),
+    )
+
+
+@pytest.mark.slow
+def test_float32_and_float16(folder: str) -> None:
+    CHECK(
+        folder,
+        OURS(T=37, B=2, gates=(*MILD, *WILD)),
+        OURS(T=29, bounds=documents(29, 4), strided=True),
+        OURS(T=40, dtype=torch.float16, gates=MILD),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("K", "V"), [(130, 12), (12, 140), (7, 33)])
+def test_sizes(K: int, V: int, folder: str) -> None:
+    """More channels than a program holds, and more columns."""
+    CHECK(folder, OURS(T=70, K=K, V=V, dtype=BF16, gates=MILD), OURS(T=70, K=K, V=V, dtype=BF16, gates=WILD))
+
+
+@pytest.mark.slow
+def test_ranks(folder: str) -> None:
+    CHECK(
+        folder,
+        OURS(T=150, dtype=BF16, gates=BOTH, lengths=(70, 0, 80)),
+        OURS(T=75, dtype=half(), bounds=(0, 12, 50, 75), lengths=(30, 41, 4)),
+        OURS(T=20, lengths=(0, 0, 20)),
+    )
+
+
+# What runs ------------------------------------------------------------------------------------------------------------
+
+
+def variant(scale: Any = 0.5, chunk_size: int | None = None, H: int = 2) -> LinearAttention:
+    h, k, v = ConstExpr("H", H), ConstExpr("D", 16), ConstExpr("E", 16)
+    meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkvg"}
+    meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
+    return LinearAttention(meta, gla.chunk, gla.decay, gla.merge, chunk_size=chunk_size)
+
+
+def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
+    code, sizes = model.kernels, {"D": 16, "E": 16}
+    plan = code.plan(sizes, 2, 500, 0, dtype, chunk=chunk)
+    call = GeneratedCall(code, plan, sizes, 1, 2, 500, 0, dtype)
+    return [x.kind for x in (*call.forward(), *call.backward(False, False))]
+
+
+def test_launches() -> None:
+    """Kernels for mild gates in bf16 alone: e^x of a large x is not as precise as float32."""
+    ours = ["gate_mild_keys", "gate_keys", "mild_key_grads", "key_grads"]
+    found = kinds(variant(), BF16)
+    assert [x for x in found if "key" in x] == ours and not {"prepare0", "adjoint0", "grads"} & {*found}
+    assert [x for x in kinds(variant(), torch.float32) if "key" in x] == ["gate_keys", "key_grads"]
+
+
+def test_what_they_do_not_run() -> None:
+    assert "prepare0" in kinds(variant(), BF16, chunk=128)
+    model = variant(chunk_size=128)
+    assert "generated kernels alone, not those of gated_keys: its chunks have up to 64 tokens" in model.explain()
+    given = variant(SymbTensor([ConstExpr("H", 2)]))  # of every head its own
+    assert "prepare0" in kinds(given, BF16)
+
+
+def test_the_op_clamps_gates_where_no_kernel_does() -> None:
+    """In PyTorch a gate of -inf would make sums of gates that are subtracted NaN."""
+    from flexsp.ops import chunk_gla
+
+    x = [torch.randn(1, 20, 2, 16) for _ in range(3)]
+    g = torch.full((1, 20, 2, 16), -torch.inf).requires_grad_()
+    o, _ = chunk_gla(*x, g)
+    (dg,) = torch.autograd.grad(o.sum(), g)
+    assert o.isfinite().all() and (dg == 0).all()
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]]:
+    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    from flexsp.compiler import dispatch, engine
+    from flexsp.kernels import operators
+    from flexsp.testing.offline import compile_launches, record_launches
+
+    kind, T, H = getattr(torch, dtype), 4096, 32
+    operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
+    code = engine.Generated(gla.make(H, K, V, kind).program, lowering="gated_keys")
+
+    def meta(width: int, like: torch.dtype = kind) -> torch.Tensor:
+        return torch.empty(1, T, H, width, dtype=like, device="meta", requires_grad=True)
+
+    given = {"q": meta(K), "k": meta(K), "v": meta(V), "g": meta(K, torch.float32)}
+    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+    with record_launches() as launches:
+        recipe = dispatch.recipe_of(code, given, None, bounds, None)
+        o, _ = operators.run(recipe, None, [*given.values()], None, bounds, (0, T, T))
+        torch.autograd.backward([o], [torch.empty_like(o)])
+    told = ("name", "registers", "stack", "shared", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
+    found = [x for x in compile_launches(launches) if "key" in x.name]
+    return [{x: getattr(one, x) for x in told} for one in found]
+
+
+@pytest.mark.parametrize("name", [*slow(*CONFIGS)])
+def test_what_the_interpreter_cannot_show(name: str) -> None:
+    """The wait for the kernel before comes first; no lanes that round a sum differently, no NaN that gives way to a
+    number, no missing barriers, no registers that nothing wrote; little on the stack."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
+    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
+    done = subprocess.run(
+        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == (4 if CONFIGS[name][3] == "bfloat16" else 2)
+    for kernel in found:
+        assert kernel["waits_first"] and kernel["stack"] <= 256, kernel
+        assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_config(*CONFIGS[sys.argv[1]])))

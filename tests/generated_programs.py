@@ -22,8 +22,9 @@ from flexsp.compiler import (
 )
 
 __all__ = [
-    "CONSTANT_DECAY", "NOT_LINEAR", "OF_ALL_SIZES", "OF_SOME_SIZES", "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES",
-    "SIZES_IN_A_DENSE_DECAY", "SUMS", "UNSUPPORTED", "WILD_PADDING", "DrawnProgram", "draw_program",
+    "CONSTANT_DECAY", "MAXIMA", "NOT_LINEAR", "OF_ALL_SIZES", "OF_EACH_NUMBER", "OF_SOME_SIZES", "OPERATORS",
+    "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS", "UNSUPPORTED", "WILD_PADDING",
+    "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
 _NAMES: dict[str, Any] = {
@@ -32,7 +33,7 @@ _NAMES: dict[str, Any] = {
 }  # fmt: skip
 _SHAPES = {
     "q": ["T", "H", "K"], "k": ["T", "H", "K"], "v": ["T", "H", "V"], "g": ["T", "H"], "gk": ["T", "H", "K"],
-    "beta": ["T", "H"], "z": ["T", "H", "V"], "u": ["H"], "w": ["H", "K"],
+    "beta": ["T", "H"], "z": ["T", "H", "V"], "u": ["H"], "w": ["H", "K"], "gv": ["T", "H", "V"], "A": ["H", "K", "V"],
 }  # fmt: skip
 
 # {x} is a tile [C, N], smooth; its values stay of the order of one.
@@ -175,7 +176,7 @@ class DrawnProgram:
         for name in self.names:
             shape = [sizes[s] for s in _SHAPES[name]]
             x = torch.randn([B, *shape] if shape[0] == T and _SHAPES[name][0] == "T" else shape, generator=made)
-            if name in ("g", "gk"):
+            if name in ("g", "gk", "gv"):
                 x = torch.nn.functional.logsigmoid(x + 1)
             found[name] = x.sigmoid() if name == "beta" else x
         n = B if bounds is None else len(bounds) - 1
@@ -188,8 +189,10 @@ class _Draw:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.gate = self.choice(["none", "none", "scalar", "vector", "parameter", "row parameter"])
-        self.dense = self.random.random() < 0.3
+        kinds = ["none", "none", "scalar", "vector", "parameter", "row parameter"]
+        kinds += ["outer", "matrix parameter", "maximum"]
+        self.gate = self.choice(kinds)
+        self.dense = self.random.random() < 0.3 and self.gate not in kinds[-3:]
         self.cached: dict[str, str] = {}
         self.names: set[str] = set("qkv")
 
@@ -204,18 +207,23 @@ class _Draw:
         for _ in range(self.choice([0, 1, 1, 2])):
             kinds = [_FEATURES, _FEATURES, _OF_TOKENS, *([_OF_KEYS] if keys else [])]
             template = self.choice(self.choice(kinds))
-            if "gk" in template and self.gate != "vector":
+            if "gk" in template and self.gate not in ("vector", "outer"):
                 continue
             x = f"({template.format(x=x)})"
         return x
 
     def gates(self) -> tuple[list[str], str, str, str]:
         """(lines that make the cumulative log decay b, factor of the state, of keys to the end, of queries)."""
-        if self.gate == "none":
+        if self.gate in ("none", "maximum"):
             return [], "", "", ""
-        if self.gate == "vector":
-            total = self.choice(["gk.sum(0)", "b[-1]"])
-            return ["b = gk.cumsum(0)"], " * b[-1].exp()[:, None]", f" * ({total} - b).exp()", " * b.exp()"
+        if self.gate in ("vector", "outer"):
+            total, columns = self.choice(["gk.sum(0)", "b[-1]"]), ""
+            if self.gate == "outer":
+                columns = self.choice([" * gv.sum(0).exp()", " * (gv[0] - v[-1] * v[-1]).exp()[None, :]"])
+            return ["b = gk.cumsum(0)"], f" * b[-1].exp()[:, None]{columns}", f" * ({total} - b).exp()", " * b.exp()"
+        if self.gate == "matrix parameter":
+            factor = self.choice([" * (A * A * g.sum()).exp()", " * A.sigmoid()", " * A.relu()"])
+            return [], factor, "", self.choice(["", " + v @ A.T * 0.1"])
         if self.gate == "row parameter":
             line = "r = -(w * w)"
             return [line], " * (r * k.size(0)).exp().unsqueeze(1)", " * r.exp()", " * (r * 0.5).exp()[None, :]"
@@ -229,7 +237,7 @@ class _Draw:
         lines = [*lines, f"kk = {self.feature('k')}", f"vv = {self.feature('v', keys=False)}"]
         if self.some(0.4):
             scores = self.choice(["kk @ k.T", "k @ kk.T", "matmul_out_fp32(kk, k.T)"])
-            if self.gate in ("scalar", "parameter", "vector") and self.some(0.5):
+            if self.gate in ("scalar", "parameter", "vector", "outer") and self.some(0.5):
                 scores = "decayed_scores(kk, k, b)"
             lines.append(f"t = unit_lower_inverse(identity(k, k.size(0)) + (({scores}) * 0.1).tril(-1))")
             lines.append("vv = t @ vv")
@@ -246,6 +254,9 @@ class _Draw:
 
     def decay(self) -> str:
         lines, factor, _, _ = self.gates()
+        if self.gate == "maximum":
+            shift = self.choice(["gk.sum(0)[:, None]", "g.sum()", "gv.sum(0) * 0.5", "A * A * -0.3"])
+            return self.function("decay", [f"return torch.maximum(prev_s + {shift}, chunk_state)"])
         state = f"prev_s{factor}"
         if self.dense:
             left = "kc" if "kc" in self.cached and self.some(0.7) else f"({self.feature('k')} * 0.2)"
@@ -264,7 +275,7 @@ class _Draw:
         keys = "kc" if "kc" in self.cached and self.some(0.5) else self.feature("k")
         values = "vc" if "vc" in self.cached and self.some(0.6) else self.feature("v", keys=False)
         lines.append(f"kk = {keys}")
-        if self.gate in ("scalar", "parameter", "vector") and self.some(0.7):
+        if self.gate in ("scalar", "parameter", "vector", "outer") and self.some(0.7):
             lines.append("a = decayed_scores(qq, kk, b)" + self.choice(["", ".tril(-1)", " * 0.5"]))
         elif self.gate in ("scalar", "parameter") and self.some(0.6):
             lines.append("a = (qq @ kk.T).tril() * (b[:, None] - b[None, :]).exp()")
@@ -327,7 +338,7 @@ PADDED_STATES = {
 
 CONSTANT_DECAY = (
     "def chunk(k, v):\n    return k.T @ v\n\n\n"
-    "def decay(prev_s, chunk_state, u):\n    return prev_s * (-(u * u)).exp() + chunk_state\n\n\n"
+    "def decay(prev_s, chunk_state, u, A):\n    return prev_s * {factor} + chunk_state\n\n\n"
     "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
 )
 SIZES_IN_A_DENSE_DECAY = (
@@ -338,6 +349,66 @@ SIZES_IN_A_DENSE_DECAY = (
     "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
 )
 """Its matrix is carried by a program of `summarize` whose columns are as many as the state has rows."""
+
+_SCORED = "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+_WRITTEN = "def chunk(k, v):\n    return k.T @ v\n\n\n"
+OF_EACH_NUMBER = {
+    "a parameter": (
+        _WRITTEN + "def decay(prev_s, chunk_state, A, g):\n"
+        "    return prev_s * (A * A * g.sum(0)).exp() + chunk_state\n\n\n" + _SCORED, "A", "g",
+    ),
+    "zeros": (
+        _WRITTEN + "def decay(prev_s, chunk_state, A):\n    return prev_s * A.relu() + chunk_state\n\n\n" + _SCORED,
+        "A",
+    ),
+    "columns": (
+        _WRITTEN + "def decay(prev_s, chunk_state, gv):\n"
+        "    return chunk_state + prev_s * gv.sum(0).exp()\n\n\n" + _SCORED, "gv",
+    ),
+    "turned": (
+        _WRITTEN + "def decay(prev_s, chunk_state, gk, A):\n"
+        "    return (prev_s.T * gk.sum(0).exp()).T * A.T.sigmoid().T + chunk_state\n\n\n" + _SCORED, "gk", "A",
+    ),
+    "a triangle": (
+        _WRITTEN + "def decay(prev_s, chunk_state, k):\n"
+        "    return prev_s.tril() * k.square().sum().tanh() + chunk_state\n\n\n" + _SCORED,
+    ),
+    "matrices in products": (
+        "def chunk(k, v, A):\n    return k.T @ (v * (k @ A) * 0.3)\n\n\n"
+        "def decay(prev_s, chunk_state, A):\n    return prev_s * A.sigmoid() + chunk_state * A.cos()\n\n\n"
+        "def merge(q, k, v, scale, A, chunk_state):\n"
+        "    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale + q @ A * 0.2\n", "A",
+    ),
+}  # fmt: skip
+"""Source and inputs of programs in which each number of the state has a factor of its own; the chunk's length decides
+what they compute."""
+
+_LARGER = "def decay(prev_s, chunk_state, {more}):\n    return torch.maximum(prev_s + {shift}, chunk_state)\n\n\n"
+MAXIMA = {
+    "a vector": DrawnProgram(
+        "def chunk(k, gk):\n    return (k + gk.sum(0) - gk.cumsum(0)).amax(0)\n\n\n"
+        + _LARGER.format(more="gk", shift="gk.sum(0)")
+        + "def merge(q, k, gk, chunk_state):\n"
+        "    return q * torch.maximum(k, gk.cumsum(0) + chunk_state).tanh()\n",
+        ("q", "k", "gk"), 2, 40, 1, 16, vector=True,
+    ),
+    "numbers of a vector joined": DrawnProgram(
+        "def chunk(k, w, g):\n    return (k * w + (g.sum(0) - g.cumsum(0))[:, None]).amax(0)\n\n\n"
+        + _LARGER.format(more="g, w", shift="0.2 * g.sum(0) - 0.1 * w * w")
+        + "def merge(q, k, g, chunk_state):\n"
+        "    h = torch.maximum(k, g.cumsum(0)[:, None] + chunk_state)\n"
+        "    return q * (h - h.amax(-1, keepdim=True)).exp()\n",
+        ("q", "k", "g", "w"), 1, 20, 1, 16, vector=True,
+    ),
+    "a matrix": DrawnProgram.of_source(
+        _WRITTEN + _LARGER.format(more="gk", shift="gk.sum(0)[:, None]") + _SCORED, "gk"
+    ),
+    "a number": DrawnProgram.of_source(_WRITTEN + _LARGER.format(more="g", shift="0.1 * g.sum(0)") + _SCORED, "g"),
+    "of each number": DrawnProgram.of_source(
+        _WRITTEN + _LARGER.format(more="gv, A", shift="gv.sum(0) - A * A") + _SCORED, "gv", "A"
+    ),
+}  # fmt: skip
+"""Programs whose states are maxima."""
 
 _SUMMED = "decayed_sums((k * k).log() * 0.2, gk * (w * w).rsqrt() * 0.3)"
 SUMS = {

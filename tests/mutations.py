@@ -14,6 +14,7 @@ from tests.mutations_kernels import KERNELS
 from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_planner import PLANNER
+from tests.mutations_states import STATES
 from tests.mutations_transformers import TRANSFORMERS
 
 __all__ = ["MUTATIONS"]
@@ -35,20 +36,20 @@ _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
 
 _SCAN = [
     *_in(
-        "flexsp/scan/propagate.py",
+        "flexsp/scan/segments.py",
         ("any_cut | c0 | c1 | c2 | c3", "any_cut | c0 | c1 | c2", "a cut in every fourth segment is forgotten",
          "tests/test_cuts_between_ranks.py::test_every_segment_of_a_rank_in_the_middle_counts[cut-posix]"),
         ("(a0 + a1) + (a2 + a3)", "(a0 + a1) + a2", "the decay of every fourth segment is forgotten",
          "tests/test_cuts_between_ranks.py::test_every_segment_of_a_rank_in_the_middle_counts[decay-posix]"),
-        ("S2 = _apply(S1, F2, a2", "S2 = _apply(S0, F2, a2", "a segment is skipped",
+        ("S2 = apply(S1, F2, a2", "S2 = apply(S0, F2, a2", "a segment is skipped",
          "tests/test_propagate.py::test_one_rank_matches_float64[scalar]"),
         ("tl.load(log_a + segment * H + h, mask", "tl.load(log_a + segment * H, mask", "the decay of another head",
          "tests/test_propagate.py::test_one_rank_matches_float64[scalar]"),
-        ("pushed = any_cut & (word == 0)", "pushed = nseg < 0", "ranks with a cut wait before they push",
-         "tests/test_propagate.py::test_behind_a_cut_no_rank_waits_for_those_before"),
     ),
     *_in(
         "flexsp/scan/propagate.py",
+        ("pushed = any_cut & (word == 0)", "pushed = nseg < 0", "ranks with a cut wait before they push",
+         "tests/test_propagate.py::test_behind_a_cut_no_rank_waits_for_those_before"),
         ("adjoint.apply(states[:, -1 if reverse else 0], F) if seeded", "F if seeded", "the first rank's state is lost",
          "tests/test_propagate.py::test_process_group_schedules_use_the_same_kernel[chain]"),
         ("transition.transpose() if reverse else transition", "transition", "A goes out the wrong way round",
@@ -538,7 +539,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/kernels/executor.py",
-        ("[:, :, -1].clone() if", "[:, :, -1] if", "a final state is a part of all states",
+        ("[:, :, -1].clone()", "[:, :, -1]", "a final state is a part of all states",
          "tests/test_reference.py::test_a_final_state_is_no_part_of_all_states"),
         ("entering = entering + arrived", "entering = arrived", "an initial state is lost over ranks",
          _RANKS + "[gla-[9, 0, 21]]"),
@@ -593,7 +594,7 @@ _ATTENTION = [
 ]
 
 MUTATIONS = [
-    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *_FACES, *_BETWEEN, *_ATTENTION, *TRANSFORMERS,
-    *FLA, *PLANNER, *EXAMPLES,
+    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *_FACES, *_BETWEEN, *_ATTENTION,
+    *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -23,6 +23,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle vector": {"shape": (1, 9, 32, 64, 128), "kind": "vector", "cut": True, "reverse": True, "rank": 1},
     "middle wide": {"shape": (1, 9, 8, 256, 256), "kind": "vector", "cut": True, "reverse": True, "rank": 1},
     "middle odd": {"shape": (1, 9, 3, 100, 37), "kind": "scalar", "cut": True, "reverse": False, "rank": 1},
+    "local each": {"shape": (1, 9, 32, 128, 128), "kind": "elementwise", "cut": True, "reverse": True},
+    "middle each": {"shape": (1, 9, 32, 128, 128), "kind": "elementwise", "cut": True, "reverse": False, "rank": 1},
+    "middle each odd": {"shape": (1, 9, 3, 100, 37), "kind": "elementwise", "cut": True, "reverse": True, "rank": 1},
+    "local maxima": {"shape": (1, 9, 32, 64, 1), "kind": "max-plus", "cut": True, "reverse": False},
+    "middle maxima": {"shape": (1, 9, 32, 128, 128), "kind": "max-plus", "cut": True, "reverse": False, "rank": 1},
     "last": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 2},
     "few numbers": {"shape": (1, 2, 1, 1, 256), "kind": "none", "cut": True, "reverse": True, "rank": 1},
     "many numbers": {"shape": (1, 2, 3, 16, 256), "kind": "none", "cut": True, "reverse": False, "rank": 1},
@@ -56,10 +61,12 @@ def launch_of(
     def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    B, slots, H, K, _ = shape
+    B, slots, H, K, V = shape
     n = slots - 1
     log_a = {"none": None, "scalar": meta(B, n, H), "vector": meta(B, n, H, K)}.get(kind)
     A = meta(B, n, H, K, K) if kind == "dense" else None
+    each = {"elementwise": "factors", "max-plus": "shifts"}
+    numbers = {each[kind]: meta(B, n, H, K, V)} if kind in each else {}
     cuts = meta(B, n, dtype=torch.int32) if cut else None
     sp = None
     if rank is not None:
@@ -68,10 +75,10 @@ def launch_of(
         sp = SequenceParallel(rank=rank, world_size=3, device="meta", transport="put" if put else "peer", heap=heap)
     with record_launches() as launches:
         if fold:
-            folded = meta(B, H, K, shape[4])
+            folded = meta(B, H, K, V)
             module._launch(meta(*shape), log_a, cuts, kind, reverse, folded=folded, seeded=False)
         else:
-            module.propagate(meta(*shape), log_a, cuts, sp, A=A, reverse=reverse)
+            module.propagate(meta(*shape), log_a, cuts, sp, A=A, **numbers, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
     return launches[0]
 

@@ -37,7 +37,7 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     found = {
         "large": told(make(1, 257, 4, code_dir=folder)),
         "chunk": told(make(2, 5, 4, chunk_size=48, code_dir=folder)),
-        "elementwise": told(LinearAttention(*_elementwise(), code_dir=folder)),
+        "not affine": told(LinearAttention(*_bent(), code_dir=folder)),
     }
     fine = make(2, 5, 4, code_dir=folder)
     x = {name: torch.rand(1, 5, 2, 4 if name == "v" else 5) for name in ("q", "k", "v")}
@@ -63,7 +63,7 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _elementwise() -> tuple[Any, ...]:
+def _bent() -> tuple[Any, ...]:
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 5), ConstExpr("V", 4)
     meta = {"k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V]), "prev_s": SymbTensor(["NS", H, K, V])}
 
@@ -71,7 +71,7 @@ def _elementwise() -> tuple[Any, ...]:
         return k.T @ v
 
     def kept(prev_s: Any, k: Any, v: Any, chunk_state: Any) -> Any:
-        return prev_s * (k.sum(0)[:, None] + v.sum(0)).sigmoid() + chunk_state
+        return (prev_s * (k.sum(0)[:, None] + v.sum(0)).sigmoid()).tanh() + chunk_state
 
     def merge(k: Any, v: Any, chunk_state: Any) -> Any:
         return (k @ k.T).tril(0) @ v + k @ chunk_state
@@ -83,7 +83,7 @@ def test_no_fallback_unless_asked_for(tmp_path: Path) -> None:
     (found,) = run_ranks(refusals, 1, str(tmp_path), env=ENV)
     reasons = {
         "large": "K = 257", "chunk": "chunk_size = 48", "no Triton": "Triton",
-        "grammar": "K = 300", "elementwise": "elementwise",
+        "grammar": "K = 300", "not affine": "not affine in the state",
     }  # fmt: skip
     assert found.keys() == reasons.keys()
     for case, reason in reasons.items():
@@ -103,6 +103,6 @@ def test_on_cpu_nothing_is_refused() -> None:
         .explain(**x | {"decay": x["decay"][..., 0]})
         .endswith("this call runs its reference in PyTorch")
     )
-    for make in (FlexLinearAttention, lambda **options: LinearAttention(*_elementwise(), **options)):
+    for make in (FlexLinearAttention, lambda **options: LinearAttention(*_bent(), **options)):
         with pytest.raises(ValueError, match="fallback: expected None or \"pytorch\", got 'slow'"):
             make(fallback="slow")

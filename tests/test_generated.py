@@ -95,7 +95,7 @@ def sizes(run: Run) -> Iterator[None]:
 
 def wide(name: str) -> bool:
     """Whether an input stays float32 in half precision."""
-    return name in ("g", "log_gamma", "u")
+    return name in ("g", "w", "log_gamma", "u")
 
 
 def problem_of(run: Run) -> Problem:
@@ -309,7 +309,7 @@ def test_small(name: str, folder: str) -> None:
     check_runs(folder, Run(name, T=18, H=1, K=12, V=9), packed)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", *slow("simple_gla", "gla", "hgrn")])
+@pytest.mark.parametrize("name", ["gated_deltanet", *slow("simple_gla", "gla", "hgrn", "gla_outer_gates")])
 def test_other_sizes(name: str, folder: str) -> None:
     """A state wider than one panel of columns, or with more rows than columns, and two heads."""
     K, V = random.choice([(40, 12), (12, 40), (33, 7), (7, 200)])
@@ -541,7 +541,7 @@ def test_explain_names_every_kernel_and_the_file(name: str, folder: str) -> None
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gla", *slow("simple_gla", "hgrn")])
+@pytest.mark.parametrize("name", ["gla", *slow("simple_gla", "hgrn", "gla_outer_gates")])
 def test_two_uneven_ranks(name: str, folder: str) -> None:
     check_runs(
         folder,
@@ -551,7 +551,7 @@ def test_two_uneven_ranks(name: str, folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["hgrn", *slow("gla", "retnet")])
+@pytest.mark.parametrize("name", ["hgrn", *slow("gla", "retnet", "gla_outer_gates")])
 def test_three_ranks_with_an_empty_shard(name: str, folder: str) -> None:
     lengths = random.choice([(0, 20, 19), (20, 0, 19), (20, 19, 0)])
     check_runs(
@@ -566,7 +566,7 @@ def one_and_all(sp: Any, run: Run, problem: Problem, folder: str) -> tuple[Tenso
     return answer(sp, alone, problem, folder), answer(sp, run, problem, folder)
 
 
-@pytest.mark.parametrize("name", ["simple_gla", *slow("gla", "hgrn")])
+@pytest.mark.parametrize("name", ["simple_gla", *slow("gla", "hgrn", "gla_outer_gates")])
 def test_ranks_equal_one_rank(name: str, folder: str) -> None:
     """Where shards begin at chunks, the same sums in another order."""
     run = Run(name, T=40, H=1, lengths=(32, 8))

@@ -184,7 +184,7 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     slow(
         ("rwkv6", "whole", 128, 256), ("rwkv6", "packed", 64, 64), ("gla", "whole", 64, 64),
         ("gla", "packed", 256, 128), ("hgrn2", "whole", 128, 256), ("gla_own_bias", "whole", 128, 128),
-        ("vector_gated_delta", "whole", 64, 64),
+        ("vector_gated_delta", "whole", 64, 64), ("gla_outer_gates", "whole", 128, 128),
     ),
 )  # fmt: skip
 def test_other_sizes(tmp_path: Path, name: str, how: str, K: int, V: int) -> None:

@@ -17,7 +17,9 @@ from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
     CONSTANT_DECAY,
+    MAXIMA,
     OF_ALL_SIZES,
+    OF_EACH_NUMBER,
     OF_SOME_SIZES,
     OPERATORS,
     PADDED_STATES,
@@ -29,6 +31,7 @@ from tests.generated_programs import (
     DrawnProgram,
     draw_program,
 )
+from tests.marks import quick, slow
 from tests.test_generated import (
     ENV,
     SOME_SEGMENTS,
@@ -309,6 +312,19 @@ def test_decayed_sums(case: str, seed: int, folder: str) -> None:
     check_program(SUMS[case], seed, folder)
 
 
+@pytest.mark.parametrize("case", quick(OF_EACH_NUMBER, "a parameter"))
+def test_a_factor_for_each_number_of_the_state(case: str, seed: int, folder: str) -> None:
+    program = DrawnProgram.of_source(*OF_EACH_NUMBER[case])
+    assert program.model().program.transition == "elementwise"
+    check_program(program, seed, folder, (45, None), PACKED)
+
+
+@pytest.mark.parametrize("case", quick(MAXIMA, "a matrix"))
+def test_maxima(case: str, seed: int, folder: str) -> None:
+    assert MAXIMA[case].model().program.transition == "max-plus"
+    check_program(MAXIMA[case], seed, folder, (45, None), PACKED)
+
+
 def test_hgrn_by_pairs_is_hgrn(seed: int) -> None:
     """The decay of every pair of tokens written out, in PyTorch."""
     torch.manual_seed(seed)
@@ -330,7 +346,7 @@ def over_ranks(
     sp.set_lengths(lengths)
     start, stop, _ = sp.shard_range(lengths[sp.rank])
     for dtype in (torch.float32, torch.float64):
-        mine = {name: x[:, start:stop] if name in ("q", "k", "v") else x for name, x in inputs.items()}
+        mine = {name: x[:, start:stop] if name in ("q", "k", "v", "g", "gk") else x for name, x in inputs.items()}
         leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in mine.items()}
         with poisoned(SOME_SEGMENTS, program.H):
             o, final = model(**leaves, cu_seqlens=torch.tensor(bounds), sp=sp)
@@ -342,11 +358,45 @@ def over_ranks(
 
 @pytest.mark.parametrize("lengths", [[21], [13, 8], [5, 16]])
 @pytest.mark.parametrize("bounds", [(0, 9, 21), (0, 9, 9, 21), (0, 21), (0, 0, 21)])
-def test_a_decay_that_no_token_changes(bounds: tuple[int, ...], lengths: list[int], folder: str) -> None:
+@pytest.mark.parametrize("factor", ["(-(u * u)).exp()", *slow("A.sigmoid()")])
+def test_a_decay_that_no_token_changes(
+    factor: str, bounds: tuple[int, ...], lengths: list[int], folder: str
+) -> None:  # fmt: skip
     """A factor of the state that is the same in every chunk, with tokens or without: such as there are in the room for
     documents that do not begin where a chunk does."""
-    program = DrawnProgram(CONSTANT_DECAY, ("q", "k", "v", "u"), 2, 20, 24, 16)
+    program = DrawnProgram(CONSTANT_DECAY.format(factor=factor), ("q", "k", "v", "u", "A"), 2, 20, 24, 16)
     for errors in run_ranks(over_ranks, len(lengths), program, folder, lengths, bounds, env=ENV):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    ("case", "transport", "bounds"),
+    slow(
+        ("zeros", "posix", (0, 3, 45)), ("a parameter", "posix", (0, 45)), ("a parameter", "process_group", (0, 3, 45)),
+    ),
+)
+def test_a_factor_for_each_number_over_ranks(case: str, transport: str, bounds: tuple[int, ...], folder: str) -> None:
+    program, heap = DrawnProgram.of_source(*OF_EACH_NUMBER[case]), {"heap_mib": 4} if transport == "posix" else {}
+    given = program, folder, [10, 19, 16], bounds
+    for errors in run_ranks(over_ranks, 3, *given, env=ENV, transport=transport, **heap):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    ("case", "transport", "bounds", "lengths"),
+    slow(
+        ("a vector", "posix", (0, 3, 45), [10, 19, 16]), ("a vector", "process_group", (0, 45), [10, 19, 16]),
+        ("a vector", "posix", (0, 45), [0, 29, 16]),
+        ("a matrix", "posix", (0, 45), [10, 19, 16]), ("a matrix", "process_group", (0, 3, 45), [10, 35, 0]),
+        ("a number", "process_group", (0, 30, 30, 45), [10, 0, 35]),
+    ),
+)  # fmt: skip
+def test_maxima_over_ranks(
+    case: str, transport: str, bounds: tuple[int, ...], lengths: list[int], folder: str
+) -> None:  # fmt: skip
+    heap = {"heap_mib": 4} if transport == "posix" else {}
+    given = MAXIMA[case], folder, lengths, bounds
+    for errors in run_ranks(over_ranks, len(lengths), *given, env=ENV, transport=transport, **heap):
         assert max(errors.values()) < 1e-5, errors
 
 

@@ -48,14 +48,6 @@ def _silently_inverted(k: Any, v: Any) -> Any:
     return unit_lower_inverse(identity(k, k.size(1)) + (k.T @ k).tril(-1)) @ k.T @ v
 
 
-def _each_number(prev_s: Any, k: Any, v: Any, chunk_state: Any) -> Any:
-    return prev_s * (k.sum(0)[:, None] + v.sum(0)).sigmoid() + chunk_state
-
-
-def _columns(prev_s: Any, v: Any, chunk_state: Any) -> Any:
-    return prev_s * v.sum(0).sigmoid() + chunk_state
-
-
 def _bent(prev_s: Any, chunk_state: Any) -> Any:
     return prev_s.tanh() + chunk_state
 
@@ -83,8 +75,6 @@ CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
         ("test_messages.py", "unit_lower_inverse(identity(k, k.size(1))", "inverses of [C, C] only"),
     ),
     "an inverse that is not cached": (lambda: _model(_silently_inverted), ("unit_lower_inverse", "inverses of [C, C]")),
-    "each number": (lambda: _model(decay=_each_number), ("'_each_number'", ".sigmoid()", "elementwise", "gates [C]")),
-    "columns": (lambda: _model(decay=_columns), ("'_columns'", "test_messages.py", "write the state transposed")),
     "not affine": (lambda: _model(decay=_bent), ("'_bent'", "prev_s.tanh()", "not affine")),
     "an operator": (lambda: _model(_flipped), ("flip", "k.flip(1).T @ v")),
     "a number as a size": (lambda: _model(K=4), ("the sizes 4", "ConstExpr('K', 4)")),

@@ -34,7 +34,7 @@ SUBJECTS = [
     *ALL, *quick([f"variant {name}" for name in variants.VARIANTS], *(f"variant {name}" for name in variants.OFTEN)),
     *(f"flex {name}" for name in FLEX), "mask half",
 ]  # fmt: skip
-WIDE = ("g", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
+WIDE = ("g", "w", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
 OVER_RANKS = ["simple_gla", "variant gla", "variant gated_deltanet", "mask half"]
 
 Tensors = dict[str, torch.Tensor]

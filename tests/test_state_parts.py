@@ -161,6 +161,7 @@ def test_how_parts_act_on_each_other(given: type, kind: str) -> None:
     model = CustomTransition(given).program(2, 16, 20, 1.0, "g", False)
     assert model.program.transition == kind
     assert (kind == "elementwise") == isinstance(model._generated, str)
+    assert kind != "elementwise" or "state in several parts" in str(model._generated)
 
 
 def test_parts_too_large() -> None:

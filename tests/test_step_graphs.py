@@ -74,7 +74,7 @@ def drawn(program: Program, sizes: dict[str, int]) -> Tensors:
 
     found = {name: normal(["C", *x.shape[2:]]) for name, x in meta.tokens.items()}
     found |= {name: normal(x.shape[1:]) for name, x in meta.params.items()}
-    for name in {"g", "gk", "log_gamma"} & found.keys():
+    for name in {"g", "gk", "gv", "log_gamma"} & found.keys():
         found[name] = -found[name].abs()
     for name in {"b", "beta", "f"} & found.keys():
         found[name] = found[name].sigmoid()
@@ -93,7 +93,7 @@ def by_autograd(program: Program, values: Tensors) -> Tensors:
     o, _ = call(program.merge, inputs | {CHUNK_STATE: S})
     values["do"] = torch.randn_like(o)
     found = {"o": o, "S": S_new} | {f"keep_{name}": x for name, x in cached.items()}
-    if program.transition in ("none", "scalar", "vector"):
+    if program.transition in ("none", "scalar", "vector", "elementwise", "max-plus"):
         (found["A"],) = torch.autograd.grad(S_new.sum(), S, retain_graph=True, materialize_grads=True)
     wanted = [*leaves.values(), *cached.values()]
     grads = torch.autograd.grad([o, S_new], wanted, [values["do"], values["dS"]], materialize_grads=True)

@@ -50,6 +50,7 @@ def _read(q: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
 def _gated(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     """e^{g} S for a gate a head [B, H] or a gate a key channel [B, H, K]."""
     g = p["log_gamma"].expand(S.shape[:2]) if "log_gamma" in p else x["g"] if "g" in x else S.new_zeros(S.shape[:2])
+    S = x["w"].exp().unsqueeze(-2) * S if "w" in x else S
     return g.exp().reshape(*g.shape, *[1] * (S.dim() - g.dim())) * S
 
 
@@ -111,6 +112,7 @@ VARIANTS = {
     "retnet": Variant(_diagonal, "qkv", ["log_gamma"], transition="scalar"),
     "simple_gla": Variant(_diagonal, ["q", "k", "v", "g"], transition="scalar"),
     "gla": Variant(_diagonal, ["q", "k", "v", "G"], transition="vector"),
+    "gla_outer_gates": Variant(_diagonal, ["q", "k", "v", "G", "W"], transition="elementwise"),
     "gla_own_bias": Variant(_diagonal, ["q", "k", "v", "G"], ["u"], read=_with_own_bias, transition="vector"),
     "deltanet": Variant(_delta, ["q", "k", "v", "b"], transition="dense"),
     "gated_deltanet": Variant(_delta, ["q", "k", "v", "beta", "g"], transition="dense"),
@@ -122,7 +124,7 @@ VARIANTS = {
     "vector_state": Variant(_added, ["x", "G"], read=lambda S, x, p: S, state=(K,), transition="vector"),
 }
 
-OFTEN = [name for name in VARIANTS if name not in ("hgrn2", "rwkv6", "rwkv7", "vector_state")]
+OFTEN = [name for name in VARIANTS if name not in ("gla_outer_gates", "hgrn2", "rwkv6", "rwkv7", "vector_state")]
 USUAL = quick(VARIANTS, *OFTEN)
 """For the loops that CI runs: the latest ones, which are put together like others, are slow tests."""
 
@@ -133,8 +135,8 @@ def state_sizes(name: str) -> tuple[int, ...]:
 
 
 def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
-    """(tokens, params) in float64; "G" is a gate a channel, "U" a number a channel, "ab" the pair a = -x and b, a share
-    of x, with x of length 1.
+    """(tokens, params) in float64; "G" is a gate a channel, "W" a mild one of values, "U" a number a channel, "ab"
+    the pair a = -x and b, a share of x, with x of length 1.
 
     Keys of delta rules have length 1.
     """
@@ -152,6 +154,8 @@ def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
             tokens |= {"a": -removed, "b": removed * normal(B, T, H, K).sigmoid()}
         elif key in ("g", "G"):
             tokens["g"] = logsigmoid(normal(B, T, H, K) if key == "G" else normal(B, T, H))
+        elif key == "W":
+            tokens["w"] = 0.1 * logsigmoid(normal(B, T, H, V))
         else:
             tokens[key] = normal(B, T, H, V if key == "v" else K)
     if variant.step is _delta:

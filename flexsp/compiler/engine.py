@@ -75,16 +75,15 @@ def generated(
 def _refuse_transition(program: Program) -> None:
     """NotEmittable for what kernels cannot carry from segment to segment."""
     name, line = program.decay.name, program.decay.line
-    if program.transition == "elementwise":
+    if program.transition == "elementwise" and program.parts:
         raise NotEmittable(
-            f"the transition of {name!r} (at {line}) is elementwise, with a factor for each number of the state; "
-            "kernels take one for each head or each row, so make it of gates [C] or [C, K]; if it differs between "
-            "columns alone, write the state transposed"
+            f"the transition of {name!r} (at {line}) is elementwise, with a factor for each number of the state; of a "
+            "state in several parts kernels take one for each head or each row, so make it of gates [C] or [C, K]"
         )
     if program.transition == "not affine":
         raise NotEmittable(
-            f"{name!r} (at {line}) is not affine in the state, and kernels carry states as A S + F, with A and F that "
-            "do not depend on S"
+            f"{name!r} (at {line}) is not affine in the state, and kernels carry states as A S + F or max(S + a, F), "
+            "with A, a and F that do not depend on S"
         )
 
 
@@ -192,8 +191,10 @@ class Generated:
                 wanted[stage.kind] = ([[f"keep_{name}" for name in stage.writes]], stage.given)
         states = state_names(self.program)
         before = [f"d_{name}" for name in states]
-        wanted["summarize"] = ([[*states, *([f"A{name[1:]}" for name in states] if decays else [])]], kept)
-        wanted["collect"] = ([before], kept)
+        maxima = self.program.transition == "max-plus"  # what passes depends on the state
+        carried = ["shift"] if maxima else [f"A{name[1:]}" for name in states] if decays else []
+        wanted["summarize"] = ([[*states, *carried]], kept)
+        wanted["collect"] = ([[*before, *(["A"] if maxima else [])]], kept)
         wanted |= {"output": ([["o", *states]], kept), "states": ([states], kept), "back": ([before], kept)}
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:

@@ -41,6 +41,7 @@ _KINDS = {
     "vector": "one factor a row of the state: ranks exchange the state and multiply",
     "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
     "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
+    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
     "not affine": "not affine in the state: ranks run one after the other, exactly",
 }
 
@@ -52,14 +53,13 @@ class LinearAttention:
     chunk_state, ...)`` gives the state after the chunk. ``merge_mode(q, ..., chunk_state, ...)`` gives the chunk's
     outputs [C, V]; its ``chunk_state`` is the state that enters the chunk. Arguments are inputs of ``input_meta`` or
     names given to `cache_result` in chunk_mode. On one chunk inputs are [C, ...], parameters lose their heads, states
-    are [K, V] or [K].
-    Under torch.compile a call is one node of the graph; each number of tokens compiles a graph of its own.
+    are [K, V] or [K]. Under torch.compile a call is one node of the graph, and each number of tokens has its own graph.
     The notation is that of Forge (Listings 1 and 3).
 
     The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast
     says; casts of floating tensors in them are dropped. On GPUs run kernels that are generated from them at the first
     call; `explain` names the file. Inputs in float64 ask for the functions themselves, on GPUs too: kernels have no
-    float64. Kernels carry what ``decay_mode`` multiplies the state by as a logarithm, so it must not be negative.
+    float64. Kernels carry factors of the state, or of its rows, as logarithms, so these must not be negative.
 
     Args:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.scan.transitions import Transition
 
-__all__ = ["Documents", "States", "Step", "run", "states_of"]
+__all__ = ["Documents", "States", "Step", "final_states", "run", "states_of"]
 
 Optional = torch.Tensor | None
 States = tuple[torch.Tensor, torch.Tensor]
@@ -113,8 +113,13 @@ def run(
 
 
 def _final(around: torch.Tensor, documents: Documents | None, ends: bool) -> Optional:
+    return final_states(around, documents) if ends or documents is not None else None
+
+
+def final_states(around: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    """The last of states before and after all chunks, or those after the ends of documents [N, H, *state]."""
     if documents is None:  # no part of all states, which would stay
-        return around[:, :, -1].clone() if ends else None
+        return around[:, :, -1].clone()
     table, n = documents
     slot = torch.arange(1, table.shape[0] + 1, device=table.device)
     ended = torch.where(table[:, 4] > 0, table[:, 2].to(torch.int64), n)

@@ -20,7 +20,7 @@ import torch
 
 __all__ = [
     "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "check_order", "check_results", "copied",
-    "memory", "named", "scan", "step", "unit", "zeroed",
+    "memory", "named", "nothing", "ones", "scan", "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -234,6 +234,16 @@ def zeroed(*names: str) -> LaunchSpec:
     return step("zero", _zero, (), names)
 
 
+def ones(name: str) -> LaunchSpec:
+    """Ones in this buffer."""
+    return step("ones", _ones, (), (name,))
+
+
+def nothing(name: str) -> LaunchSpec:
+    """What a shard without tokens adds to maxima: -inf in all slots of states but the first."""
+    return step("nothing", _nothing, (), (name,))
+
+
 def unit(name: str) -> LaunchSpec:
     """The identity in matrices [..., N, N]."""
     return step("unit", _unit, (), (name,))
@@ -247,6 +257,14 @@ def copied(to: str, source: str, to_slot: int | None = None, slot: int | None = 
 def _zero(*tensors: torch.Tensor) -> None:
     for x in tensors:
         x.zero_()
+
+
+def _nothing(x: torch.Tensor) -> None:
+    x[:, 1:] = -torch.inf
+
+
+def _ones(x: torch.Tensor) -> None:
+    x.fill_(1.0)
 
 
 def _unit(x: torch.Tensor) -> None:

@@ -163,6 +163,8 @@ class Recipe(Generic[_C]):
         states, carried, cut = spec.pointers
         facts, sp_id = self.call.facts, self.sp_id if self.chained else -1
         kind, rows, cols = facts.scan
+        if kind == "max-plus" and spec.constants["REVERSE"]:
+            kind = "elementwise"  # the derivative of a maximum
         shape = facts.B, facts.n_seg, facts.H, rows, cols
         return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, facts.text)
 

@@ -192,7 +192,7 @@ def _stabilised(
         entering = begun.new_full(a.shape[:2], -torch.inf)
     until = max_plus.scan(tokens)
     if sp is not None and sp.world_size > 1:
-        entering = max_plus.enters(_all_of(until), entering, sp)
+        entering = max_plus.enters(max_plus.together(until), entering, sp)
     m = torch.maximum(until.c, until.passing(entering.unsqueeze(-1)))
     along = torch.cat([entering.unsqueeze(-1), m], -1)
     before = along[..., :-1] if documents is None else torch.where(cut, own, along[..., :-1])
@@ -250,11 +250,6 @@ def _quotients(
 
         return rows.quotients(numerator, denominator, m, float(eps), dtype)
     return in_pytorch.quotients(numerator, denominator, m, eps, dtype)
-
-
-def _all_of(until: max_plus.Elements) -> max_plus.Elements:
-    """All tokens in one element, of scanned ones; the identity if there are none."""
-    return until.padded(1).at(-1) if until.a.shape[-1] == 0 else until.at(-1)
 
 
 class _Documents(NamedTuple):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from flexsp.comm.collectives import of_every_rank
 from flexsp.comm.group import SequenceParallel
 
-__all__ = ["Elements", "enters", "scan"]
+__all__ = ["Elements", "enters", "scan", "together"]
 
 _CHUNK = 64
 Optional = torch.Tensor | None
@@ -61,6 +61,11 @@ def scan(tokens: Elements) -> Elements:
     before = scan(inside.at(-1)).padded(1, -1)
     found = Elements(*(None if x is None else x.unsqueeze(-1) for x in before)).then(inside)  # type: ignore[arg-type]
     return Elements(*(None if x is None else x.flatten(-2)[..., :T] for x in found))  # type: ignore[arg-type]
+
+
+def together(until: Elements) -> Elements:
+    """All of scanned elements in one; the identity if there are none."""
+    return until.padded(1).at(-1) if until.a.shape[-1] == 0 else until.at(-1)
 
 
 def enters(all_tokens: Elements, start: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:

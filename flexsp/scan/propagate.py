@@ -31,7 +31,9 @@ from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
 from flexsp.scan.dense import MOST, check_dense, load_dense, through
+from flexsp.scan.max_plus import Elements, enters
 from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_tile
+from flexsp.scan.segments import DECAYS, TAKES, apply, fold, write
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
 from flexsp.scan.transitions import Transition
 
@@ -50,116 +52,6 @@ _TILE = tl.constexpr(CHAIN_TILE)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
-# Decays: log decay of one segment as [BK, 1], zero where the segment is past the end --------------------------------
-
-
-@triton.jit
-def decay_none(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
-    return (rows * 0).to(tl.float32)[:, None]
-
-
-@triton.jit
-def decay_scalar(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
-    a = tl.load(log_a + segment * H + h, mask=live, other=0.0)
-    return (rows * 0).to(tl.float32)[:, None] + a
-
-
-@triton.jit
-def decay_vector(log_a, segment, h, rows, row_mask, live, H, K: tl.constexpr):
-    return tl.load(log_a + (segment * H + h) * K + rows, mask=row_mask & live, other=0.0)[:, None]
-
-
-_DECAYS = {"none": decay_none, "scalar": decay_scalar, "vector": decay_vector, "dense": decay_none}
-
-
-# The walk over segments ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load(
-    states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """(F, log a, cut) of the j-th segment of the walk, the identity past the end, and the address of F, which is where
-    the state leaving that segment goes."""
-    live = j < nseg
-    s = nseg - 1 - j if REVERSE else j
-    slot = s if REVERSE else s + 1
-    at = states + ((b.to(tl.int64) * (nseg + 1) + slot) * H + h) * (K * V) + offsets
-    F = tl.load(at, mask=mask & live, other=0.0)
-    segment = b.to(tl.int64) * nseg + s
-    a = DECAY(log_a, segment, h, rows, rows < K, live, H, K)
-    c = tl.load(cut + segment, mask=live, other=0) != 0 if HAS_CUT else j < 0
-    return F, a, c, at
-
-
-@triton.jit
-def _load4(
-    states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Four segments whose loads are in flight together."""
-    F0, a0, c0, at0 = _load(states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE)
-    F1, a1, c1, at1 = _load(
-        states, log_a, cut, b, h, j + 1, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-    )
-    F2, a2, c2, at2 = _load(
-        states, log_a, cut, b, h, j + 2, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-    )
-    F3, a3, c3, at3 = _load(
-        states, log_a, cut, b, h, j + 3, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-    )
-    return F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, at0, at1, at2, at3
-
-
-@triton.jit
-def _apply(S, F, a, c, HAS_CUT: tl.constexpr):
-    S = tl.exp(a) * S
-    if HAS_CUT:
-        S = tl.where(c, 0.0, S)
-    return S + F
-
-
-@triton.jit
-def _fold(
-    S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Composes all segments onto S. Returns (F_tot, log a_tot, whether there was a cut)."""
-    total = (rows * 0).to(tl.float32)[:, None]
-    any_cut = nseg < 0
-    for j in range(0, nseg, 4):
-        F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, _0, _1, _2, _3 = _load4(
-            states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-        )
-        S = _apply(_apply(S, F0, a0, c0, HAS_CUT), F1, a1, c1, HAS_CUT)
-        S = _apply(_apply(S, F2, a2, c2, HAS_CUT), F3, a3, c3, HAS_CUT)
-        total += (a0 + a1) + (a2 + a3)
-        any_cut = any_cut | c0 | c1 | c2 | c3
-    return S, total, any_cut
-
-
-@triton.jit
-def _write(
-    S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Replaces every F by the state that leaves its segment, that is, that enters the next one. Where not ``alive``, S
-    is NaN and cuts do not stop it."""
-    for j in range(0, nseg, 4):
-        F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, at0, at1, at2, at3 = _load4(
-            states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
-        )
-        S0 = _apply(S, F0, a0, c0 & alive, HAS_CUT)
-        S1 = _apply(S0, F1, a1, c1 & alive, HAS_CUT)
-        S2 = _apply(S1, F2, a2, c2 & alive, HAS_CUT)
-        S = _apply(S2, F3, a3, c3 & alive, HAS_CUT)
-        tl.store(at0, S0, mask=mask)
-        tl.store(at1, S1, mask=mask & (j + 1 < nseg))
-        tl.store(at2, S2, mask=mask & (j + 2 < nseg))
-        tl.store(at3, S, mask=mask & (j + 3 < nseg))
-
-
 # The kernel -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,13 +62,13 @@ def _propagate_kernel(
     states, log_a, cut, folded, home, there_out, there_in, counters, record,
     nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DENSE: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr, FOLD_ONLY: tl.constexpr,
-    HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
+    DECAY: tl.constexpr, BY: tl.constexpr, DENSE: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+    FOLD_ONLY: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
     PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr, PACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
-    DENSE: tiles are [K, BV], ``log_a`` is A, and there is one segment or none.
+    DENSE: tiles are [K, BV], ``log_a`` is A, and there is one segment or none. BY > 0: it is [K, V].
 
     local: neither HAS_IN nor HAS_OUT. FOLD_ONLY: writes F_tot to ``folded`` [B, H, K, V], nothing else; it includes
     the initial state unless HAS_IN. Otherwise a hop of the chain; blocks take their tiles in ascending order on every
@@ -196,15 +88,15 @@ def _propagate_kernel(
         start = slot + offsets
         alive = nseg >= 0
         if HAS_IN:
-            S = tl.full([BK, BV], 0.0, tl.float32)
+            S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, tl.float32)
         else:
             S = tl.load(start, mask=mask, other=0.0)
         if DENSE:
             F, leaving, A = load_dense(states, log_a, b, h, offsets, mask, nseg, H, K, V, REVERSE)
             source, stride = slot + cols[None, :], V
         elif FOLD_ONLY or HAS_OUT:
-            F, total, any_cut = _fold(
-                S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE
+            F, total, any_cut = fold(
+                S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
             )
         if FOLD_ONLY:
             tl.store(folded + bh.to(tl.int64) * (K * V) + offsets, F, mask=mask)
@@ -257,7 +149,7 @@ def _propagate_kernel(
                         if PACE > 0:
                             wait_cycles(began, tile * PACE)
                         if HAS_IN and not DENSE:
-                            F = tl.where(any_cut, 0.0, tl.exp(total) * S) + F
+                            F = apply(S, F, total, any_cut, BY, True)
                         PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
                     else:
                         SIGNAL(ready, pad, stamp + word, pe_out)
@@ -274,7 +166,9 @@ def _propagate_kernel(
         if DENSE:
             tl.store(leaving, F, mask=mask & (nseg > 0))
         elif not FOLD_ONLY:
-            _write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, HAS_CUT, REVERSE)
+            write(
+                S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
+            )
 
 
 # The host ------------------------------------------------------------------------------------------------------------
@@ -368,6 +262,8 @@ def propagate(
     sp: SequenceParallel | None = None,
     *,
     A: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    shifts: torch.Tensor | None = None,
     reverse: bool = False,
     passes: bool = True,
     call: str = "",
@@ -379,7 +275,9 @@ def propagate(
     S_{s+1} = e^{a_s} S_s + F_s, or F_s alone where cut_s.
     Reverse: slot s holds G of segment s, slot NSEG the incoming dS (only the last rank's counts). On return slot s is
     e^{a_s} slot_{s+1} + G_s (G_s alone where cut_s) and slot NSEG what arrived from the right neighbour.
-    With a dense A: S_{s+1} = A_s S_s + F_s, and in reverse A_s^T slot_{s+1} + G_s.
+    With a dense A: S_{s+1} = A_s S_s + F_s, and in reverse A_s^T slot_{s+1} + G_s. With factors: S_{s+1} =
+    factors_s * S_s + F_s, number by number, and in reverse factors_s * slot_{s+1} + G_s. With shifts: S_{s+1} =
+    max(S_s + shifts_s, F_s), of which there is no reverse.
 
     Args:
         states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K, V in 1..256.
@@ -388,6 +286,8 @@ def propagate(
         sp: the ranks; None is one rank.
         A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1; zero where a
             document starts in the segment.
+        factors: instead of log_a, one for each number of the state, of any sign: fp32 [B, NSEG, H, K, V].
+        shifts: instead of log_a, likewise.
         passes: False keeps the scan on this rank although ``sp`` is given.
         call: the op that needs it, the same text on every rank.
 
@@ -395,12 +295,14 @@ def propagate(
         ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
         call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
     """
-    kind = _validate(states, log_a, cut, A)
+    each = {name: x for name, x in (("factors", factors), ("shifts", shifts)) if x is not None}
+    kind = _validate(states, log_a, cut, A, each, reverse)
     chained = sp is not None and sp.world_size > 1 and passes
     if chained and sp is not None:
         watchdog.raise_pending(sp)
     if states.device.type == "cpu" and not _INTERPRETED:
         raise NotAvailable("propagate on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
+    log_a = next(iter(each.values()), log_a)
     log_a = A if A is not None else None if log_a is None else log_a.contiguous()
     cut = cut if cut is None else cut.contiguous()
     if not chained or sp is None:
@@ -413,13 +315,20 @@ def propagate(
 
 def fits(B: int, H: int, K: int, V: int, dense: bool, sp: SequenceParallel) -> bool:
     """Whether the arenas of ``sp`` hold such states: alike on all ranks."""
-    tiles = Tiles.dense(B, H, K, V) if dense else Tiles.of(B, H, K, V, CHAIN_TILE)
-    return tiles.count <= _channel(sp).max_tiles
+    return _tiles("dense" if dense else "none", B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
+
+
+def _tiles(kind: str, B: int, H: int, K: int, V: int, size: int) -> Tiles:
+    """Tiles of `size` numbers; of half as many where as many decays are read beside them."""
+    if kind == "dense":
+        return Tiles.dense(B, H, K, V)
+    return Tiles.of(B, H, K, V, size, halved=kind in TAKES)
 
 
 def _validate(
-    states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, A: torch.Tensor | None
-) -> str:
+    states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, A: torch.Tensor | None,
+    each: dict[str, torch.Tensor], reverse: bool,
+) -> str:  # fmt: skip
     """Checks the arguments of ``propagate``; returns the kind of decay."""
     if states.dim() != 5 or states.size(1) < 1:
         raise ValueError(f"states: expected [B, NSEG + 1, H, K, V], got shape {tuple(states.shape)}")
@@ -434,9 +343,16 @@ def _validate(
         raise ValueError(f"log_a: expected float32 {expected}, got {log_a.dtype} {tuple(log_a.shape)}")
     if cut is not None and (cut.shape != (B, slots - 1) or cut.dtype != torch.int32):
         raise ValueError(f"cut: expected int32 {(B, slots - 1)}, got {cut.dtype} {tuple(cut.shape)}")
-    for name, tensor in (("log_a", log_a), ("cut", cut), ("A", A)):
+    for name, x in each.items():
+        if tuple(x.shape) != (B, slots - 1, H, K, V) or x.dtype != torch.float32:
+            raise ValueError(f"{name}: expected float32 {(B, slots - 1, H, K, V)}, got {x.dtype} {tuple(x.shape)}")
+        if log_a is not None or A is not None or len(each) > 1 or (reverse and name == "shifts"):
+            raise ValueError(f"{name}: expected no other transition beside them, and shifts not in reverse")
+    for name, tensor in (("log_a", log_a), ("cut", cut), ("A", A), *each.items()):
         if tensor is not None and tensor.device != states.device:
             raise ValueError(f"{name}: expected device {states.device}, got {tensor.device}")
+    if each:
+        return "elementwise" if "factors" in each else "max-plus"
     if A is None:
         return "none" if log_a is None else shapes[tuple(log_a.shape)]
     if log_a is not None or cut is not None:
@@ -468,7 +384,7 @@ def _launch(
             launch(kernel, grid, (states, log_a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
     channel = _channel(sp)
-    tiles = Tiles.dense(B, H, K, V) if kind == "dense" else Tiles.of(B, H, K, V, CHAIN_TILE)
+    tiles = _tiles(kind, B, H, K, V, CHAIN_TILE)
     if tiles.count == 0:
         return
     if tiles.count > channel.max_tiles:
@@ -497,9 +413,9 @@ def _launch(
 def _constants(tiles: Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
     """Constants of the kernel; those of the neighbours are for a rank that has none."""
     return {
-        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": _DECAYS[kind], "DENSE": kind == "dense",
-        "HAS_CUT": has_cut,
-        "REVERSE": reverse, "FOLD_ONLY": False, "HAS_IN": False, "HAS_OUT": False, "REGIONS": 2,
+        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": DECAYS[kind],
+        "BY": TAKES.get(kind, 0), "DENSE": kind == "dense", "HAS_CUT": has_cut, "REVERSE": reverse,
+        "FOLD_ONLY": False, "HAS_IN": False, "HAS_OUT": False, "REGIONS": 2,
         "PUSH": dev.push_store, "SIGNAL": dev.signal_store, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY, "PACE": 0,
     }  # fmt: skip
 
@@ -509,7 +425,7 @@ def local_launch(
     has_in: bool = False,
 ) -> tuple[Any, tuple[int], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(kernel, grid, numbers after the nine pointers, constants, options) of the scan over this rank's segments."""
-    tiles = Tiles.dense(B, H, K, V) if kind == "dense" else Tiles.of(B, H, K, V, LOCAL_TILE)
+    tiles = _tiles(kind, B, H, K, V, LOCAL_TILE)
     numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0)
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {"FOLD_ONLY": folded, "HAS_IN": has_in}
     # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
@@ -524,12 +440,26 @@ def _over_process_group(
     """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
     from flexsp.scan.schedules import incoming_state
 
+    if kind == "max-plus" and carried is not None:
+        _maximum_over_ranks(states, carried, cut, sp)
+        _launch(states, carried, cut, kind, reverse)
+        return
     first = sp.neighbours(reverse)[0] is None
     folded, transition = _folded(states, carried, cut, kind, reverse, first)
     arrived = incoming_state(folded, transition, sp, reverse, call)
     if not first:
         states[:, -1 if reverse else 0].copy_(arrived)
     _launch(states, carried, cut, kind, reverse)
+
+
+def _maximum_over_ranks(
+    states: torch.Tensor, shifts: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel
+) -> None:  # fmt: skip
+    """Puts what enters this rank in slot 0: every rank hears of all others."""
+    folded = torch.empty_like(states[:, 0])
+    _launch(states, shifts, cut, "max-plus", False, folded=folded, seeded=False)
+    dropped = None if cut is None else (cut != 0).any(1)[:, None, None, None].expand_as(folded)
+    states[:, 0].copy_(enters(Elements(shifts.sum(1), folded, dropped), states[:, 0], sp))
 
 
 def _folded(
@@ -540,6 +470,11 @@ def _folded(
     folded = states.new_zeros(B, H, K, V)
     if kind != "dense" or carried is None:
         _launch(states, carried, cut, kind, reverse, folded=folded, seeded=seeded)
+        if kind == "elementwise" and carried is not None:
+            total = carried.prod(1)
+            if cut is not None:
+                total = total.masked_fill((cut != 0).any(1)[:, None, None, None], 0.0)
+            return folded, Transition.linear(folded, total, False)
         total = None if carried is None else carried.sum(1)
         return folded, Transition.of(folded, total, None if cut is None else (cut != 0).any(1))
     if slots == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexsp.comm.group import get_sp
 from flexsp.runtime.launch import KernelLaunch
 from flexsp.runtime.steps import Frame, Step
@@ -17,7 +19,8 @@ def propagate_step(
     """`propagate` on named tensors: over segments, and over the ranks of the group `sp_id` (-1: none).
 
     Args:
-        decay: log decay, or A where `kind` is "dense"; None where it is "none".
+        decay: log decay; A where `kind` is "dense", factors where it is "elementwise", shifts where it is "max-plus";
+            None where it is "none".
         shape: B, NSEG, H, K, V.
         call: the op that needs it, the same text on every rank.
     """
@@ -26,10 +29,11 @@ def propagate_step(
 
         def over_ranks(frame: Frame) -> None:
             found = None if decay is None else frame[decay]
-            dense = kind == "dense"
+            name = {"dense": "A", "elementwise": "factors", "max-plus": "shifts"}.get(kind, "log_a")
+            carried: dict[str, Any] = {name: found}
             propagate(
-                frame[states].view(B, -1, H, K, V), None if dense else found, None if cut is None else frame[cut],
-                get_sp(sp_id), A=found if dense else None, reverse=reverse, call=call,
+                frame[states].view(B, -1, H, K, V), carried.pop("log_a", None), None if cut is None else frame[cut],
+                get_sp(sp_id), **carried, reverse=reverse, call=call,
             )  # fmt: skip
 
         return over_ranks

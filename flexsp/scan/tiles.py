@@ -24,8 +24,10 @@ class Tiles:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def of(B: int, H: int, K: int, V: int, size: int) -> Tiles:
+    def of(B: int, H: int, K: int, V: int, size: int, halved: bool = False) -> Tiles:
         warps = 8 if size == CHAIN_TILE else 4
+        if halved:
+            size //= 2
         if V % 4:
             size //= 2  # no 16-byte loads: an address for every element, and registers run out
         cols = triton.next_power_of_2(V)

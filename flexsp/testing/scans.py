@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScanCall", "fill_slots_with_nan", "random_calls", "scan_error", "scan_oracle"]
 
-KINDS = ("none", "scalar", "vector")
+KINDS = ("none", "scalar", "vector", "elementwise", "max-plus")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ScanCall:
     def draw(
         self, seed: int, device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """All ranks' segments: F [B, n, H, K, V], log_a (A if dense), cut, and the state that enters first.
+        """All ranks' segments: F [B, n, H, K, V], log_a (or A or factors), cut, and the state that enters first.
 
         Ranks on devices of one kind draw alike.
         """
@@ -45,6 +45,10 @@ class ScanCall:
             return F, A, None, normal(self.B, self.H, self.K, self.V)
         shape = (self.B, n, self.H) if self.kind == "scalar" else (self.B, n, self.H, self.K)
         log_a = None if self.kind == "none" else -3 * uniform(shape)
+        if self.kind == "elementwise":  # factors; some are 0
+            log_a = (2 * uniform(F.shape) - 1).masked_fill(uniform(F.shape) < 0.1, 0.0)
+        if self.kind == "max-plus":  # shifts
+            log_a = normal(*F.shape)
         cut = (uniform(self.B, n) < 0.3).int() if self.cuts else None
         return F, log_a, cut, normal(self.B, self.H, self.K, self.V)
 
@@ -60,25 +64,37 @@ def random_calls(
 
     calls = []
     for i in range(count):
-        kind = "dense" if i % 4 == 3 else KINDS[pick(0, 2)]
+        kind = "dense" if i % 4 == 3 else KINDS[pick(0, len(KINDS) - 1)]
         most = 1 if kind == "dense" else segments
         K = pick(1, size)
         nsegs = tuple(pick(0, most) for _ in range(world))
         calls.append(
-            ScanCall(pick(1, 2), pick(1, heads), K, pick(1, size), nsegs, kind, bool(pick(0, 1)), bool(pick(0, 1)))
+            ScanCall(
+                pick(1, 2), pick(1, heads), K, pick(1, size), nsegs, kind, bool(pick(0, 1)),
+                bool(pick(0, 1)) and kind != "max-plus",
+            )  # fmt: skip
         )
     return calls
 
 
 def scan_oracle(
-    F: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, initial: torch.Tensor, reverse: bool
-) -> torch.Tensor:
-    """Boundary states [B, n + 1, H, K, V] of the whole sequence in float64."""
+    F: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, initial: torch.Tensor, reverse: bool,
+    kind: str = "",
+) -> torch.Tensor:  # fmt: skip
+    """Boundary states [B, n + 1, H, K, V] of the whole sequence in float64. ``log_a`` as `ScanCall.draw` gives it for
+    the ``kind``."""
     B, n, H, K, V = F.shape
     out = F.new_empty(B, n + 1, H, K, V, dtype=torch.float64)
     S = out[:, n if reverse else 0] = initial.double()
     for s in range(n - 1, -1, -1) if reverse else range(n):
-        if log_a is not None and log_a.dim() == 5:
+        if log_a is not None and kind == "max-plus":
+            dropped = S.new_zeros(B, dtype=torch.bool) if cut is None else cut[:, s] != 0
+            S = (S + log_a[:, s].double()).masked_fill(dropped[:, None, None, None], float("-inf"))
+            out[:, s + 1] = S = torch.maximum(S, F[:, s].double())
+            continue
+        if log_a is not None and kind == "elementwise":
+            S = log_a[:, s].double() * S
+        elif log_a is not None and kind == "dense":
             A = log_a[:, s].double()
             S = (A.mT if reverse else A) @ S
         elif log_a is not None:
@@ -100,7 +116,7 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
 
     rank, world = (0, 1) if sp is None else (sp.rank, sp.world_size)
     F, log_a, cut, initial = call.draw(seed, device)
-    want = scan_oracle(F, log_a, cut, initial, call.reverse)
+    want = scan_oracle(F, log_a, cut, initial, call.reverse, call.kind)
     begin, count = sum(call.nsegs[:rank]), call.nsegs[rank]
     part = slice(begin, begin + count)
     states = torch.full((call.B, count + 1, call.H, call.K, call.V), float("nan"), device=device)
@@ -113,7 +129,9 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
         assert A is not None
         propagate(states, None, None, sp, A=A.contiguous(), reverse=call.reverse)
     else:
-        propagate(states, mine[0], mine[1], sp, reverse=call.reverse)
+        name = {"elementwise": "factors", "max-plus": "shifts"}.get(call.kind, "log_a")
+        carried: dict[str, Any] = {"log_a": None, name: mine[0]}
+        propagate(states, **carried, cut=mine[1], sp=sp, reverse=call.reverse)
     error = (states.double() - want[:, begin : begin + count + 1]).abs().max().item()
     return error if error == error else float("inf")
 

@@ -1,10 +1,11 @@
-"""Thirteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`.
+"""Fourteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`.
 """
 
 from flexsp.variants import (
     deltanet,
     gated_deltanet,
     gla,
+    gla_outer_gates,
     gla_own_bias,
     hgrn,
     hgrn2,
@@ -21,6 +22,7 @@ __all__ = [
     "deltanet",
     "gated_deltanet",
     "gla",
+    "gla_outer_gates",
     "gla_own_bias",
     "hgrn",
     "hgrn2",

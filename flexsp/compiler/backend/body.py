@@ -221,8 +221,12 @@ def _load_param(name: str, sizes: tuple[str, ...], body: Body) -> Value:
             n = index(sizes[0], body)
             text = f"tl.load({name}_ptr + h * {n} + at_{n}, mask=at_{n} < {n}, other=0.0).to(tl.float32)"
             body.once.append(f"{name}_h = {text}")
+        elif first_of(sizes[0], body) != "0":
+            raise NotEmittable(f"{name}: kernels take parameters [{sizes[1]}, {sizes[0]}] a head, got {sizes}")
         else:
-            raise NotEmittable(f"{name}: kernels take parameters of [H] or [H, N], got {sizes} a head")
+            n, m = sizes
+            at = f"{name}_ptr + h * {elements(sizes)}, {m}, {n}, {first_of(m, body)}, {block(n)}, {m}, {block(m)}"
+            body.once.append(f"{name}_h = load_rows({at}).to(tl.float32)")
     return Value(f"{name}_h", sizes, frozenset(range(len(sizes))))
 
 
@@ -291,8 +295,13 @@ def store_kept(emitter: Emitter, kept: Kept, x: Value, body: Body) -> str:
 
 
 def store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
-    """Stores a number or a vector that a chunk leaves as a whole in its row of [rows, ...]."""
+    """Stores a number, a vector or a matrix that a chunk leaves as a whole in its row of [rows, ...]."""
     if not sizes:
         return f"tl.store({base} + row * n_chunks + c, {x.f32})"
+    if len(sizes) == 2:
+        n, m = sizes
+        at = f"{base} + (row * n_chunks + c) * {elements(sizes)}"
+        cols = f"{m}, {n}, {first_of(m, body)}, {block(n)}, {m}, {block(m)}"
+        return f"store_rows({at}, {laid_out(emitter, x, sizes)}, {cols})"
     n = index(sizes[0], body)
     return f"tl.store({base} + (row * n_chunks + c) * {n} + at_{n}, {laid_out(emitter, x, sizes)}, mask=at_{n} < {n})"

@@ -54,12 +54,14 @@ def make_kernel(
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
-    horizon = None if dense or transition == "none" else make_horizon(kind, step, given, body, memory)
+    each = transition in ("elementwise", "max-plus")
+    horizon = None if dense or each or transition == "none" else make_horizon(kind, step, given, body, memory)
     if kind in FLIPPED and not dense and len(layout.state) == 2 and not layout.parts:
         emitter.flip("S")
     emitter.run(found, results.__setitem__, order=False)
     if kind != "summarize" or not dense:
-        return replace(make_walk(kind, body, emitter, results, horizon=horizon), nodes=(tuple(emitter.values),))
+        kernel = make_walk(kind, body, emitter, results, horizon=horizon, each=each)
+        return replace(kernel, nodes=(tuple(emitter.values),))
     across, lines = make_transition(step, given, body, memory)
     kernel = make_walk(kind, body, emitter, results, lines)
     return replace(kernel, nodes=(tuple(emitter.values), tuple(across.values)))

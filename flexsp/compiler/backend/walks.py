@@ -32,7 +32,7 @@ from flexsp.compiler.graphs.differentiate import Step, cut
 from flexsp.compiler.graphs.homogeneous import without
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users
-from flexsp.compiler.graphs.values import NotEmittable, Value, block, is_state
+from flexsp.compiler.graphs.values import NotEmittable, Value, block, inner, is_state
 
 __all__ = ["FLIPPED", "HELD", "WALKS", "make_horizon", "make_transition", "make_walk"]
 
@@ -46,9 +46,10 @@ _KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of e
 
 def make_walk(
     kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = (),
-    horizon: Horizon | None = None,
+    horizon: Horizon | None = None, each: bool = False,
 ) -> Kernel:  # fmt: skip
-    """A walk; with lines of `transition`, programs past the panels of the state's columns run those."""
+    """A walk; with lines of `transition`, programs past the panels of the state's columns run those. `each`: every
+    number of the state has a decay of its own."""
     layout, state = body.layout, HELD[kind]
     V = layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
@@ -60,9 +61,13 @@ def make_walk(
     if "o" in results:
         writes.append("o")
         after.append(store_tokens(emitter, "o", results["o"], ("C", V), body))
-    decays = "A" in results
-    ones, factors, stored = _decays(emitter, body, results) if decays and not horizon else ([], [], [])
-    if horizon is not None:
+    decays = "A" in results or "shift" in results
+    ones: list[str] = []
+    factors: list[str] = []
+    stored: list[str] = []
+    if decays and horizon is None:
+        ones, factors, stored = (_decays_of_each if each else _decays)(emitter, body, results)
+    elif horizon is not None:
         ones, stored = horizon.lines, horizon.stored if decays else []
     after += factors
     at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + elements(layout.matrix)
@@ -75,7 +80,7 @@ def make_walk(
         lines += ["n0, n1 = c0, c1"]
     cuts = kind == "summarize" and not transition
     walk = [
-        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout),
+        *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout, "shift" in results),
         *ones,
         *(["cuts = 0"] if cuts and horizon is None else []),
         *_walk_loop(kind, state, layout, held, cuts and horizon is None),
@@ -135,6 +140,22 @@ def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple
             stored.append(f"tl.store({where}, tl.log({total}), mask=tl.program_id(0) == 0)")
         inside.append(f"{total} = tl.where(length > 0, {total} * {factor}, {total})")
     return ones, inside, stored
+
+
+def _decays_of_each(
+    emitter: Emitter, body: Body, results: Mapping[str, Value]
+) -> tuple[list[str], list[str], list[str]]:  # fmt: skip
+    """As `_decays`, with a tile of factors as large as that of the state, or of shifts; they are stored themselves."""
+    layout = body.layout
+    [place] = layout.places()
+    at = f"decay + ((b * n_seg + seg) * H + h) * {elements(layout.matrix)}"
+    name, unit, sign = ("shift", "0.0", "+") if "shift" in results else ("A", "1.0", "*")
+    each = inner(laid_out(emitter, results[name], place.sizes))
+    return (
+        [f"total = tl.full([{place.shape}], {unit}, tl.float32)"],
+        [f"total = tl.where(length > 0, total {sign} {each}, total)"],
+        [place.store(at, "total")],
+    )
 
 
 def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
@@ -204,8 +225,11 @@ def make_horizon(
     return Horizon(lines, [f"tl.store({at} + at_{rows}, total, mask={once})"])
 
 
-def _walk_start(kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout) -> list[str]:
-    """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it."""
+def _walk_start(
+    kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout, maxima: bool = False
+) -> list[str]:  # fmt: skip
+    """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it.
+    Sums over a segment begin at 0, `maxima` at -inf."""
     given = f"boundary + row * {elements(layout.matrix)}"
     names = {x: f"{state}{x.suffix}" for x in held}
     if kind in ("summarize", "collect"):
@@ -214,7 +238,8 @@ def _walk_start(kind: str, state: str, entry: str, held: Sequence[Place], layout
         edge += [f"        edge{x.suffix} = {x.load(given)}" for x in held]
         edge += [x.store(entry, f"edge{x.suffix}") for x in held]
         at_edge = f"if seg == {'n_seg - 1' if state == 'dS' else '0'}:"
-        return [*(f"{name} = {x.zeros}" for x, name in names.items()), at_edge, *(f"    {line}" for line in edge)]
+        nothing = {x: f'tl.full([{x.shape}], float("-inf"), tl.float32)' if maxima else x.zeros for x in held}
+        return [*(f"{name} = {nothing[x]}" for x, name in names.items()), at_edge, *(f"    {line}" for line in edge)]
     return [
         "if ENTERS:", *(f"    {name} = {x.load(entry)}" for x, name in names.items()),
         "else:", *(f"    {name} = {x.zeros}" for x, name in names.items()),

@@ -17,12 +17,13 @@ from torch.fx import Node
 
 from flexsp.compiler.frontend import primitives
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
+from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
 
 __all__ = ["Program", "Transition", "call", "check"]
 
-Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "not affine"]
+Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, "torch.Tensor | float"]
 _CHUNK = 6
@@ -41,7 +42,7 @@ class Program:
     decay: Traced
     merge: Traced
     transition: Transition
-    linear: Traced | None  # A S of decay's S' = A S + F, None where it is not affine
+    linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
     parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
 
@@ -256,7 +257,7 @@ class _Probe:
         flows = Flows(self.decay, base.values, base.state)
         flow = flows.result()
         if flow.level == "curved":
-            return "not affine", None
+            return self._maxima(base)
         linear, aligned = flows.linear(), flow.level == "aligned" and not flow.turned
         inside = _parts(self.decay, base.state)
         elementwise = dense = by_row = True
@@ -268,7 +269,10 @@ class _Probe:
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
             by_row = by_row and (flow.breadth != PARTS or _by_row(linear, run, inside))
         if aligned and elementwise:
-            return _BREADTHS[flow.breadth] if flow.breadth != PARTS else "vector" if by_row else "elementwise", linear
+            most = base.state.dim() + 1  # a vector's numbers are its rows
+            if flow.breadth != PARTS:
+                return _BREADTHS[min(flow.breadth, most)], linear
+            return "vector" if by_row else "elementwise", linear
         if dense:
             return "dense", linear
         if elementwise:
@@ -279,6 +283,21 @@ class _Probe:
             f"the result, computed at {self.decay.line}, is affine in {STATE}, but neither elementwise nor a matrix "
             f"from the left (A @ {STATE}); write the state transposed if its matrix multiplies from the right",
         )
+
+    def _maxima(self, base: _Run) -> tuple[Transition, Traced | None]:
+        """Whether decay is S -> max(S + a, F), and S + a."""
+        shift = shifted(self.decay, base.values, base.state)
+        if shift is None:
+            return "not affine", None
+        for run in (base, *self._further()):
+            for scale in (0.0, 1.0, 4.0):
+                X = scale * self._number(self.shapes[STATE], 0)
+                moved, least = _step(shift, run, X), _step(self.decay, run, torch.full_like(X, -torch.inf))
+                if not _close(moved, X + _step(shift, run, torch.zeros_like(X)), X):
+                    return "not affine", None
+                if not _close(_step(self.decay, run, X), torch.maximum(moved, least), X):
+                    return "not affine", None
+        return "max-plus", shift
 
     def _further(self) -> Iterator[_Run]:
         """Other inputs, so that what is inactive for some is seen: those with finite results of moderate size."""

@@ -23,6 +23,7 @@ from flexsp.kernels import executor
 from flexsp.kernels.executor import Documents, States
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.chunks import states_between
+from flexsp.scan.maxima import Maxima, finite, maxima_of, settled
 from flexsp.scan.transitions import Transition
 
 __all__ = ["rehearse", "run"]
@@ -60,6 +61,7 @@ class _Local:
         self.lead = x.shape[0], x.shape[2]
         self.zero, self.documents, self.begins = zero, documents, any(chunk.first for chunk in chunks)
         self.affine = program.transition != "not affine"
+        self.maxima: Maxima | None = None
         members: dict[int, list[int]] = defaultdict(list)
         for i, chunk in enumerate(chunks):
             members[chunk.length].append(i)
@@ -129,6 +131,8 @@ class _Local:
         kind = self.program.transition
         if kind == "none":
             return None
+        if self.maxima is not None:
+            return self.maxima.factors
         thin = kind in ("scalar", "vector") and self.zero.dim() == 4 and not self.program.parts  # one factor a row
         factors = []
         for values, n in zip(self.inputs, self.counts, strict=True):
@@ -136,6 +140,26 @@ class _Local:
             factors.append(a[..., :1] if thin else a)
         one = _one(self.zero, kind == "dense").unsqueeze(2)
         return self._in_order(factors, one[..., :1] if thin else one)
+
+    def find_maxima(self, initial: torch.Tensor | None, sp: SequenceParallel | None) -> None:
+        """Which maxima the states are: then they have factors (`flexsp.scan.maxima`). Collective over ``sp``."""
+        assert self.program.linear is not None
+        shifts, brought = [], []
+        for values, n in zip(self.inputs, self.counts, strict=True):
+            zero = self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:])
+            shifts.append(self._on_chunks(self.program.linear, {**values, STATE: zero}, n)[0])
+            brought.append(self._on_chunks(self.program.decay, {**values, STATE: zero - torch.inf}, n)[0])
+        none = self.zero.unsqueeze(2)
+        a, F = self._in_order(shifts, none), self._in_order(brought, none - torch.inf)
+        start, begun, first = self.zero, None, None
+        if self.documents is None:
+            start = start if initial is None else initial
+        else:
+            table, n = self.documents
+            first = table[:, 3].bool()
+            own = self.zero.new_zeros(n, *self.zero.shape[1:]) if initial is None else initial
+            begun = own.index_select(0, table[:, 2]).transpose(0, 1).unsqueeze(0)
+        self.maxima = maxima_of(a, F, start, begun, first, sp)
 
     def _factors_of(self, values: Tensors, n: int, dense: bool) -> torch.Tensor:
         """A [B H n, ...] of a group's chunks."""
@@ -169,6 +193,8 @@ class _Local:
 
     def _added(self) -> torch.Tensor:
         """F of every chunk: the state after it where it is 0 before."""
+        if self.maxima is not None:
+            return self.maxima.added
         F = []
         for values, n in zip(self.inputs, self.counts, strict=True):
             zero = self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:])
@@ -198,6 +224,8 @@ class _Local:
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         """Phase 3."""
         o = []
+        if self.maxima is not None:
+            entering = settled(entering, self.maxima.before)
         for values, S, n in zip(self.inputs, self._by_group(entering), self.counts, strict=True):
             found = self._on_chunks(self.program.merge, {**values, CHUNK_STATE: S}, n)[0]
             o.append(found.unflatten(0, (*self.lead, n)).flatten(2, 3))
@@ -246,6 +274,8 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
     with _many("chunk_mode", program.chunk):
         local.contribute()
     with _many("decay_mode", program.decay):
+        if program.transition == "max-plus":
+            local.find_maxima(initial, None)
         before, _ = local.states(None)(initial)
         if local.affine:
             local.through()
@@ -286,4 +316,12 @@ def run(
     zero = x.new_zeros(B, H, *state)
     local = _Local(program, tokens, params, program.meta.numbers, chunks, zero, documents)
     local.contribute()
-    return executor.run(local, zero, initial, documents, sp, anchor, call_text)
+    if program.transition != "max-plus":
+        return executor.run(local, zero, initial, documents, sp, anchor, call_text)
+    local.find_maxima(initial, sp)
+    assert local.maxima is not None
+    initial = None if initial is None else finite(initial)
+    o, final = executor.run(local, zero, initial, documents, sp, anchor, call_text)
+    if final is not None:
+        final = settled(final, executor.final_states(local.maxima.around, documents))
+    return o, final

@@ -114,9 +114,9 @@ class Kept:
 class Step:
     """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS". "S__x" is a state's part x.
 
-    Outputs: "o", "S" (the state that leaves), "A" (what multiplies the entering state, where that is elementwise),
-    "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and every intrinsic. `condition`: on
-    sizes, if it is for some only.
+    Outputs: "o", "S" (the state that leaves), "A" (its derivative by the entering state, where each number has one),
+    "shift" (a of max(S + a, F)), "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and
+    every intrinsic. `condition`: on sizes, if it is for some only.
     """
 
     graph: Graph
@@ -294,8 +294,9 @@ def differentiate(program: Program) -> Step:
     cotangents = [sizes.tensor([sizes.chunk, width[-1]]), *(sizes.tensor(shape) for shape in (state, *of_parts))]
     phases = [_with_intrinsics(x) for x in (program.chunk, program.decay, program.merge)]
     chunk, decay, merge = (_apart(module, len(states)) for module in phases)
+    shift = _with_intrinsics(program.linear) if program.transition == "max-plus" and program.linear else None
     outputs: list[str] = []
-    elementwise = program.transition in ("none", "scalar", "vector")
+    elementwise = program.transition in ("none", "scalar", "vector", "elementwise", "max-plus")
 
     def run(module: GraphModule, values: Mapping[str, Any], n: int) -> tuple[Any, Any]:
         results = _Lines(module).run(*(values[x.target] for x in module.graph.nodes if x.op == "placeholder"))
@@ -315,6 +316,8 @@ def differentiate(program: Program) -> Step:
             ones = torch.ones_like(old)
             (grad,) = torch.autograd.grad(new, old, ones, retain_graph=True, materialize_grads=True)
             found[f"A{name[1:]}"] = grad
+        if shift is not None:
+            (found["shift"],), _ = run(shift, values | {STATE: torch.zeros_like(S[0]), CHUNK_STATE: F[0]}, 1)
         ends, cotangents = [o, *S_new], [do, *dS]
         grads = torch.autograd.grad(ends, [*leaves, *cached], cotangents, allow_unused=True, materialize_grads=True)
         found |= {f"d_{name}": x for name, x in zip(names, grads, strict=False)}
@@ -331,6 +334,8 @@ def differentiate(program: Program) -> Step:
             told = str(error).strip().splitlines()[0]
             raise NotEmittable(f"the functions run with some sizes only, kernels are made for all: {told}") from error
     _label(graph, [*names, "do", *(f"d{name}" for name in states)], sizes)
+    for node in graph.nodes:
+        node.meta["param"] = node.op == "placeholder" and node.name in meta.params and len(dims(node)) == 2
     _out_of_place(graph)
     simplify(graph)
     keeper = _Keeper(graph, outputs, program.transition == "dense")

@@ -86,8 +86,9 @@ def _source(node: Any) -> tuple[Any, bool]:
 
 
 def _held(node: Any, walks: str) -> bool:
-    """Whether it is what a walk holds in registers, "S" or "dS"; chunkwise kernels ("") hold nothing."""
-    return bool(walks) and node.op == "placeholder" and node.name.split("__")[0] == walks
+    """Whether it is what a walk holds in registers: "S", "dS" or a parameter. Chunkwise kernels ("") hold nothing."""
+    held = node.name.split("__")[0] == walks or bool(node.meta.get("param"))
+    return bool(walks) and node.op == "placeholder" and held
 
 
 def _last_uses(nodes: Sequence[Any]) -> dict[Any, int]:
@@ -172,7 +173,8 @@ def _of_groups(
     shared = _operands(nodes, tiles, walks, flipped)
     if walks:
         state = _state(nodes, tiles, walks)
-        inside = min(_SCRATCH // 2 if flipped else _SCRATCH, state) if flipped or kind != "output" else 0
+        turned = flipped and not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
+        inside = min(_SCRATCH // 2 if turned else _SCRATCH, state) if flipped or kind != "output" else 0
         if kind != "states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
             inside = state  # a decay that is summed here comes in another layout than the state it multiplies
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)

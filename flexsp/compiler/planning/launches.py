@@ -22,7 +22,7 @@ from flexsp.compiler.backend.walks import HELD, WALKS
 from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
-from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
+from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = ["GeneratedCall", "Plan"]
 
 _F32 = torch.float32
 _SAVED = ("@states", "@A", "@decay", "@cut")
-_OWN = (*_SAVED, "@dstates", "@entering", "@leaving")
+_OWN = (*_SAVED, "@passed", "@dstates", "@entering", "@leaving")
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,18 @@ class GeneratedCall:
     @cached_property
     def facts(self) -> Facts:
         plan, program = self.plan, self.code.program
-        kind = "dense" if self.code.dense else "none" if self._carries is None else "vector"
+        kind = "vector" if program.transition == "scalar" else program.transition
         rows, cols = (*self.state, 1)[:2]
         return Facts(
             program.merge.name, program.call_text(self.dtype, self.docs > 0), self.B, self.T, self.H, self.docs,
             plan.chunk, plan.n_chunks, plan.n_seg, (kind, rows, cols), self.ends,
             sparse=bool(self.code.layout.parts), sure=plan.sure,
         )  # fmt: skip
+
+    @property
+    def _maxima(self) -> bool:
+        """Whether states are max(S + a, F). Then `collect` leaves what passes a segment backward, "@passed"."""
+        return self.code.program.transition == "max-plus"
 
     @property
     def _carries(self) -> str | None:
@@ -107,7 +112,8 @@ class GeneratedCall:
 
     def look(self, frame: Any) -> None:
         """ValueError where a segment's decay has no logarithm. Synchronises."""
-        if self.scanned and self._carries == "@decay" and bool(frame["@decay"].isnan().any()):
+        logarithms = self._carries == "@decay" and not (self._maxima or self.facts.scan[0] == "elementwise")
+        if self.scanned and logarithms and bool(frame["@decay"].isnan().any()):
             raise ValueError(
                 f"{self.code.program.decay.name}: expected to multiply the state by no negative number and by no NaN, "
                 "since kernels carry the logarithm from segment to segment; some input of the call makes it one"
@@ -137,12 +143,14 @@ class GeneratedCall:
         if name in ("@states", "@dstates"):
             return Buffer(_F32, (self.B, plan.n_seg + 1, self.H, *self.state))
         if name in ("@entering", "@leaving"):
-            half = self.dtype == torch.bfloat16
+            half = self.dtype == torch.bfloat16 and not self._maxima
             return Buffer(self.dtype if half else _F32, (heads, plan.n_chunks, *(*self.state, 1)[:2]))
         if name in ("@initial", "@final", "@dinitial", "@dfinal"):
             return Buffer(_F32, (self.docs or self.B, self.H, *self.state))
-        if name in ("@A", "@decay"):
-            return Buffer(_F32, (*of_segments, rows, *((rows,) if name == "@A" else ())))
+        if name in ("@A", "@decay", "@passed"):
+            kind, _, cols = self.facts.scan
+            more = (rows,) if name == "@A" else (cols,) if kind in ("elementwise", "max-plus") else ()
+            return Buffer(_F32, (*of_segments, rows, *more))
         if name == "@cut":
             return Buffer(torch.int32, of_segments[:2])
         source = {"@o": "do", "@do": "do"}.get(name, name.removeprefix("d."))
@@ -199,8 +207,11 @@ class GeneratedCall:
 
     def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         """The forward pass of a shard without tokens, whose transition is the unit."""
-        names = ["@states", *(x for x in self._summarize().pointers if x in ("@decay", "@cut"))]
-        steps = [*([unit("@A")] if self.code.dense else []), zeroed(*names)]
+        factors = self.code.program.transition == "elementwise"
+        carried = ("@cut",) if factors else ("@decay", "@cut")
+        names = ["@states", *(x for x in named(*self._summarize().pointers) if x in carried)]
+        units = [unit("@A")] if self.code.dense else [ones("@decay")] if factors else []
+        steps = [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
         if self.initial and not self.docs:
             steps.append(copied("@states", "@initial", 0))
         return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
@@ -217,10 +228,11 @@ class GeneratedCall:
         )  # fmt: skip
         middle: list[LaunchSpec] = []
         if self.scanned:
-            others = ["@dstates", after, *self._entering("collect"), self._table]
+            passed = ["@passed"] if self._maxima else []
+            others = ["@dstates", after, *passed, *self._entering("collect"), self._table]
             reads = named(after, *self._entering("collect"))
             middle = [
-                self._walk("collect", others, reads, ("@dstates",), BOUNDARY=after is not None),
+                self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
         dinitial_of = "@dinitial" if dinitial else None
@@ -239,7 +251,7 @@ class GeneratedCall:
             return launches
         given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.docs else []
         left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
-        return [zeroed("@dstates"), *given, *launches, *left]
+        return [zeroed("@dstates"), *([ones("@passed")] if self._maxima else []), *given, *launches, *left]
 
     @property
     def _table(self) -> str | None:
@@ -263,7 +275,7 @@ class GeneratedCall:
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
         cut = "@cut" if self.docs and not self.code.dense else None
-        return scan(states, self._carries, cut, reverse=reverse)
+        return scan(states, "@passed" if reverse and self._maxima else self._carries, cut, reverse=reverse)
 
     def _written(self, name: str) -> str:
         if name in self.code.layout.kept:

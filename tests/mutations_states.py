@@ -1,0 +1,72 @@
+"""The changes of tests/mutate.py to states whose numbers have a factor each, and to states that are maxima."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["STATES"]
+
+_PROGRAMS = "tests/test_generated_programs.py::"
+
+STATES = [
+    *_in(
+        "flexsp/scan/segments.py",
+        (
+            'float("-inf") if BY == 2 else 0.0)\n    segment',
+            "0.0)\n    segment",
+            "segments that are not there write 0",
+            "tests/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
+        ),
+    ),
+    *_in(
+        "flexsp/scan/propagate.py",
+        (
+            'float("-inf") if BY == 2 else 0.0, tl.float32)',
+            "0.0, tl.float32)",
+            "ranks begin maxima at 0",
+            "tests/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
+        ),
+    ),
+    *_in(
+        "flexsp/compiler/backend/walks.py",
+        (
+            "total = tl.where(length > 0, total {sign} {each}, total)",
+            "total = total {sign} {each}",
+            "chunks without tokens multiply each number",
+            _PROGRAMS + "test_a_decay_that_no_token_changes[A.sigmoid()-bounds1-lengths2]",
+        ),
+    ),
+    *_in(
+        "flexsp/compiler/planning/launches.py",
+        (
+            '[ones("@decay")] if factors',
+            '[zeroed("@decay")] if factors',
+            "a shard without tokens drops the state",
+            "tests/test_generated.py::test_three_ranks_with_an_empty_shard[gla_outer_gates]",
+        ),
+    ),
+    *_in(
+        "flexsp/scan/maxima.py",
+        (
+            "reached < F, 0.0, 0.5",
+            "reached < F, 0.0, 1.0",
+            "equal numbers do not share their gradient",
+            "tests/test_max_plus.py::test_equal_numbers_share_gradients_as_in_a_loop",
+        ),
+        (
+            "c = torch.where(cut, torch.maximum(c, a + own), c)",
+            "c = c",
+            "documents begin at -inf",
+            "tests/test_max_plus.py::test_against_the_token_loop[packed]",
+        ),
+    ),
+    *_in(
+        "flexsp/kernels/recipe.py",
+        (
+            'kind == "max-plus" and spec.constants["REVERSE"]',
+            "False",
+            "gradients of maxima are maxima",
+            _PROGRAMS + "test_maxima[a matrix]",
+        ),
+    ),
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from flexsp.compiler import (
 )
 
 __all__ = [
-    "CONSTANT_DECAY", "MAXIMA", "NOT_LINEAR", "OF_ALL_SIZES", "OF_EACH_NUMBER", "OF_SOME_SIZES", "OPERATORS",
-    "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS", "UNSUPPORTED", "WILD_PADDING",
+    "CONSTANT_DECAY", "KEPT_TILES", "MAXIMA", "NOT_LINEAR", "OF_ALL_SIZES", "OF_EACH_NUMBER", "OF_SOME_SIZES",
+    "OPERATORS", "PADDED_STATES", "SCORES_OF_SCORES", "SIZES_IN_A_DENSE_DECAY", "SUMS", "UNSUPPORTED", "WILD_PADDING",
     "DrawnProgram", "draw_program",
 ]  # fmt: skip
 
@@ -308,9 +309,21 @@ def draw_program(seed: int) -> DrawnProgram:
     """A program with sizes, the same for the same seed."""
     made = _Draw(seed)
     source = "\n\n".join([made.chunk(), made.decay(), made.merge()])
+    source = _with_turned(source, made.cached, random.Random(f"{seed} turned"))
     K, V = made.choice([(20, 24), (7, 12), (16, 9), (33, 5)])
     names = tuple(name for name in _SHAPES if name in made.names)
     return DrawnProgram(source, names, made.choice([1, 1, 2]), K, V, made.choice([16, 16, 32]))
+
+
+def _with_turned(source: str, cached: Iterable[str], made: random.Random) -> str:
+    """The same program; some of what it caches lies the other way round, its tokens as columns."""
+    for name in cached:
+        if made.random() < 0.4:
+            source = re.sub(rf"cache_result\((.*), '{name}'\)", rf"cache_result((\1).T, '{name}')", source)
+            read = rf"(?<!['\w]){name}(?!['\w])"
+            lines = [x if x.startswith("def ") else re.sub(read, f"{name}.T", x) for x in source.split("\n")]
+            source = "\n".join(lines)
+    return source
 
 
 _PLAIN_DECAY = "def decay(prev_s, chunk_state):\n    return prev_s + chunk_state\n\n\n"
@@ -442,6 +455,38 @@ NOT_LINEAR = (
     "    return o * (o * o).sum(-1)[:, None] + (q @ k.T).tril() @ v\n"
 )  # fmt: skip
 """The gradient of the state needs the state: no kernel is made of that."""
+
+_INVERSE = "unit_lower_inverse(identity(k, k.size(0)) + (k @ k.T * 0.1).tril(-1))"
+KEPT_TILES = {
+    "tokens are columns": DrawnProgram.of_source(
+        f"def chunk(k, v):\n    t = {_INVERSE}\n    cache_result(k.T @ t.T * 0.3, 'kt')\n"
+        "    cache_result((t @ v).T, 'vt')\n    cache_result((t * 0.5).T, 'tt')\n    return k.T @ (t @ v)\n\n\n"
+        "def decay(k, kt, prev_s, chunk_state):\n    return prev_s - k.T @ (kt.T @ prev_s) * 0.2 + chunk_state\n\n\n"
+        "def merge(q, k, kt, vt, tt, scale, chunk_state):\n"
+        "    o = (q @ kt).tril() @ (vt.T - kt.mT @ chunk_state) + (tt.T @ vt.T).tanh()\n"
+        "    return (o + q @ chunk_state) * scale\n"
+    ),
+    "no axis is tokens": DrawnProgram(
+        f"def chunk(k, v):\n    t = {_INVERSE}\n    cache_result(k.T @ (t @ v), 'kv')\n"
+        "    cache_result(v.T @ (t @ k) * 0.1, 'vk')\n    return k.T @ v\n\n\n"
+        "def decay(k, kv, vk, prev_s, chunk_state):\n"
+        "    return prev_s * 0.9 + 0.1 * kv * vk.T + chunk_state\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n",
+        ("q", "k", "v"), 1, 20, 70, 16,
+    ),
+    "columns by columns": DrawnProgram.of_source(
+        f"def chunk(k, v):\n    t = {_INVERSE}\n    cache_result(v.T @ (t @ v) * 0.1, 'vv')\n    return k.T @ v\n\n\n"
+        "def decay(k, vv, prev_s, chunk_state):\n    return prev_s * 0.9 + chunk_state + 0.1 * chunk_state @ vv\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+    "a matrix of a dense walk": DrawnProgram.of_source(
+        "def chunk(k, v):\n    return k.T @ v\n\n\n"
+        "def decay(k, prev_s, chunk_state):\n"
+        "    m = (k.T @ (k * 0.1)).tanh() * 0.2\n    return prev_s - m @ prev_s + chunk_state\n\n\n"
+        "def merge(q, k, v, scale, chunk_state):\n    return ((q @ k.T).tril() @ v + q @ chunk_state) * scale\n"
+    ),
+}  # fmt: skip
+"""Values that kernels leave for others, laid out in ways other than a row a token."""
 
 SCORES_OF_SCORES = (
     "def chunk(k, v, gk):\n    b = gk.cumsum(0)\n"

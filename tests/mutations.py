@@ -14,6 +14,7 @@ from tests.mutations_kernels import KERNELS
 from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_planner import PLANNER
+from tests.mutations_programs import PROGRAMS
 from tests.mutations_states import STATES
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -530,14 +531,6 @@ _BETWEEN = [
          "tests/test_made_once.py::test_second_derivatives_through_a_graph_raise"),
     ),
     *_in(
-        "flexsp/compiler/frontend/functions.py",
-        ("        if B:\n            return vmap", "        if True:\n            return vmap", "functions are mapped over no sequences",
-         "tests/test_no_tokens.py::test_no_sequences[gla_own_bias]"),
-        ("*self.tokens.values(), *self.params.values()]", "*self.tokens.values()]",
-         "parameters have no gradient on an empty shard",
-         "tests/test_cuts_between_ranks.py::test_parameters_have_gradients_on_a_rank_without_tokens"),
-    ),
-    *_in(
         "flexsp/kernels/executor.py",
         ("[:, :, -1].clone()", "[:, :, -1]", "a final state is a part of all states",
          "tests/test_reference.py::test_a_final_state_is_no_part_of_all_states"),
@@ -594,7 +587,7 @@ _ATTENTION = [
 ]
 
 MUTATIONS = [
-    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *_FACES, *_BETWEEN, *_ATTENTION,
-    *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES,
+    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
+    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -73,6 +73,62 @@ class Normalised:
         return (scores @ v + (q * b.exp()[:, None]) @ state) / (1 + weight * weight)[:, None] + means
 
 
+class Counted:
+    """Numbers beside a row and a column: n_t = e^{g_t} n_{t-1} + 1, and one that decays half as fast."""
+
+    extra_state = {"n": (), "mean": ("V",), "z": ("K",), "slow": ()}
+
+    def chunk(self, k, v, g):  # type: ignore[no-untyped-def]
+        left = g.sum(0) - g.cumsum(0)
+        kept, slow = left.exp()[:, None], ((0.5 * left).exp() * k.sum(-1)).sum()
+        return (k * kept).T @ v, kept.sum(), (v * kept).sum(0), (k * kept).sum(0), slow
+
+    def propagate(self, state, n, mean, z, slow, chunk_state, chunk_n, chunk_mean, chunk_z, chunk_slow, g):  # type: ignore[no-untyped-def]
+        kept = g.sum(0).exp()
+        new = kept * state + chunk_state, kept * n + chunk_n, kept * mean + chunk_mean, kept * z + chunk_z
+        return *new, (0.5 * g.sum(0)).exp() * slow + chunk_slow
+
+    def output(self, q, k, v, g, state, n, mean, z, slow):  # type: ignore[no-untyped-def]
+        b = g.cumsum(0)
+        P = torch.ones_like(b[:, None] * b[None, :]).tril(0) * (b[:, None] - b[None, :]).exp()
+        half = torch.ones_like(b[:, None] * b[None, :]).tril(0) * (0.5 * (b[:, None] - b[None, :])).exp()
+        scores, enters = (q @ k.T) * P, b.exp()
+        number = P.sum(1) + enters * n
+        slower = half @ k.sum(-1)[:, None] + ((0.5 * b).exp() * slow)[:, None]
+        means = P @ v + enters[:, None] * mean + (scores.sum(1) + enters * (q @ z))[:, None]
+        return (scores @ v + (q * enters[:, None]) @ state + means) / (1 + number * number)[:, None] + slower
+
+
+class CountedDelta:
+    """The delta rule with n_t = e^{g_t} n_{t-1} + beta_t, a row of means and a column that the matrix multiplies."""
+
+    inputs = {"beta": ()}
+    extra_state = {"mean": ("V",), "z": ("K",), "n": ()}
+
+    def chunk(self, k, v, g, beta):  # type: ignore[no-untyped-def]
+        solve = unit_lower_inverse(identity(k, k.size(0)) + (beta[:, None] * (k @ k.T)).tril(-1))
+        cache_result(solve @ (beta[:, None] * v), "u")
+        cache_result(solve @ (beta[:, None] * k), "w")
+        left = (g.sum(0) - g.cumsum(0)).exp()
+        ones = (solve @ beta[:, None])[:, 0]
+        return k.T @ (solve @ (beta[:, None] * v)), (v * left[:, None]).sum(0), k.T @ ones, (left * beta).sum()
+
+    def propagate(self, state, mean, z, n, chunk_state, chunk_mean, chunk_z, chunk_n, k, g, w):  # type: ignore[no-untyped-def]
+        kept = g.sum(0).exp()
+        new = state - k.T @ (w @ state) + chunk_state
+        return new, kept * mean + chunk_mean, z - k.T @ (w @ z) + chunk_z, kept * n + chunk_n
+
+    def output(self, q, k, v, g, beta, state, mean, z, n, u, w):  # type: ignore[no-untyped-def]
+        b = g.cumsum(0)
+        P = torch.ones_like(b[:, None] * b[None, :]).tril(0) * (b[:, None] - b[None, :]).exp()
+        number = P @ beta + b.exp() * n
+        means = P @ v + b.exp()[:, None] * mean
+        scores = (q @ k.T).tril(0)
+        solve = unit_lower_inverse(identity(k, k.size(0)) + (beta[:, None] * (k @ k.T)).tril(-1))
+        ones = scores @ (solve @ beta[:, None] - (w @ z)[:, None]) + (q @ z)[:, None]
+        return (scores @ (u - w @ state) + q @ state + ones) / (1 + number * number)[:, None] + means
+
+
 class Plain:
     """GLA, without further state."""
 
@@ -87,8 +143,19 @@ class Plain:
         return ((q @ k.T).tril(0) * (b[:, None] - b).exp()) @ v + (q * b.exp()[:, None]) @ state
 
 
-CLASSES = {"momentum": Momentum, "normalised": Normalised, "plain": Plain}
-SIZES = {"momentum": (2 * K, V), "normalised": (K + 1, V + 1), "plain": (K, V)}
+CLASSES = {"momentum": Momentum, "normalised": Normalised, "counted": Counted, "counted delta": CountedDelta,
+           "plain": Plain}  # fmt: skip
+SIZES = {"momentum": (2 * K, V), "normalised": (K + 1, V + 1), "counted": (K + 3, V + 1),
+         "counted delta": (K + 2, V + 1), "plain": (K, V)}  # fmt: skip
+
+
+def within(name: str, S: torch.Tensor, K: int = K, V: int = V) -> torch.Tensor:
+    """A state without what lies beside its parts: below columns and behind numbers."""
+    inside = torch.ones_like(S)
+    inside[..., K:, V:] = 0
+    for row in {"counted": (K, K + 2), "counted delta": (K + 1,)}.get(name, ()):
+        inside[..., row, 1:] = 0
+    return S * inside
 
 
 def step(name: str, x: Tensors, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,11 +175,31 @@ def step(name: str, x: Tensors, S: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         S = kept * S + k.unsqueeze(-1) * v.unsqueeze(-2)
         return S, read(q, S)
     ones = torch.ones_like(v[..., :1])
+    if name == "counted":
+        n, mean, slow = kept[..., 0, 0] * S[..., K, 0] + 1, kept[..., 0] * S[..., K + 1, :V] + v, S[..., K + 2, 0]
+        slow = (0.5 * x["decay"]).exp() * slow + k.sum(-1)
+        top = kept * S[..., :K, :] + k.unsqueeze(-1) * torch.cat([v, ones], -1).unsqueeze(-2)
+        read_all = read(q, top)
+        o = (read_all[..., :V] + mean + read_all[..., V:]) / (1 + n * n).unsqueeze(-1) + slow.unsqueeze(-1)
+        return stacked(top, n, mean, slow), o
+    if name == "counted delta":
+        beta, values = x["beta"].unsqueeze(-1), torch.cat([v, ones], -1)
+        top = S[..., :K, :] + k.unsqueeze(-1) * (beta * (values - read(k, S[..., :K, :]))).unsqueeze(-2)
+        mean, n = kept[..., 0] * S[..., K, :V] + v, kept[..., 0, 0] * S[..., K + 1, 0] + x["beta"]
+        read_all = read(q, top)
+        o = (read_all[..., :V] + read_all[..., V:]) / (1 + n * n).unsqueeze(-1) + mean
+        return stacked(top, mean, n), o
     written = torch.cat([k, ones], -1).unsqueeze(-1) * torch.cat([v, ones], -1).unsqueeze(-2)
     written = torch.cat([written[..., :K, :], written[..., K:, :] * torch.tensor([1.0] * V + [0.0])], -2)
     S = kept * S + written
     weight = read(q, S[..., :K, V:])
     return S, read(q, S[..., :K, :V]) / (1 + weight * weight) + S[..., K, :V]
+
+
+def stacked(top: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    """A state [..., K, V + 1] with numbers [...] and rows [..., V] below it."""
+    wide = [x.unsqueeze(-1) if x.dim() == top.dim() - 2 else x for x in rows]
+    return torch.cat([top, *(torch.nn.functional.pad(x, (0, V + 1 - x.shape[-1])).unsqueeze(-2) for x in wide)], -2)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 1, 38, 38, 70]], ids=["batch", "packed"])
@@ -122,9 +209,7 @@ def test_transition_against_token_loop(name: str, bounds: list[int] | None, seed
     spans = [(0, 70)] if bounds is None else list(zip(bounds, bounds[1:], strict=False))
     B, cu = (2, None) if bounds is None else (1, torch.tensor(bounds))
     x = draw_transition(name, B, 70, seed)
-    initial = torch.randn(B if bounds is None else len(spans), H, *SIZES[name], dtype=torch.float64)
-    if name == "normalised":
-        initial[..., K, V] = 0
+    initial = within(name, torch.randn(B if bounds is None else len(spans), H, *SIZES[name], dtype=torch.float64))
 
     def slow(values: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, finals = [], []
@@ -140,17 +225,17 @@ def test_transition_against_token_loop(name: str, bounds: list[int] | None, seed
         return model(**values, initial_state=state, output_final_state=True, cu_seqlens=cu)
 
     found, want = gradients(call, x, initial, seed), gradients(slow, x, initial, seed)
-    if name == "normalised":  # nothing reads or writes the corner
-        for each in (found, want):
-            for key in ("final", "dinitial"):
-                each[key][..., K, V] = 0
+    for each in (found, want):  # nothing reads or writes what is beside the parts
+        for key in ("final", "dinitial"):
+            each[key] = within(name, each[key])
     errors = {key: relative_error(found[key], want[key]) for key in want}
     assert max(errors.values()) < EXACT, errors
 
 
 def draw_transition(name: str, B: int, T: int, seed: int) -> Tensors:
     made = torch.Generator().manual_seed(seed)
-    shapes = {"q": (K,), "k": (K,), "v": (V,), "decay": ()} | ({"beta": ()} if name == "momentum" else {})
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "decay": ()}
+    shapes |= dict.fromkeys(getattr(CLASSES[name], "inputs", ()), ())
     x = {key: torch.randn(B, T, H, *n, generator=made, dtype=torch.float64) for key, n in shapes.items()}
     x["k"] = normalize(x["k"], dim=-1)
     x["decay"] = logsigmoid(x["decay"])
@@ -164,7 +249,7 @@ def transition_on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> fl
     x = draw_transition(name, 2, T, seed)
     made = torch.Generator().manual_seed(seed)
     cotangent = torch.randn(2, T, H, V, dtype=torch.float64, generator=made)
-    initial = torch.randn(2, H, *SIZES[name], dtype=torch.float64, generator=made)
+    initial = within(name, torch.randn(2, H, *SIZES[name], dtype=torch.float64, generator=made))
     model = FlexLinearAttention(decay.gated(), custom_transition=CLASSES[name])
     sp.set_lengths(lengths)
     start, stop, _ = sp.shard_range(lengths[sp.rank])
@@ -186,9 +271,12 @@ def transition_on_ranks(sp: Any, name: str, lengths: list[int], seed: int) -> fl
     return max((relative_error(a, b) for a, b in pairs if a.numel()), default=0.0)
 
 
-@pytest.mark.parametrize("name", ["momentum", "normalised"])
-def test_transition_on_ranks_equals_one_rank(name: str, seed: int) -> None:
-    answers = run_ranks(transition_on_ranks, 3, name, [20, 0, 17], seed)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("momentum", [20, 0, 17]), ("normalised", [20, 0, 17]), ("counted", [20, 0, 17]), ("counted delta", [15, 5, 17])],
+)
+def test_transition_on_ranks_equals_one_rank(name: str, lengths: list[int], seed: int) -> None:
+    answers = run_ranks(transition_on_ranks, 3, name, lengths, seed)
     assert max(answers) < EXACT, answers
 
 
@@ -196,8 +284,10 @@ def test_explain_says_how_states_lie_and_what_runs() -> None:
     text = FlexLinearAttention(decay.gated(), custom_transition=Momentum()).explain()
     assert "Momentum, state [K, V] and momentum ['K', 'V'] as rows, in one matrix" in text
     assert "on GPUs generated kernels" in text
+    text = FlexLinearAttention(decay.gated(), custom_transition=Counted).explain()
+    assert "state [K, V] and the number n, mean ['V'] as rows, z ['K'] as columns, the number slow, in one" in text
     text = FlexLinearAttention(custom_transition=Counters).explain()
-    assert "methods run in PyTorch, no kernels: low: kernels hold extra state [K, V], [V] or [K], got [2, V]" in text
+    assert "methods run in PyTorch, no kernels: low: kernels hold extra state [K, V], [V], [K] or (), a number" in text
     assert 'raises without fallback="pytorch"' in text
     assert "on GPUs generated kernels" in FlexLinearAttention(decay.gated(), custom_transition=Plain).explain()
 
@@ -267,6 +357,17 @@ def altered(**changes: Any) -> type:
     return type("Altered", (Momentum,), changes)
 
 
+def _in_a_row(self: Any, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Any:
+    S, n, *others = Counted.chunk(self, k, v, g)
+    return S, n[None], *others
+
+
+def _with_a_number(  # type: ignore[no-untyped-def]
+    self, state, n, mean, z, slow, chunk_state, chunk_n, chunk_mean, chunk_z, chunk_slow
+):
+    return state + chunk_state, n + chunk_n, chunk_mean + (mean + n), z + chunk_z, slow + chunk_slow
+
+
 class Hidden(Momentum):
     """Keeps a value under the name of its state, which would never be read."""
 
@@ -282,7 +383,7 @@ class Hidden(Momentum):
         (altered(output=None), "output is missing"),
         (altered(extra_state=["z"]), "extra_state: expected a dict"),
         (altered(extra_state={"z": ("Z",)}), r"extra_state\['z'\]: expected one of"),
-        (altered(extra_state={"z": (3, 4)}), r"extra_state\['z'\]: expected rows"),
+        (altered(extra_state={"z": (3, 4)}), r"extra_state\['z'\]: expected rows .* or a number \(\), got \(3, 4\)"),
         (altered(extra_state={"state": ("V",)}), "expected another name than 'state'"),
         (altered(inputs={"beta": 3}), r"inputs\['beta'\]: expected one of \(\), \(\"K\",\)"),
         (altered(inputs={"q": ()}), "inputs: expected another name than 'q'"),
@@ -304,6 +405,12 @@ def test_errors_of_calls_with_a_transition() -> None:
         model(**x | {"beta": x["k"]})
     with pytest.raises(ValueError, match=r"initial_state: .*\[N, H, K \+ rows, V \+ columns\] = \[1, 2, 8, 3\]"):
         model(**x, initial_state=torch.zeros(1, H, K, V))
+    row = type("Row", (Counted,), {"chunk": _in_a_row})
+    with pytest.raises(CompileError, match=r"'Row.chunk': .*result 2: expected a number, of shape \[\], got \[1\]"):
+        FlexLinearAttention(decay.gated(), custom_transition=row)(**{key: y for key, y in x.items() if key != "beta"})
+    mixed = type("Mixed", (Counted,), {"propagate": _with_a_number})
+    with pytest.raises(CompileError, match=r"\(mean \+ n\).*, is affine .* the parts of a state are rows and columns"):
+        FlexLinearAttention(decay.gated(), custom_transition=mixed)(**{key: y for key, y in x.items() if key != "beta"})
     few = altered(propagate=lambda self, state, chunk_state: state + chunk_state)
     with pytest.raises(CompileError, match="expected 2 results, state, momentum, got 1"):
         FlexLinearAttention(decay.gated(), custom_transition=few)(**x)

@@ -17,6 +17,7 @@ from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
     CONSTANT_DECAY,
+    KEPT_TILES,
     MAXIMA,
     OF_ALL_SIZES,
     OF_EACH_NUMBER,
@@ -271,6 +272,11 @@ def test_padding_that_is_not_finite(features: list[str], seed: int, folder: str)
 @pytest.mark.parametrize("case", PADDED_STATES)
 def test_padding_of_states_and_of_kept_values(case: str, seed: int, folder: str) -> None:
     check_program(DrawnProgram.of_source(PADDED_STATES[case]), seed, folder, (45, None))
+
+
+@pytest.mark.parametrize("case", quick(KEPT_TILES, "tokens are columns"))
+def test_kept_tiles_of_all_orders(case: str, seed: int, folder: str) -> None:
+    check_program(KEPT_TILES[case], seed, folder)
 
 
 @pytest.mark.parametrize("features", programs(OPERATORS))

@@ -69,6 +69,30 @@ def _cached(q: Any, v: Any, gates_k: Any, chunk_state: Any) -> Any:
     return (q @ gates_k.T).tril(0) @ v + q @ chunk_state
 
 
+def _cumulated(k: Any, v: Any) -> Any:
+    return k.cumprod(0).T @ v
+
+
+def _to_a_power(k: Any, v: Any) -> Any:
+    return ((k * k) ** 0.3).T @ v
+
+
+def _mixed_rows(k: Any, v: Any, two: Any) -> Any:
+    return k.T @ (v * two.sum((1, 2))[:, None])
+
+
+def _of_a_matrix(q: Any, k: Any, v: Any, m: Any, chunk_state: Any) -> Any:
+    return (q @ m @ k.T).tril(0) @ v + q @ chunk_state
+
+
+def _keys(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return (q @ k.T).tril(0) @ k + (q @ chunk_state).sum(-1)[:, None]
+
+
+def _of_values(prev_s: Any, k: Any, v: Any, chunk_state: Any) -> Any:
+    return prev_s - k.T @ (k @ prev_s) * v.sum().sigmoid() + chunk_state
+
+
 CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
     "an inverse of [K, K]": (
         lambda: _model(_inverse_of_channels, decay=_mixed),
@@ -77,6 +101,18 @@ CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
     "an inverse that is not cached": (lambda: _model(_silently_inverted), ("unit_lower_inverse", "inverses of [C, C]")),
     "not affine": (lambda: _model(decay=_bent), ("'_bent'", "prev_s.tanh()", "not affine")),
     "an operator": (lambda: _model(_flipped), ("flip", "k.flip(1).T @ v")),
+    "an operator with another way": (lambda: _model(_cumulated), ("cumprod", "x.log().cumsum(0)", "k.cumprod(0)")),
+    "a power": (lambda: _model(_to_a_power), ("the power 0.3", "multiples of 0.5 up to 8", "** 0.3", ".exp() is the")),
+    "tokens that are tiles": (
+        lambda: _model(_mixed_rows, two=SymbTensor(["T", H, K, V])),
+        ("two: kernels take tokens [T, H] or [T, H, N], got [T, H, K, V]", "rows=n"),
+    ),
+    "a parameter that is a tile": (
+        lambda: _model(merge=_of_a_matrix, m=SymbTensor([H, K, K])),
+        ("m: kernels take parameters [H] or [H, N], got [H, K, K]", "before the call"),
+    ),
+    "outputs of keys": (lambda: _model(merge=_keys), ("outputs are [C, K], at", "test_messages.py", "need [C, V]")),
+    "a matrix made of values": (lambda: _model(decay=_of_values), ("depends on 'v'", "make it of keys, gates")),
     "a number as a size": (lambda: _model(K=4), ("the sizes 4", "ConstExpr('K', 4)")),
     "a size of the code's": (lambda: _model(K=ConstExpr("n", 4)), ("the size 'n'", "choose another name")),
     "one size twice": (lambda: _model(V=K), ("[K, K]", "ConstExpr('V', 64)")),

@@ -16,10 +16,10 @@ from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import NOT_LINEAR, DrawnProgram
 from tests.marks import slow
-from tests.test_custom_transition import CLASSES, SIZES, Counters, Tensors, draw_transition
+from tests.test_custom_transition import CLASSES, SIZES, Counters, Tensors, draw_transition, within
 from tests.test_generated import ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
 from tests.test_generated_programs import WHOLE, check_program, variable
-from tests.test_grammar import H, K, V
+from tests.test_grammar import H, V
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,8 @@ class Problem:
             {"o": torch.randn(case.B, case.T, H, V, generator=made).bfloat16(), "final": torch.randn(initial.shape)}
             for _ in range(DRAWS)
         ]
-        if case.name == "normalised":  # nothing is there
-            for state in (initial, *(each["final"] for each in cotangents)):
-                state[..., K, V] = 0
-        return cls({name: y.to(case.dtype).double() for name, y in x.items()}, initial, cotangents)
+        cotangents = [each | {"final": within(case.name, each["final"])} for each in cotangents]
+        return cls({name: y.to(case.dtype).double() for name, y in x.items()}, within(case.name, initial), cotangents)
 
 
 def by_kernels(sp: Any, case: Case, problem: Problem, folder: str) -> Tensors:
@@ -127,7 +125,8 @@ def packed(name: str) -> Case:
 @pytest.mark.parametrize(
     "case",
     [Case("momentum", B=2), Case("normalised", B=2), half("normalised")]
-    + slow(half("momentum"), packed("momentum"), packed("normalised")),
+    + slow(half("momentum"), packed("momentum"), packed("normalised"))
+    + slow(*(f(x) for x in ("counted", "counted delta") for f in (lambda x: Case(x, B=2), half, packed))),
     ids=lambda case: case.name,
 )
 def test_one_rank(case: Case, tmp_path: Path, seed: int) -> None:
@@ -138,10 +137,31 @@ def test_one_rank(case: Case, tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "lengths", "bounds"),
     [("momentum", (20, 0, 17), None), ("normalised", (18, 19), DOCUMENTS)]
-    + slow(("momentum", (18, 2, 17), DOCUMENTS), ("normalised", (20, 0, 17), None)),
+    + slow(("momentum", (18, 2, 17), DOCUMENTS), ("normalised", (20, 0, 17), None))
+    + slow(*((x, *of) for x in ("counted", "counted delta") for of in (((18, 2, 17), DOCUMENTS), ((20, 0, 17), None)))),
 )
 def test_ranks(name: str, lengths: tuple[int, ...], bounds: tuple[int, ...] | None, tmp_path: Path, seed: int) -> None:
     check(Case(name, lengths=lengths, bounds=bounds), tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(), (18, 2, 17)])
+@pytest.mark.parametrize("name", ["counted", "counted delta"])
+def test_what_is_not_finite_stays_there(name: str, lengths: tuple[int, ...], tmp_path: Path, seed: int) -> None:
+    """Tokens 1 to 20, of which the first rank has all but two."""
+    case = Case(name, bounds=DOCUMENTS, lengths=lengths, segments=MANY_SEGMENTS)
+    problem = Problem.of(case, seed)
+    found = []
+    for poison in (False, True):
+        if poison:
+            problem.x["k"][:, 7] = float("nan")
+            problem.x["decay"][:, 9] = float("nan")
+        parts = run_ranks(by_kernels, len(lengths) or 1, case, problem, str(tmp_path), env=ENV)
+        found.append({key: torch.cat([part[key] for part in parts], 1) for key in ("o", *(f"d{x}" for x in problem.x))})
+    for key, clean in found[0].items():
+        for span in (slice(0, 1), slice(20, 37)):
+            assert torch.equal(found[1][key][:, span], clean[:, span]), key
+    assert found[1]["o"][:, 7:20].isnan().all()
 
 
 class Apart(CLASSES["normalised"]):  # type: ignore[misc]
@@ -155,7 +175,7 @@ class Apart(CLASSES["normalised"]):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("given", "kind"),
     [(CLASSES["momentum"], "dense"), (CLASSES["normalised"], "vector"), (Apart, "elementwise"),
-     (Counters, "elementwise")],
+     (Counters, "elementwise"), *slow((CLASSES["counted"], "vector"), (CLASSES["counted delta"], "dense"))],
 )  # fmt: skip
 def test_how_parts_act_on_each_other(given: type, kind: str) -> None:
     model = CustomTransition(given).program(2, 16, 20, 1.0, "g", False)
@@ -164,13 +184,30 @@ def test_how_parts_act_on_each_other(given: type, kind: str) -> None:
     assert kind != "elementwise" or "state in several parts" in str(model._generated)
 
 
+class Reads(CLASSES["counted delta"]):  # type: ignore[misc]
+    """The number is made of the state's first column too, as by a row of a matrix that multiplies it from the left."""
+
+    def propagate(self, state, mean, z, n, chunk_state, chunk_mean, chunk_z, chunk_n, k, g, w):  # type: ignore[no-untyped-def]
+        given = state, mean, z, n, chunk_state, chunk_mean, chunk_z, chunk_n, k, g, w
+        *others, count = super().propagate(*given)
+        return *others, count + (w.sum(0) @ state)[0]
+
+
+@pytest.mark.slow
+def test_a_number_that_reads_the_state() -> None:
+    """A matrix from the left for PyTorch, over ranks too, but none that kernels hold."""
+    model = CustomTransition(Reads).program(2, 16, 20, 1.0, "g", False)
+    assert model.program.transition == "dense"
+    assert "n: beside a state that a matrix multiplies, kernels hold numbers that" in str(model._generated)
+
+
 def test_parts_too_large() -> None:
     def told(name: str, K: int, V: int, ranks: bool) -> str | None:
         sizes, meta = {"K": K, "V": V}, kernels[name].program.meta
         return kernels[name].refuses(sizes, meta.looks(sizes, 1), False, ranks)
 
-    kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels for name in SIZES
-               if name != "plain"}  # fmt: skip
+    kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels
+               for name in ("momentum", "normalised")}  # fmt: skip
     assert told("normalised", 128, 128, True) is None and told("momentum", 128, 128, False) is None
     assert told("momentum", 64, 64, True) is None
     assert "matrix of 129 x 257; kernels scan up to 256 x 256" in str(told("normalised", 128, 256, False))

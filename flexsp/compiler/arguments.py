@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, sp_over
-from flexsp.compiler.frontend.meta import STATE, InputMeta
+from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta
 from flexsp.compiler.planning.lowering import Looks
 from flexsp.exceptions import check_dense, fail
 from flexsp.scan.sequence import previous
 
 __all__ = [
-    "aligned", "boundaries", "check_boundaries", "check_initial", "looks", "no_autocast", "ranks_of", "signature_of",
-    "tied", "widest", "with_earlier",
+    "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_initial", "looks", "no_autocast",
+    "ranks_of", "signature_of", "widest",
 ]  # fmt: skip
 
 
@@ -51,13 +51,15 @@ def check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> 
         raise ValueError(f"cu_seqlens: expected boundaries of one document or more, got {cu_seqlens.tolist()}")
 
 
-def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool) -> list[int]:
-    """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1."""
+def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool, rows: int = 1) -> list[int]:
+    """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1. They count
+    `rows` of a token."""
     if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
         return []
     bounds = [int(n) for n in cu_seqlens.tolist()]
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total}, got {bounds}")
+        got = [n // rows for n in bounds]
+        raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total // rows}, got {got}")
     return bounds
 
 
@@ -114,7 +116,89 @@ def widest(*tensors: torch.Tensor) -> torch.dtype:
     return ft.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
-def with_earlier(
+def asked(
+    meta: InputMeta, inputs: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    """The inputs and boundaries of a call as the program takes them: tokens [T, H, ...] or [B, T, H, ...], and rows of
+    tokens as tokens. Collective over ``sp`` where inputs are others a token earlier."""
+    inputs = _with_earlier(meta, _tokens_first(meta, inputs), cu_seqlens, sp)
+    if cu_seqlens is None or meta.rows is None:
+        return _rows_of_tokens(meta, inputs), cu_seqlens
+    check_dense("cu_seqlens", cu_seqlens, "a tensor [N + 1] of int32 or int64")
+    check_boundaries(cu_seqlens, 1, cu_seqlens.device)
+    return _rows_of_tokens(meta, inputs), cu_seqlens * meta.rows
+
+
+def alike(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What looks like the inputs of `asked`: those a token earlier have the values of their own token."""
+    found = _tokens_first(meta, inputs)
+    earlier = {name: found[source] for name, source in meta.earlier.items() if source in found}
+    return _rows_of_tokens(meta, found | earlier)
+
+
+def answered(
+    meta: InputMeta, sp: SequenceParallel | None, o: torch.Tensor, final: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """What the caller gets: outputs of each token's last row. Each leads to what `asked` exchanged, whatever a rank's
+    loss uses."""
+    if meta.rows is not None:
+        o = o[..., meta.rows - 1 :: meta.rows, :, :]
+    if sp is None or not meta.earlier:
+        return o, final
+    _, o, final = joined(sp, o, final)
+    return o, final
+
+
+def _tokens_first(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views [T, H, ...] or [B, T, H, ...] of inputs that come as [H, T, ...] or [B, H, T, ...]."""
+    found = dict(inputs) if meta.heads_first else inputs
+    for name in meta.heads_first:
+        if name not in inputs or name in meta.earlier:
+            continue
+        x, what = inputs[name], meta.tokens[name]
+        rows = () if what.rows is None else (what.rows,)
+        dims = ", ".join(map(str, ("H", "T", *rows, *(getattr(n, "name", n) for n in what.shape[2:]))))
+        check_dense(name, x, f"a tensor [{dims}]")
+        heads, extra = what.shape[1], x.dim() - meta.dims(name)
+        choices = heads.choices if isinstance(heads, ConstExpr) else (heads,) if isinstance(heads, int) else None
+        if extra not in (0, 1) or (choices is not None and x.shape[extra] not in choices):
+            many = "" if choices is None else f" with H = {' or '.join(map(str, choices))}"
+            fail(name, f"[{dims}] or [B, {dims}]{many}", list(x.shape))
+        found[name] = x.movedim(extra, extra + 1 + len(rows))
+    return found
+
+
+def _rows_of_tokens(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs of T n rows: those of rows [T, n, H, ...] with rows for tokens, others with their value at their row."""
+    n = meta.rows
+    if n is None:
+        return inputs
+    found, T = dict(inputs), None
+    for name, what in meta.tokens.items():
+        if name not in inputs:
+            continue
+        x, own = inputs[name], () if what.rows is None else (n,)
+        dims = ", ".join(map(str, ("T", *own, *(getattr(size, "name", size) for size in what.shape[1:]))))
+        check_dense(name, x, f"a tensor [{dims}]")
+        batch = x.dim() - meta.dims(name)
+        if batch not in (0, 1) or (own and x.shape[batch + 1] != n):
+            fail(name, f"[{dims}] or [B, {dims}]", list(x.shape))
+        if T is None:
+            T = name, x.shape[batch]
+        if x.shape[batch] != T[1]:
+            fail(name, f"the {T[1]} tokens of {T[0]} in [{dims}]", list(x.shape))
+        if not own:
+            x = x.unsqueeze(batch + 1)
+            if what.row is None:
+                x = x.expand(*x.shape[: batch + 1], n, *x.shape[batch + 2 :])
+            else:
+                at = what.row % n
+                x = torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - batch - 2), at, n - 1 - at))
+        found[name] = x.flatten(batch, batch + 1)
+    return found
+
+
+def _with_earlier(
     meta: InputMeta, inputs: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
 ) -> dict[str, torch.Tensor]:
     """The inputs, and those that are others of them a token earlier. Collective over ``sp`` where there are some."""
@@ -133,7 +217,7 @@ def with_earlier(
         _, *views = joined(sp, *given.values(), *starts.values())
         given, starts = dict(zip(given, views, strict=False)), dict(zip(starts, views[len(given) :], strict=True))
     return given | {
-        name: _earlier(given[source], starts.get(name), len(meta.tokens[name].shape), cu_seqlens, sp)
+        name: _earlier(given[source], starts.get(name), meta.dims(name), cu_seqlens, sp)
         for name, source in meta.earlier.items()
     }
 
@@ -154,7 +238,7 @@ def _check_earlier(
     sp: SequenceParallel | None,
 ) -> None:  # fmt: skip
     """Of the input that `name` is a token later."""
-    source, dims = meta.earlier[name], len(meta.tokens[name].shape)
+    source, dims = meta.earlier[name], meta.dims(name)
     check_dense(source, x, "a floating tensor of 16, 32 or 64 bits")
     if x.dim() - dims not in (0, 1) or not x.is_floating_point():
         fail(source, "a floating tensor [T, H, ...] or [B, T, H, ...]", f"{x.dtype} {list(x.shape)}")
@@ -171,16 +255,6 @@ def _check_earlier(
         fail(name, f"what is before the first tokens of {source}, {shape} of {x.dtype} on {x.device}", got)
     if sp is not None and cu_seqlens is None and not sp.is_first:
         fail(name, "None on every rank but the first", f"a tensor on rank {sp.rank}")
-
-
-def tied(
-    meta: InputMeta, sp: SequenceParallel | None, o: torch.Tensor, final: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The outputs, each of which leads to what `with_earlier` exchanged, whatever a rank's loss uses."""
-    if sp is None or not meta.earlier:
-        return o, final
-    _, o, final = joined(sp, o, final)
-    return o, final
 
 
 def no_autocast(kind: str) -> AbstractContextManager[Any]:

@@ -140,19 +140,40 @@ class Generated:
         found = {node.name: dims(node) for node in graph.nodes if node.op == "placeholder"}
         kept = self.step.kept
         rows, cols = ("1", *found["S"])[-2:]
-        strange = [x.name for x in kept.values() if len(x.dims) > 1 and x.dims[0] != "C"]
+        inverted = [x.results[0] for x in self.step.intrinsics if x.kind == "inverse"]
+        strange = [name for name in inverted if kept[name].dims != ("C", "C")]
         if strange:
             raise NotEmittable(
-                f"{for_users(self.step, strange)}: kernels keep matrices of a chunk whose first axis is its tokens, "
-                "[C, N], so give cache_result the transpose, and compute inverses of [C, C] only"
+                f"{for_users(self.step, strange)}: kernels compute inverses of [C, C] only, one number for each two "
+                f"tokens of a chunk, and this one is [{', '.join(kept[strange[0]].dims)}]"
             )
         tokens = {name: found[name] for name in self.step.tokens} | {"do": found["do"]}
         params = {name: found[name] for name in self.step.params}
+        self._refuse_inputs(tokens, params)
         parts = self.program.parts
         places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
         sizes = {s for x in (*found.values(), *(x.dims for x in kept.values())) for s in x if s != "C"}
         self._refuse_names(rows, cols, found["do"], sizes, {*self.step.tokens, *params, *self.program.chunk.cached})
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
+
+    def _refuse_inputs(self, tokens: dict[str, tuple[str, ...]], params: dict[str, tuple[str, ...]]) -> None:
+        """NotEmittable for inputs of more axes than kernels read, and for values of a chunk that they do not keep."""
+        for of, lead, most, remedy in (
+            (tokens, "T, H", 2, "give a token's rows as inputs of their own, or as SymbTensor(..., rows=n)"),
+            (params, "H", 1, "multiply tokens by it before the call"),
+        ):
+            for name, sizes in of.items():
+                if len(sizes) > most:
+                    wide, got = f"[{lead}] or [{lead}, N]", ", ".join([lead, *sizes[most - 1 :]])
+                    kind = "tokens" if of is tokens else "parameters"
+                    raise NotEmittable(f"{name}: kernels take {kind} {wide}, got [{got}]; {remedy}")
+        given = {s for node in self.step.graph.nodes if node.op == "placeholder" for s in dims(node)}
+        for name, kept in self.step.kept.items():
+            if len(kept.dims) > 2 or any(s.isdigit() and s not in given for s in kept.dims):
+                raise NotEmittable(
+                    f"{for_users(self.step, [name])} is [{', '.join(kept.dims)}]; kernels keep values of two axes at "
+                    "most, whose sizes are ConstExprs"
+                )
 
     def _refuse_names(
         self, rows: str, cols: str, outputs: tuple[str, ...], sizes: set[str], names: set[str]
@@ -177,8 +198,8 @@ class Generated:
             raise NotEmittable(f"{', '.join(what)} would hide a name in the code of kernels: choose another name")
         if outputs != ("C", cols):
             raise NotEmittable(
-                f"outputs are [{', '.join(outputs)}]; kernels need [C, {cols}], the last size of the state in the last "
-                "axis"
+                f"outputs are [{', '.join(outputs)}], at {self.program.merge.line}; kernels need [C, {cols}], the last "
+                "size of the state in the last axis"
             )
 
     def _make(self) -> dict[str, Kernel]:

@@ -62,8 +62,8 @@ class LinearAttention:
     float64. Kernels carry factors of the state, or of its rows, as logarithms, so these must not be negative.
 
     Args:
-        input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors whose first size is "T"
-            are tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
+        input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors with the size "T" are
+            tokens [T, H, ...]; others are parameters [H, ...]. "prev_s" [NS, H, K, V] (or [NS, H, K]) is the state;
             "chunk_state" may repeat its shape.
         chunk_mode: the function of what a chunk adds to the state. In all three functions, arguments with defaults
             that are no inputs keep them.
@@ -92,7 +92,7 @@ class LinearAttention:
         NotAvailable: enable_aot where no kernels can be generated.
     """
 
-    rows = 1  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
+    rows: int  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
     groups: Mapping[str, int] = {}  # inputs whose every head serves so many; only an engine runs such calls
     every: Mapping[str, int] = {}  # inputs with a row for so many tokens, likewise
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
@@ -120,7 +120,7 @@ class LinearAttention:
         if code_dir is not None and not isinstance(code_dir, (str, os.PathLike)):
             raise ValueError(f"code_dir: expected a path or None, got {code_dir!r}")
         meta = InputMeta.of(input_meta)
-        self._sizes = meta.sizes()
+        self._sizes, self.rows = meta.sizes(), meta.rows or 1
         self._sp, self._C = ranks_of(sp_group), chunk_size
         self._code_dir = None if code_dir is None else os.fspath(code_dir)
         self._told: set[str] = set()
@@ -158,12 +158,12 @@ class LinearAttention:
         """
         if torch.compiler.is_compiling():
             group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
-            inputs = arguments.with_earlier(self.program.meta, inputs, cu_seqlens, group)
+            inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
             given, lowered = [inputs[name] for name in self.names], self.lowering is not None
             found = graph.call(self.graph_name, given, prev_s, cu_seqlens, group, lowered)
-            return arguments.tied(self.program.meta, group, *found)
+            return arguments.answered(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 
     def _call(
@@ -173,13 +173,13 @@ class LinearAttention:
         sp = self._sp if sp is None and self._sp is not None else sp
         try:
             group = resolve_sp(sp)
-            inputs = arguments.with_earlier(self.program.meta, inputs, cu_seqlens, group)
+            inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             usual = in_memory if self._autotune else plain  # operators do not tune: one plan, whether or not watched
             if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
                 found = graph.call_now(self, inputs, prev_s, cu_seqlens, group)
             else:
                 found = self._over(group, inputs, prev_s, cu_seqlens)
-            return arguments.tied(self.program.meta, group, *found)
+            return arguments.answered(self.program.meta, group, *found)
         except Exception as error:
             abandon(error, sp)
             raise
@@ -230,7 +230,7 @@ class LinearAttention:
         shard, bounds = (0, call.T, call.T), None
         if cu_seqlens is not None:
             shard = shard if group is None else group.shard_range(call.T, self.rows)
-            bounds = boundaries(cu_seqlens, shard[2], look=call.recipe is None)
+            bounds = boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
 
@@ -443,7 +443,7 @@ class LinearAttention:
         Raises:
             ValueError: inputs that a call would refuse.
         """
-        inputs |= {name: inputs[x] for name, x in self.program.meta.earlier.items() if x in inputs}
+        inputs = arguments.alike(self.program.meta, inputs)
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
         wide = arguments.widest(*tokens.values(), *params.values())
@@ -505,7 +505,7 @@ class LinearAttention:
         sizes = self._largest()
         H = heads if isinstance(heads, int) else sizes.get(heads.name if isinstance(heads, ConstExpr) else heads, 32)
         try:
-            return describe(code, {name: sizes[name] for name in code.layout.sizes}, B * H, T, first.dtype)
+            return describe(code, {x: sizes[x] for x in code.layout.sizes}, B * H, T * self.rows, first.dtype)
         except (NotEmittable, ValueError) as error:
             return [f"no plan: {error}"]
 

@@ -5,6 +5,8 @@ any other variant:
 
     [ state     K x V | columns K x m ]
     [ rows      n x V | zeros         ]
+
+A number is the first of a row of its own, the others of which are zeros: so it may decay as nothing else does.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ class CustomTransition:
             if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given_to):
                 self._fail(f"{m}: expected every argument by its name, got *args or **kwargs")
         self.inputs = self._shapes("inputs", "()", '("K",)', '("V",)')
-        self.extra = self._shapes("extra_state", '(n, "V")', '("V",)', '("K",)', '("K", m)')
+        self.extra = self._shapes("extra_state", '(n, "V")', '("V",)', '("K",)', '("K", m)', "()")
         for name, shape in self.extra.items():
             if name in self.inputs:
                 self._fail(f"extra_state: expected another name than {name!r}, which is an input")
-            if shape != ("K",) and shape[-1:] != ("V",) and not (len(shape) == 2 and shape[0] == "K"):
-                kinds = 'rows (n, "V") or ("V",), or columns ("K",) or ("K", m)'
+            if shape not in ((), ("K",)) and shape[-1] != "V" and not (len(shape) == 2 and shape[0] == "K"):
+                kinds = 'rows (n, "V") or ("V",), columns ("K",) or ("K", m), or a number ()'
                 self._fail(f"extra_state[{name!r}]: expected {kinds}, got {shape}")
         self._programs: dict[tuple[Any, ...], LinearAttention] = {}
 
@@ -91,8 +93,8 @@ class CustomTransition:
     def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
         """Sizes of the matrix that holds all of a head's state."""
         sizes = {name: _numbers(shape, K, V) for name, shape in self.extra.items()}
-        rows = sum(n[0] if len(n) == 2 else 1 for name, n in sizes.items() if self._is_rows(name))
-        columns = sum(n[1] if len(n) == 2 else 1 for name, n in sizes.items() if not self._is_rows(name))
+        rows = sum(n[0] if len(n) == 2 else 1 for name, n in sizes.items() if _is_rows(self.extra[name]))
+        columns = sum(n[1] if len(n) == 2 else 1 for name, n in sizes.items() if not _is_rows(self.extra[name]))
         return K + rows, V + columns
 
     def shapes(self, q: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -116,8 +118,10 @@ class CustomTransition:
         """How the state is laid out."""
         if not self.extra:
             return f"custom transition {self.name}, state [K, V]"
-        parts = [f"{name} {list(shape)} as {'rows' if self._is_rows(name) else 'columns'}" for name, shape in
-                 self.extra.items()]  # fmt: skip
+        parts = [
+            f"{name} {list(shape)} as {'rows' if _is_rows(shape) else 'columns'}" if shape else f"the number {name}"
+            for name, shape in self.extra.items()
+        ]
         return f"custom transition {self.name}, state [K, V] and {', '.join(parts)}, in one matrix"
 
     def program(
@@ -128,9 +132,6 @@ class CustomTransition:
         if key not in self._programs:
             self._programs[key] = self._make(*key)
         return self._programs[key]
-
-    def _is_rows(self, name: str) -> bool:
-        return self.extra[name][-1] == "V"
 
     def _make(
         self, H: int, K: int, V: int, scale: float, gate: str | None, column: bool, fallback: str | None
@@ -148,7 +149,7 @@ class CustomTransition:
             return {**tokens, STATE: SymbTensor(["NS", h, *state]), "scale": scale}
 
         layout = _Layout(self.extra, K, V)
-        phases = [_Phase(getattr(self.made, m), self.name, layout, column) for m in _METHODS]
+        phases = [_Phase(m, getattr(self.made, m), self.name, layout, column) for m in _METHODS]
         in_names = meta(named, list(named.values()))
         if self.extra:
             numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
@@ -161,6 +162,11 @@ class CustomTransition:
         return made
 
 
+def _is_rows(shape: Shape) -> bool:
+    """Whether extra state lies below the state; a number does."""
+    return not shape or shape[-1] == "V"
+
+
 def _numbers(shape: Shape, K: int, V: int) -> tuple[int, ...]:
     named = {"K": K, "V": V}
     return tuple(named[n] if isinstance(n, str) else n for n in shape)
@@ -171,7 +177,7 @@ def _parts(extra: Mapping[str, Shape]) -> tuple[Part, ...]:
     found, rows, columns = [], ["K"], ["V"]
     for name, shape in extra.items():
         sizes = tuple(map(str, shape))
-        if sizes[-1] == "V":
+        if _is_rows(shape):
             found.append(Part(name, sizes, Extent(tuple(rows))))
             rows.append(sizes[0] if len(sizes) == 2 else "1")
         else:
@@ -189,9 +195,9 @@ class _Layout:
         at_row, at_column = K, V
         for name, shape in extra.items():
             n = _numbers(shape, K, V)
-            if shape[-1] == "V":
+            if _is_rows(shape):
                 end = at_row + (n[0] if len(n) == 2 else 1)
-                self.places[name] = (slice(at_row, end) if len(n) == 2 else at_row, slice(0, V))
+                self.places[name] = (slice(at_row, end) if len(n) == 2 else at_row, slice(0, V) if n else 0)
                 at_row = end
             else:
                 end = at_column + (n[1] if len(n) == 2 else 1)
@@ -220,21 +226,22 @@ class _Layout:
 
 
 class _Phase:
-    """One method as a function that the compiler takes: the state is one matrix, q comes scaled."""
+    """One method as a function that the compiler takes: the state is one matrix, q comes scaled. `role` is its name in
+    the class."""
 
-    def __init__(self, method: Callable[..., Any], owner: str, layout: _Layout, column: bool) -> None:
-        self.method, self.layout, self.column = method, layout, column
-        self.__name__ = f"{owner}.{method.__name__}"
+    def __init__(self, role: str, method: Callable[..., Any], owner: str, layout: _Layout, column: bool) -> None:
+        self.role, self.method, self.layout, self.column = role, method, layout, column
+        self.__name__ = f"{owner}.{role}"
         self.wanted = [n for n, p in inspect.signature(method).parameters.items() if p.default is p.empty]
         needed = dict.fromkeys(name for n in self.wanted for name in self._sources(n))
-        if method.__name__ == "propagate":
+        if role == "propagate":
             needed.setdefault(STATE)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in needed])
 
     def _sources(self, name: str) -> tuple[str, ...]:
         if name in self.layout.names:
-            return (STATE,) if self.method.__name__ == "propagate" else (CHUNK_STATE,)
+            return (STATE,) if self.role == "propagate" else (CHUNK_STATE,)
         if name.removeprefix("chunk_") in self.layout.names and name.startswith("chunk_"):
             return (CHUNK_STATE,)
         if name == "q":
@@ -247,13 +254,13 @@ class _Phase:
             found["q"] = values["q"] * values["scale"]
         if "v" in values and self.column:
             found["v"] = values["v"] * values["column"][:, None]
-        of_state = STATE if self.method.__name__ == "propagate" else CHUNK_STATE
+        of_state = STATE if self.role == "propagate" else CHUNK_STATE
         if of_state in values:
             found |= self.layout.apart(values[of_state])
         if of_state == STATE and CHUNK_STATE in values:
             found |= {f"chunk_{name}": x for name, x in self.layout.apart(values[CHUNK_STATE]).items()}
         result = self.method(**{name: found[name] for name in self.wanted})
-        return result if self.method.__name__ == "output" else self.layout.together(result)
+        return result if self.role == "output" else self.layout.together(result)
 
 
 class _Parted(LinearAttention):

@@ -69,9 +69,10 @@ class FlexLinearAttention:
     g the log gates of ``decay`` [C] ([C, K] if it has one a channel), states are [K, V]; `cache_result` in chunk
     names further arguments of the other two. ``inputs`` maps names of more inputs of a call to what is behind
     [B, T, H]: (), ("K",), ("V",). ``extra_state`` maps names of further state to shapes: rows (n, "V") or ("V",),
-    columns ("K",) or ("K", m); n may be "K". chunk and propagate then return tuples, the state first; propagate gets
-    ``name`` and ``chunk_name``, output ``name``. Initial and final states are one matrix [N, H, K + rows, V + columns]:
-    the state, columns to its right, rows below it, in the order of ``extra_state``. Ranks run side by side if
+    columns ("K",) or ("K", m), a number (); n may be "K". chunk and propagate then return tuples, the state first;
+    propagate gets ``name`` and ``chunk_name``, output ``name``. Initial and final states are one matrix
+    [N, H, K + rows, V + columns]: the state, columns to its right, rows below it, in the order of ``extra_state``. A
+    number is the first of a row of its own; what is beside rows, columns and numbers is zero. Ranks run side by side if
     propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine.
 
     Raises:

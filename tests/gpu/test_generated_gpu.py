@@ -10,8 +10,10 @@ import torch
 from torch.nn.functional import logsigmoid, normalize
 
 from flexsp.grammar.custom import CustomTransition
+from tests.generated_programs import KEPT_TILES
 from tests.gpu.judge import assert_right, check_variant
-from tests.test_custom_transition import CLASSES
+from tests.test_custom_transition import CLASSES, within
+from tests.test_input_rows import heads_first
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -40,7 +42,8 @@ def test_head_sizes(folder: Path, seed: int, name: str, K: int, V: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=("bfloat16", "float32"))
 @pytest.mark.parametrize(
     ("name", "K", "V"),
-    [("momentum", 64, 64), ("momentum", 128, 128), ("normalised", 128, 128), ("normalised", 40, 33)],
+    [("momentum", 64, 64), ("momentum", 128, 128), ("normalised", 128, 128), ("normalised", 40, 33),
+     ("counted", 128, 128), ("counted", 40, 33), ("counted delta", 64, 64), ("counted delta", 100, 33)],
 )
 @pytest.mark.usefixtures("poisoned")
 def test_states_of_several_parts(
@@ -55,9 +58,7 @@ def test_states_of_several_parts(
     beta = inputs.pop("beta").sigmoid() / 2
     if given.inputs:
         inputs["beta"] = beta
-    inputs["prev_s"] = torch.randn(n, H, *given.rows_and_columns(K, V), device=CUDA)
-    if name == "normalised":  # nothing is there
-        inputs["prev_s"][..., K:, V:] = 0
+    inputs["prev_s"] = within(name, torch.randn(n, H, *given.rows_and_columns(K, V), device=CUDA), K, V)
     leaves = {key: x.cpu().to(torch.float32 if key in WIDE else dtype) for key, x in inputs.items()}
     bounds = None if documents is None else torch.tensor([0, *accumulate(documents)])
     on_gpu = None if bounds is None else bounds.to(CUDA)
@@ -65,16 +66,53 @@ def test_states_of_several_parts(
 
     def run(given: Tensors, bounds: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """With zeros where nothing is there."""
-        there = torch.ones_like(given["prev_s"][:1])
-        if name == "normalised":
-            there[..., K:, V:] = 0
-        o, final = program(**given | {"prev_s": given["prev_s"] * there}, cu_seqlens=bounds)
-        return o, final * there
+        o, final = program(**given | {"prev_s": within(name, given["prev_s"], K, V)}, cu_seqlens=bounds)
+        return o, within(name, final, K, V)
 
     do, dfinal = (torch.randn(shape).bfloat16().double() for shape in ((B, T, H, V), leaves["prev_s"].shape))
     assert_right(
         lambda x: run(x, on_gpu), lambda x: run(x, on_gpu), lambda x: run(x, bounds), leaves, do, dfinal, dtype, seed
     )
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bfloat16", "float32"))
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.usefixtures("poisoned")
+def test_rows_of_tokens_with_heads_first(
+    seed: int, n: int, dtype: torch.dtype, documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
+    """Gated DeltaProduct from three functions; queries, keys and gates come as [B, H, T, ...]."""
+    B, T = (2, 333) if documents is None else (1, sum(documents))
+    K, V = 64, 40
+    shapes = {"q": (H, T, K), "k": (H, T, n, K), "v": (T, n, H, V), "beta": (T, n, H), "g": (H, T)}
+    inputs = {key: torch.randn(B, *shape) for key, shape in shapes.items()}
+    inputs |= {"k": normalize(inputs["k"], dim=-1), "g": logsigmoid(inputs["g"]), "beta": inputs["beta"].sigmoid()}
+    inputs["prev_s"] = torch.randn(B if documents is None else len(documents), H, K, V)
+    leaves = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in inputs.items()}
+    bounds = None if documents is None else torch.tensor([0, *accumulate(documents)])
+    on_gpu = None if bounds is None else bounds.to(CUDA)
+    program = heads_first(n, H, K, V, dtype)
+    do, dfinal = (torch.randn(shape).bfloat16().double() for shape in ((B, T, H, V), leaves["prev_s"].shape))
+    runs = [lambda x, cu=cu: program(**x, cu_seqlens=cu) for cu in (on_gpu, on_gpu, bounds)]
+    assert_right(*runs, leaves, do, dfinal, dtype, seed)
+
+
+@pytest.mark.parametrize("case", KEPT_TILES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bfloat16", "float32"))
+@pytest.mark.usefixtures("poisoned")
+def test_kept_tiles_of_all_orders(seed: int, case: str, dtype: torch.dtype) -> None:
+    drawn = KEPT_TILES[case]
+    made = torch.Generator().manual_seed(seed)
+    bounds = torch.tensor([0, *accumulate(DOCUMENTS)])
+    leaves = drawn.inputs(1, sum(DOCUMENTS), bounds.tolist(), made)
+    leaves |= {"k": normalize(leaves["k"], dim=-1)}
+    leaves = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in leaves.items()}
+    program, on_gpu = drawn.model(), bounds.to(CUDA)
+    shapes = (1, sum(DOCUMENTS), drawn.H, drawn.V), leaves["prev_s"].shape
+    do, dfinal = (torch.randn(shape).bfloat16().double() for shape in shapes)
+    runs = [lambda x, cu=cu: program(**x, cu_seqlens=cu) for cu in (on_gpu, on_gpu, bounds)]
+    assert_right(*runs, leaves, do, dfinal, dtype, seed)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])

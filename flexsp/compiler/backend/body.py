@@ -157,7 +157,7 @@ def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Calla
         if is_state(name):
             return _load_state(name, sizes, body, emitter, state)
         if any(s.isdigit() for s in sizes) or len(sizes) > 2:
-            raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got {sizes}")
+            raise NotEmittable(f"{name}: kernels are made of sizes that are ConstExprs, got [{', '.join(sizes)}]")
         if name in body.layout.kept:
             return _load_kept(body.layout.kept[name], body, emitter)
         if name in body.layout.params:
@@ -183,8 +183,9 @@ def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter,
     body.entering = body.entering or state is not None  # the gradient of a merge_mode that is not linear in the state
     place = next(x for x in layout.places() if name == stem + x.suffix)
     at = f"{'entering' if stem == 'S' else 'leaving'} + (row * n_chunks + c) * {elements(layout.matrix)}"
-    if len(sizes) == 1:
-        return emitter.let(name, Value(place.load(at, first_of(layout.cols, body)), sizes, frozenset({0})))
+    if len(sizes) < 2:
+        zero = frozenset(range(len(sizes)))
+        return emitter.let(name, Value(place.load(at, first_of(layout.cols, body)), sizes, zero))
     K, V = sizes
     text = f"load_rows({at}{place.offset}, {place.stride}, {K}, {first_of(V, body)}, B{K}, {V}, B{V})"
     return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
@@ -199,6 +200,10 @@ def _load_kept(kept: Kept, body: Body, emitter: Emitter) -> Value:
     steady = frozenset({0} if gates else ())
     if not sizes:
         return emitter.let(f"{name}_c", Value(f"tl.load({name}_ptr + row * n_chunks + c)", ()))
+    if sizes[0] != "C" and len(sizes) == 2:
+        n, m = sizes
+        text = f"load_rows({at}, {m}, {n}, {first_of(m, body)}, {block(n)}, {m}, {block(m)})"
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0, 1}), raw=True))
     if sizes[0] != "C":
         n = index(sizes[0], body)
         text = f"tl.load({at} + at_{n}, mask=at_{n} < {n}, other=0.0)"
@@ -281,6 +286,10 @@ def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], bo
 
 def store_kept(emitter: Emitter, kept: Kept, x: Value, body: Body) -> str:
     name, sizes = kept.name, kept.dims
+    if sizes[:1] != ("C",) and len(sizes) == 2:
+        n, m = sizes
+        at, text = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}", emitter.full(x, sizes).f32
+        return f"store_rows({at}, {text}, {m}, {n}, {first_of(m, body)}, {block(n)}, {m}, {block(m)})"
     if not sizes or sizes[0] != "C":
         return store_of_chunk(emitter, f"{name}_ptr", x, sizes, body)
     at = f"{name}_ptr + (row * n_chunks + c) * {elements(sizes)}"

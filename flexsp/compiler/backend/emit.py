@@ -37,6 +37,7 @@ from flexsp.compiler.graphs.values import (
     inner,
     limit,
     number,
+    operator_name,
     steady_at,
     type_of,
     zero_at,
@@ -193,7 +194,8 @@ class Emitter:
             return self._binary(node)
         special = _SPECIAL.get(target)
         if special is None:
-            raise NotEmittable(f"no kernel is made of {operator_name(node)} yet")
+            name = operator_name(node)
+            raise NotEmittable(f"no kernel is made of {name} yet{_INSTEAD.get(name, '')}")
         return special(self, node)
 
     def _of_sizes(self, node: Any) -> str:
@@ -202,7 +204,9 @@ class Emitter:
         power = node.target is operator.pow
         if any("length" in x for x in (args[1:] if power else ())) or (power and "length" in args[0]):
             if args[1] not in ("0.5", "-0.5"):
-                raise NotEmittable(f"no kernel is made of the power {args[1]} of a chunk's length yet")
+                raise NotEmittable(
+                    f"no kernel is made of the power {args[1]} of a chunk's length yet, but of 0.5 and -0.5"
+                )
             return f"tl.{'sqrt' if args[1] == '0.5' else 'rsqrt'}({args[0]} * 1.0)"
         return ON_SIZES[node.target].format(*args)
 
@@ -347,7 +351,7 @@ class Emitter:
     def _view(self, node: Any) -> Value:
         have, want = dims(node.args[0]), dims(node)
         if [s for s in have if s != "1"] != [s for s in want if s != "1"] or len(want) > 2:
-            raise NotEmittable(f"no kernel is made of reshaping {have} to {want} yet")
+            raise NotEmittable(f"no kernel is made of reshaping [{', '.join(have)}] to [{', '.join(want)}] yet")
         if len(have) > len(want):
             return self._squeeze(node)
         x = self.values[node.args[0]]
@@ -465,7 +469,10 @@ class Emitter:
     def _pow(self, node: Any) -> Value:
         x, p = self._arg(node.args[0], dims(node)), node.args[1]
         if not isinstance(p, (int, float)) or p * 2 != int(p * 2) or not 0 < abs(p) <= _LARGEST_POWER:
-            raise NotEmittable(f"no kernel is made of the power {p} yet")
+            raise NotEmittable(
+                f"no kernel is made of the power {p} yet, but of multiples of 0.5 up to {_LARGEST_POWER}; of what is "
+                "positive, (x.log() * p).exp() is the same"
+            )
         name, whole, half = inner(x.text), int(abs(p)), abs(p) % 1 > 0
         text = " * ".join([name] * whole + [f"tl.sqrt({x.text})"] * half)
         if p < 0:
@@ -528,17 +535,19 @@ def _keeps_axes(node: Any) -> bool:
     return len(node.args) > 2 and bool(node.args[2])
 
 
-def operator_name(node: Any) -> str:
-    """Name of an operator as users know it."""
-    return getattr(node.target, "_schema", node.target.__name__).name.removeprefix("aten::")
-
-
 def node_name(node: Any) -> str:
     """A variable for a node, with a number always, so that it hides no function."""
     return node.name if node.name[-1].isdigit() else f"{node.name}_0"
 
 
 _LARGEST_POWER = 8
+_INSTEAD = {
+    "cat": " (add up the products of each part)",
+    "cumprod": " (of what is positive, x.log().cumsum(0).exp() is the same)",
+    "stack": " (add up what each part gives)", "split": " (give the parts as inputs of their own)",
+    "unbind": " (x[:, 0] takes one)", "slice": " (give the parts as inputs of their own)",
+    "index": " (a constant, such as x[:, 0] or x[-1], is one)",
+}  # fmt: skip
 _IN_BRANCH = {*BINARY, *UNARY, aten.tril.default, aten.triu.default, aten.where.self, aten.masked_fill.Scalar}
 
 

@@ -3,7 +3,7 @@
     [ S     K x V | columns [K] ]
     [ rows        | nothing     ]
 
-Rows are [K, V] or [V].
+Rows are [K, V], [V] or a number, which is followed by nothing: each has a decay of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["Place", "matrix", "places"]
 class Place:
     """One part: `suffix` of its names, its sizes and tile shape, and the arguments that `load_state` takes for it.
 
-    `of_columns`: a program of a walk has the columns from v0 on; else it has all, and only the first one stores them.
+    A number has no tile shape and no arguments. `of_columns`: a program of a walk has the columns from v0 on; else it
+    has all, and only the first one stores them.
     """
 
     suffix: str
@@ -34,13 +35,17 @@ class Place:
 
     @property
     def zeros(self) -> str:
-        return f"tl.zeros([{self.shape}], tl.float32)"
+        return f"tl.zeros([{self.shape}], tl.float32)" if self.sizes else "tl.full((), 0.0, tl.float32)"
 
     def load(self, base: str, first: str = "v0") -> str:
         """Code for its tile of the matrix at `base`."""
+        if not self.sizes:
+            return f"tl.load({base}{self.offset}).to(tl.float32)"
         return f"load_state({base}{self.offset}, 0, {first if self.of_columns else 0}, True, {self.arguments})"
 
     def store(self, base: str, text: str) -> str:
+        if not self.sizes:
+            return f"tl.store({base}{self.offset}, {text}, mask=v0 == 0)"
         at, when = ("v0", "True") if self.of_columns else ("0", "v0 == 0")
         return f"store_state({base}{self.offset}, {text}, 0, {at}, {when}, {self.arguments})"
 
@@ -55,7 +60,7 @@ def matrix(state: Sequence[str], parts: Sequence[Part]) -> tuple[Extent, ...]:
         if part.sizes == (K,):
             cols.append("1")
         else:
-            rows.append("1" if len(part.sizes) == 1 else K)
+            rows.append(K if len(part.sizes) == 2 else "1")
     return Extent(tuple(rows)), Extent(tuple(cols))
 
 
@@ -83,8 +88,13 @@ def places(state: Sequence[str], parts: Sequence[Part], flip: bool = False) -> l
         elif part.sizes == (K,):
             given = f"None, {K}, None, B{K}, False, {width}"
             found.append(Place(name, (K,), f"B{K}", f" + {part.first}", width, given, False))
+        elif not part.sizes:
+            found.append(Place(name, (), "", f" + {part.first} * {width}", "", "", False))
         else:
             got = ", ".join(part.sizes)
-            raise NotEmittable(f"{part.name}: kernels hold extra state [{K}, {V}], [{V}] or [{K}], got [{got}]")
+            raise NotEmittable(
+                f"{part.name}: kernels hold extra state [{K}, {V}], [{V}], [{K}] or (), a number, got [{got}]; give "
+                "each row or column a name of its own"
+            )
     return found
 

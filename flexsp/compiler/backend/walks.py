@@ -123,7 +123,7 @@ def _decays(emitter: Emitter, body: Body, results: Mapping[str, Value]) -> tuple
     firsts = {f"__{part.name}": part.first for part in layout.parts}
     for place in layout.places():
         total, a = f"total{place.suffix}", results[f"A{place.suffix}"]
-        if not place.of_columns:
+        if place.sizes and not place.of_columns:
             continue
         first = firsts.get(place.suffix)
         where = at if first is None else f"{at} + {first.sum}"
@@ -309,7 +309,7 @@ def make_transition(
     """Programs of `summarize` that take the unit matrix from right to left, for A^T (docs/math.md, section 8)."""
     layout = body.layout
     V, rows = layout.cols, str(layout.matrix[0])
-    held = [x for x in layout.places() if x.of_columns]
+    held = [x for x in layout.places() if x.of_columns or not x.sizes]
     emitter, new = _across(step, given, body, memory, held)
     start, last = _unit(layout, held, rows)
     return emitter, [
@@ -326,7 +326,8 @@ def _across(
 ) -> tuple[Emitter, dict[Place, str]]:  # fmt: skip
     """What carries the gradients of the parts `held` over a chunk, those of outputs and columns being zero.
 
-    Their columns are those of the unit matrix, as many as the state has rows; nothing looks where they end.
+    Their columns are those of the unit matrix, as many as the state has rows; nothing looks where they end. A number is
+    held as its factor so far: it has one column of its own.
     """
     V = body.layout.cols
     graph, _ = cut(step, [f"d_S{x.suffix}" for x in held], given, join=True)
@@ -336,21 +337,44 @@ def _across(
     if wide:
         raise NotEmittable(
             f"the matrix of decay_mode depends on {for_users(step, wide)}, of a size along the state's columns {V}; "
-            "kernels are made of matrices that are the same for all columns"
+            "kernels are made of matrices that are the same for all columns, so make it of keys, gates and parameters"
         )
     end: Any = next(node for node in graph.nodes if node.op == "output")
     named = {f"d_S{x.suffix}": node for x, node in zip(held, end.args[0], strict=True)}
+    _refuse_mixed_numbers(named, held)
     emitter, found = emitter_of(graph, named, body, memory, "dS")
     results: dict[str, Value] = {}
     emitter.run(found, results.__setitem__, order=False)
     reads_in_memory(body, emitter)
     if V in emitter.contracted:
+        sums = [x for x in graph.nodes if V not in dims(x) and any(V in dims(y) for y in x.all_input_nodes)]
+        at = next((f", at {x.meta['line']}" for x in sums if x.meta.get("line")), "")
         raise NotEmittable(
-            f"decay_mode sums over the state's columns {V}; kernels are made of matrices that "
-            "multiply each column alone"
+            f"decay_mode sums over the state's columns {V}{at}; kernels are made of matrices that multiply each column "
+            "alone, so take that sum out of what prev_s goes into"
         )
     new = {x: emitter.full(results[f"d_S{x.suffix}"], x.sizes) for x in held}
     return emitter, {x: (emitter.masked(y, 0) if len(x.sizes) == 2 else y).f32 for x, y in new.items()}
+
+
+def _refuse_mixed_numbers(named: Mapping[str, Any], held: Sequence[Place]) -> None:
+    """NotEmittable where a number of the state is made of other parts of it, or they of it."""
+    numbers = {f"dS{x.suffix}" for x in held if not x.sizes}
+    for name, node in named.items():
+        seen, waiting = set(), [node]
+        while waiting:
+            at = waiting.pop()
+            waiting += [x for x in at.all_input_nodes if x not in seen]
+            seen.add(at)
+        read = {x.name for x in seen if x.op == "placeholder" and is_state(x.name)}
+        own = name.removeprefix("d_").replace("S", "dS", 1)
+        mixed = (read & numbers) - {own} or (own in numbers and read - {own})
+        if mixed:
+            number = min(numbers & {*mixed, own}).removeprefix("dS__")
+            raise NotEmittable(
+                f"{number}: beside a state that a matrix multiplies, kernels hold numbers that only a factor of their "
+                'own multiplies; keep it as a row ("V",)'
+            )
 
 
 def _unit(layout: Layout, held: Sequence[Place], rows: str) -> tuple[list[str], list[str]]:
@@ -367,6 +391,10 @@ def _unit(layout: Layout, held: Sequence[Place], rows: str) -> tuple[list[str], 
             unit = f"({unit} == {cols}[None, :]).to(tl.float32)"
             start.append(f"{name} = {f'keep_rows({unit}, {K})' if layout.parts else unit}")
             last.append(f"store_state({at}, tl.trans({name}), v0, 0, True, {rows}, {K}, B{V}, B{K}{apart})")
+        elif not place.sizes:
+            start.append(f"{name} = tl.full((), 1.0, tl.float32)")
+            row = f"tl.where({cols} == {first}, {name}, 0.0)"
+            last.append(f"store_state({at}, {row}, 0, v0, True, None, {rows}, None, B{V}, False, {rows})")
         else:
             start.append(f"{name} = ({cols} == {first}).to(tl.float32)")
             last.append(f"store_state({at}, {name}, 0, v0, True, None, {rows}, None, B{V}, False, {rows})")

@@ -21,7 +21,7 @@ from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
 
-__all__ = ["Program", "Transition", "call", "check"]
+__all__ = ["Program", "Transition", "call", "check", "has_parts", "widths"]
 
 Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
 Tensors = dict[str, torch.Tensor]
@@ -281,7 +281,7 @@ class _Probe:
             "decay_mode",
             self.decay.name,
             f"the result, computed at {self.decay.line}, is affine in {STATE}, but neither elementwise nor a matrix "
-            f"from the left (A @ {STATE}); write the state transposed if its matrix multiplies from the right",
+            f"from the left (A @ {STATE}); {_other_way(self.decay)}",
         )
 
     def _maxima(self, base: _Run) -> tuple[Transition, Traced | None]:
@@ -402,6 +402,31 @@ def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
             for place in node.kwargs["places"]:
                 inside[place] = 1
     return inside
+
+
+def has_parts(decay: Traced) -> bool:
+    """Whether the state is made of parts."""
+    return any(node.target is primitives.joined for node in decay.graph.nodes)
+
+
+def widths(decay: Traced, K: int, V: int) -> list[int]:
+    """How many columns, from the left, each row of the state [K, V] has, which are less than all where it is made of
+    parts."""
+    nodes = [node for node in decay.graph.nodes if node.target is primitives.joined]
+    places: list[Any] = [place for node in nodes for place in node.kwargs["places"]]  # type: ignore[union-attr]
+    found = [0 if places else V] * K
+    for row, column in places:
+        end = column + 1 if isinstance(column, int) else column.stop
+        for i in [row] if isinstance(row, int) else range(row.start, row.stop):
+            found[i] = max(found[i], end)
+    return found
+
+
+def _other_way(decay: Traced) -> str:
+    """The remedy for a state that a matrix from the left does not multiply."""
+    if has_parts(decay):
+        return "the parts of a state are rows and columns of one matrix, and are made of each other by such an A alone"
+    return "write the state transposed if its matrix multiplies from the right"
 
 
 def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:

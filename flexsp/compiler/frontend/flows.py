@@ -67,6 +67,7 @@ class Flows:
         self.decay, self.graph, self.state = decay, decay.graph, state
         self.values = values_of(decay, {**values, STATE: state})
         self.flows: dict[Node, Flow] = {}
+        self.sizes: dict[int | None, list[int]] = {None: list(state.shape)}  # of the state, or of a part
 
     def linear(self) -> Traced:
         """A S of S' = A S + F, where no flow is curved: the graph with zeros in place of what is added to the state."""
@@ -136,7 +137,9 @@ class Flows:
         if what == "getattr":
             return self._attribute(node, joined)
         if node.target is primitives.part_of and first is not None:
-            return Flow(first.level, first.breadth, first.turned, int(str(node.args[1])))
+            part = int(str(node.args[1]))
+            self.sizes[part] = list(self.values[node].shape)
+            return Flow(first.level, first.breadth, first.turned, part)
         if node.target is primitives.joined:
             return _of_parts([self._of(x) for x in node.args])
         if what in _NO_VALUES or (what == "expand_as" and first is None):
@@ -181,7 +184,7 @@ class Flows:
     def _scaled(self, node: Node, flow: Flow, factor: Any) -> Flow:
         x = self.values[factor] if isinstance(factor, Node) else factor
         breadth = 3
-        sizes = list(self.state.shape)
+        sizes = self.sizes[flow.part]
         if not isinstance(x, torch.Tensor) or x.numel() == 1:
             breadth = 1
         elif list(self.values[node].shape) == (sizes[::-1] if flow.turned else sizes):

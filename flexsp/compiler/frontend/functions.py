@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.frontend.check import Program, call
+from flexsp.compiler.frontend.check import Program, call, has_parts, widths
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
 from flexsp.kernels import executor
@@ -133,7 +133,8 @@ class _Local:
             return None
         if self.maxima is not None:
             return self.maxima.factors
-        thin = kind in ("scalar", "vector") and self.zero.dim() == 4 and not self.program.parts  # one factor a row
+        thin = kind in ("scalar", "vector") and self.zero.dim() == 4  # one factor a row
+        thin = thin and not has_parts(self.program.decay)  # beside which it is 0
         factors = []
         for values, n in zip(self.inputs, self.counts, strict=True):
             a = self._factors_of(values, n, kind == "dense")
@@ -168,10 +169,12 @@ class _Local:
         if not dense:
             return self._on_chunks(self.program.linear, {**values, STATE: zero + 1}, n)[0]
         M, K, V = zero.shape
-        columns = torch.nn.functional.pad(torch.eye(K, dtype=zero.dtype, device=zero.device), (0, -K % V))
-        blocks = [block.expand(M, K, V).contiguous() for block in columns.split(V, dim=1)]
-        found = [self._on_chunks(self.program.linear, {**values, STATE: S}, n)[0] for S in blocks]
-        return torch.cat(found, dim=2)[..., :K]
+        eye, found = torch.eye(K, dtype=zero.dtype, device=zero.device), list[torch.Tensor]()
+        for rows in _rows_of_units(widths(self.program.decay, K, V)):
+            units = torch.nn.functional.pad(eye[:, rows[0] : rows[-1] + 1], (0, V - len(rows)))
+            S = units.expand(M, K, V).contiguous()
+            found.append(self._on_chunks(self.program.linear, {**values, STATE: S}, n)[0][..., : len(rows)])
+        return torch.cat(found, dim=2)
 
     def through(self) -> Transition:
         """What all chunks do to a state, where decay_mode is affine; nothing passes where a document begins."""
@@ -258,6 +261,17 @@ class _Order:
 
     def undone_in(self, x: torch.Tensor, axis: int) -> torch.Tensor:
         return x if self.back is None else x.index_select(axis, self.back)
+
+
+def _rows_of_units(widths: list[int]) -> list[list[int]]:
+    """Columns of the unit matrix [K, K], in order, as states that have as many: by state the row of the one in each of
+    its columns, of which a row has so many."""
+    states: list[list[int]] = []
+    for row, free in enumerate(widths):
+        if not states or len(states[-1]) >= free:
+            states.append([])
+        states[-1].append(row)
+    return states
 
 
 def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,14 +37,23 @@ Size = str | int | ConstExpr
 class SymbTensor:
     """Shape and dtype of one input. Sizes are ConstExprs, integers or names of sizes that vary ("T", "NS", "NC").
 
+    Tokens are ["T", heads, ...], or [heads, "T", ...] where calls bring heads first; the functions get [C, ...].
+
     before: the name of another input of tokens. This one has its values a token earlier, over ranks too, and zeros
         where a sequence or a document begins. Calls need not give it; they may give what stands there instead,
         [N, H, ...], by the rules of initial states.
+    rows: each token has so many rows of this input, the same number in all inputs that say it: calls bring
+        [T, rows, H, ...] or [H, T, rows, ...]. The functions then take rows as they take tokens otherwise, those of a
+        token one after the other, and a chunk of C rows may end inside a token. Outputs are those of the last rows.
+    row: beside such inputs, the row of its token, from 0 or backwards from -1, at which this input has its value; the
+        other rows have zeros. None: all rows of a token have it.
     """
 
     shape: Sequence[Size]
     dtype: torch.dtype = torch.float32
     before: str | None = None
+    rows: int | None = None
+    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a state that is kept as one matrix: `sizes` by name, [K, V] or a row [V] or a column [K].
+    """A part of a state that is kept as one matrix: `sizes` by name, [K, V], a row [V], a column [K], or [] a number.
 
     `first` is the row of the matrix with which it begins, or, of a column, the column.
     """
@@ -82,6 +91,8 @@ class InputMeta:
     """`input_meta` sorted by role: `tokens` [T, H, ...], `params` [H, ...], numbers, and the state [NS, H, ...].
 
     earlier: names of tokens that are others a token earlier, and these others.
+    heads_first: tokens that calls bring as [H, T, ...]; in `tokens` they are [T, H, ...].
+    rows: of a token, in those of `tokens` that say so; None where none does.
     """
 
     tokens: dict[str, SymbTensor]
@@ -89,6 +100,8 @@ class InputMeta:
     numbers: dict[str, float]
     state: SymbTensor
     earlier: dict[str, str]
+    heads_first: tuple[str, ...] = ()
+    rows: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> InputMeta:
@@ -96,6 +109,7 @@ class InputMeta:
         tokens: dict[str, SymbTensor] = {}
         params: dict[str, SymbTensor] = {}
         numbers: dict[str, float] = {}
+        heads_first = []
         for name, what in given.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(f"input_meta: expected names that arguments can have, got {name!r}")
@@ -107,8 +121,16 @@ class InputMeta:
                 raise ValueError(f"input_meta[{name!r}]: expected a SymbTensor or a number, got {what!r}")
             elif name in (STATE, CHUNK_STATE):
                 continue
-            elif what.shape and what.shape[0] == "T":
+            elif "T" in what.shape[:1]:
                 tokens[name] = what
+            elif "T" in what.shape[1:2]:
+                heads_first.append(name)
+                tokens[name] = replace(what, shape=["T", what.shape[0], *what.shape[2:]])
+            elif "T" in what.shape:
+                raise ValueError(
+                    f"input_meta[{name!r}]: expected 'T' as the first size, or as the second, behind the heads, got "
+                    f"{what.shape!r}"
+                )
             else:
                 params[name] = what
         state = given.get(STATE)
@@ -117,7 +139,7 @@ class InputMeta:
                 f"input_meta[{STATE!r}]: expected SymbTensor([NS, H, K, V]) or ([NS, H, K]), got {state!r}"
             )
         if not tokens:
-            raise ValueError("input_meta: expected at least one SymbTensor whose first size is 'T', got none")
+            raise ValueError("input_meta: expected at least one SymbTensor with 'T' as its first size, got none")
         other = given.get(CHUNK_STATE, state)
         if not isinstance(other, SymbTensor) or list(other.shape[1:]) != list(state.shape[1:]):
             raise ValueError(f"input_meta[{CHUNK_STATE!r}]: expected sizes {list(state.shape[1:])} after the first")
@@ -125,12 +147,17 @@ class InputMeta:
         for name, what in (tokens | params).items():
             at = 1 if name in tokens else 0
             if len(what.shape) <= at or what.shape[at] != heads:
-                raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {at}, got {what.shape!r}")
+                size, got = 0 if name in heads_first else at, given[name].shape
+                raise ValueError(f"input_meta[{name!r}]: expected the heads {heads!r} as size {size}, got {got!r}")
             _check_sizes(name, what.shape[at + 1 :], heads)
             _check_before(name, what, tokens)
         _check_sizes(STATE, state.shape[2:], heads)
         earlier = {name: what.before for name, what in tokens.items() if what.before is not None}
-        return cls(tokens, params, numbers, state, earlier)
+        return cls(tokens, params, numbers, state, earlier, tuple(heads_first), _rows_of(tokens, params))
+
+    def dims(self, name: str) -> int:
+        """Dimensions of an input of tokens in a call without a batch."""
+        return len(self.tokens[name].shape) + (self.tokens[name].rows is not None)
 
     @property
     def state_sizes(self) -> tuple[Size, ...]:
@@ -166,9 +193,37 @@ def _check_before(name: str, what: SymbTensor, tokens: Mapping[str, SymbTensor])
         raise ValueError(
             f"input_meta[{name!r}]: expected tokens, and as before one of the tokens {own}, got {what.before!r}"
         )
-    shape = tokens[what.before].shape
+    shape, rows = tokens[what.before].shape, tokens[what.before].rows
     if list(what.shape) != list(shape):
         raise ValueError(f"input_meta[{name!r}]: expected the shape {shape!r} of {what.before!r}, got {what.shape!r}")
+    if what.rows != rows:
+        raise ValueError(f"input_meta[{name!r}]: expected rows = {rows} of {what.before!r}, got {what.rows}")
+
+
+def _rows_of(tokens: Mapping[str, SymbTensor], params: Mapping[str, SymbTensor]) -> int | None:
+    """Rows of a token, None where no input has rows; ValueError where inputs disagree."""
+    found: tuple[str, int] | None = None
+    for name, what in {**tokens, **params}.items():
+        if name in params and (what.rows is not None or what.row is not None):
+            raise ValueError(f"input_meta[{name!r}]: expected neither rows nor row without 'T' among its sizes")
+        if what.rows is None:
+            continue
+        if type(what.rows) is not int or what.rows < 1:
+            raise ValueError(f"input_meta[{name!r}]: expected a positive integer as rows, got {what.rows!r}")
+        if what.row is not None:
+            raise ValueError(f"input_meta[{name!r}]: expected rows or row, got rows = {what.rows} and row = {what.row}")
+        if found is not None and found[1] != what.rows:
+            raise ValueError(f"input_meta[{name!r}]: expected rows = {found[1]} as of {found[0]!r}, got {what.rows}")
+        found = name, what.rows
+    for name, what in tokens.items():
+        if what.row is None:
+            continue
+        if found is None:
+            raise ValueError(f"input_meta[{name!r}]: expected row beside inputs with rows only, and none has rows")
+        n = found[1]
+        if type(what.row) is not int or not -n <= what.row < n:
+            raise ValueError(f"input_meta[{name!r}]: expected row from {-n} to {n - 1}, got {what.row!r}")
+    return None if found is None else found[1]
 
 
 def _check_sizes(name: str, sizes: Sequence[Size], heads: Size) -> None:

@@ -129,8 +129,12 @@ def part_of(x: torch.Tensor, part: int, place: tuple[Any, Any]) -> torch.Tensor:
 def joined(*parts: torch.Tensor, places: tuple[tuple[Any, Any], ...]) -> torch.Tensor:
     """The matrix whose parts lie at ``places``, the first at its corner; zeros elsewhere."""
     V, rows, columns = parts[0].shape[1], [], []
-    for x, (row, column) in zip(parts[1:], places[1:], strict=True):
-        if (column if isinstance(column, int) else column.start) >= V:
+    for i, (x, (row, column)) in enumerate(zip(parts[1:], places[1:], strict=True), 2):
+        if isinstance(row, int) and isinstance(column, int):
+            if x.dim():
+                raise ValueError(f"result {i}: expected a number, of shape [], got {list(x.shape)}")
+            rows.append(torch.nn.functional.pad(x.reshape(1, 1), (0, V - 1)))
+        elif (column if isinstance(column, int) else column.start) >= V:
             columns.append(x.unsqueeze(1) if isinstance(column, int) else x)
         else:
             rows.append(x.unsqueeze(0) if isinstance(row, int) else x)

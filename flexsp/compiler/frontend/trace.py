@@ -85,7 +85,10 @@ class Traced:
     @property
     def line(self) -> str:
         """Where the result is computed, as `location` says it."""
-        called = [node for node in self.graph.nodes if node.op == "call_function" and "line" in node.meta]
+        called = [
+            node for node in self.graph.nodes
+            if node.op == "call_function" and "line" in node.meta and node.target is not joined
+        ]  # fmt: skip
         return location(called[-1]) if called else "an unknown line"
 
 

@@ -80,7 +80,7 @@ class Kept:
 
     Attributes:
         name: in the code of kernels.
-        dims: names of its sizes, "C" the tokens of a chunk; a matrix begins with them.
+        dims: names of its sizes, "C" the tokens of a chunk; a matrix that has them begins with them.
         role: "cached", what chunk_mode caches, or "gradient", that of such a value; "gates", running sums of gates over
             the chunk; "gated", an operand of products made with gates of two axes; "operand", another one of a dense
             walk; "argument" or "result" of an intrinsic; "exponents", the argument of scores that is made of running
@@ -409,7 +409,8 @@ class _Keeper:
         forward = _ancestors([node for name, node in self.named.items() if name == "o" or is_state(name)])
         matrix = len(dims(self.named["S"])) == 2
         for node in self.graph.nodes if matrix else ():
-            if node in forward and node.target is aten.cumsum.default and node.args[1] == 0 and not _heavy(node):
+            running = node.target is aten.cumsum.default and node.args[1] == 0
+            if node in forward and running and (len(dims(node)) < 2 or dims(node)[0] == "C") and not _heavy(node):
                 self._keep(f"gates_{node.name}", node, "gates", wide=True)
         for node in list(self.graph.nodes):
             for levels in (self.levels, self.grad_levels):
@@ -424,6 +425,7 @@ class _Keeper:
         if self.dense:
             self._operands(forward)
         self._gated(forward)
+        self._turn()
         new = {name: node for name, node in self.found.items() if f"keep_{name}" not in self.outputs}
         self.end.args = ([*self.end.args[0], *new.values()],)
         self.outputs += [f"keep_{name}" for name in new]
@@ -431,6 +433,26 @@ class _Keeper:
             for user in self.graph.nodes if self.roles[name] == "gates" else ():
                 if user.target is aten.sum.dim_IntList and user.args[:2] == (node.args[0], [0]):
                     user.meta["last"] = name
+
+    def _turn(self) -> None:
+        """Keeps the transpose of a tile whose columns are tokens, or whose rows are columns of the state, of which a
+        program may have some: it is turned where it is read."""
+        last = dims(self.named["S"])[-1]
+        for name, node in self.found.items():
+            if len(dims(node)) != 2 or dims(node)[0] == "C" or (dims(node)[1] != "C" and dims(node)[0] != last):
+                continue
+            turned = node.args[0]
+            if node.target is not aten.t.default:
+                with self.graph.inserting_after(node):
+                    turned = self.graph.call_function(aten.t.default, (node,))
+                turned.meta = node.meta | {"val": node.meta["val"].mT, DIMS: dims(node)[::-1]}
+                with self.graph.inserting_after(turned):
+                    back = self.graph.call_function(aten.t.default, (turned,))
+                back.meta = dict(node.meta)
+                node.replace_all_uses_with(back, delete_user_cb=lambda user, of=turned: user is not of)
+            self.found[name] = turned
+            kept = {f"keep_{name}": turned}
+            self.end.args = ([kept.get(of, x) for of, x in zip(self.outputs, self.end.args[0], strict=True)],)
 
     def _operands(self, forward: set[Any]) -> None:
         """Keeps the operands of products with the state that are computed from the chunk alone."""

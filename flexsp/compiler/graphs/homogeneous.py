@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph
 
 from flexsp.compiler.graphs.rewrite import cheapen, dims, reverse_cumsum
-from flexsp.compiler.graphs.values import NotEmittable
+from flexsp.compiler.graphs.values import NotEmittable, operator_name
 
 __all__ = ["without"]
 
@@ -19,9 +19,9 @@ _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 # Zero where one of their tensors is, in the place where a derivative stands: all are linear there.
 _PRODUCTS = {
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.mm.default, aten.neg.default,
-    aten.t.default, aten.sum.dim_IntList, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
-    aten.tril.default, aten.triu.default, aten.cumsum.default, reverse_cumsum, aten.flip.default, aten.view.default,
-    aten._unsafe_view.default, aten.slice.Tensor, aten.slice_backward.default, aten.select.int,
+    aten.t.default, aten.sum.dim_IntList, aten.sum.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.expand.default, aten.tril.default, aten.triu.default, aten.cumsum.default, reverse_cumsum, aten.flip.default,
+    aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.slice_backward.default, aten.select.int,
     aten.select_backward.default, aten._to_copy.default,
 }  # fmt: skip
 
@@ -42,10 +42,10 @@ def without(graph: Graph, name: str) -> None:
         elif _stays_zero(node, zero):
             zero.add(node)
         else:
-            at = f" at {node.meta['line']}" if "line" in node.meta else ""
+            at = f" at {node.meta['line']}" if node.meta.get("line") else ""
             raise NotEmittable(
-                f"the derivative of decay_mode{at} goes through {node.target}, which is not known to be linear, so no "
-                "kernel carries its states over ranks"
+                f"a derivative{at} goes through {operator_name(node)}, of which kernels that carry states over ranks "
+                "do not know that it is linear; write it with sums and products"
             )
     graph.eliminate_dead_code()
     for node in zero:

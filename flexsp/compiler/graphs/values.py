@@ -11,7 +11,7 @@ from flexsp.exceptions import NotAvailable
 
 __all__ = [
     "NotEmittable", "OURS", "Value", "block", "broadcast", "index_text", "inner", "is_state", "limit", "number",
-    "steady_at", "type_of", "zero_at",
+    "operator_name", "steady_at", "type_of", "zero_at",
 ]  # fmt: skip
 
 
@@ -20,6 +20,12 @@ class NotEmittable(NotAvailable):
 
 
 OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")  # names of values of our own
+
+
+def operator_name(node: Any) -> str:
+    """Name of an operator as users know it."""
+    schema = getattr(node.target, "_schema", None)
+    return str(node.target.__name__ if schema is None else schema.name).rpartition("::")[2]
 
 
 def is_state(name: str) -> bool:
@@ -130,7 +136,7 @@ def type_of(fill: Any) -> str:
 
 def index_text(index: Any, size: str) -> str:
     if not isinstance(index, int):
-        raise NotEmittable("an index that is no constant")
+        raise NotEmittable("no kernel is made of an index that is no constant yet")
     return str(index) if index >= 0 else f"{limit(size)} - {-index}"
 
 

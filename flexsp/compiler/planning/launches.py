@@ -195,7 +195,7 @@ class GeneratedCall:
     def _forward(self) -> list[LaunchSpec]:
         launches = self._stages(False, [])
         if self.scanned:
-            launches += [self._summarize(), self._propagate("@states", False)]
+            launches += [*self._around_parts("@states"), self._summarize(), self._propagate("@states", False)]
         given = "@initial" if self.initial and (self.docs > 0 or not self.scanned) else None
         states, final = "@states" if self.scanned else None, "@final" if self.ends else None
         output = self._walk(
@@ -232,6 +232,7 @@ class GeneratedCall:
             others = ["@dstates", after, *passed, *self._entering("collect"), self._table]
             reads = named(after, *self._entering("collect"))
             middle = [
+                *self._around_parts("@dstates"),
                 self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
@@ -272,6 +273,11 @@ class GeneratedCall:
         others = ["@states", initial, *carried, self._table]
         writes = ("@states", *(x for x in named(*carried) if x != "@cut"))
         return self._walk("summarize", others, named(initial), writes, BOUNDARY=self.initial)
+
+    def _around_parts(self, states: str) -> list[LaunchSpec]:
+        """Zeros where a state of parts holds nothing: a matrix multiplies those too."""
+        holds = [len(x.sizes) == 2 or x.sizes == self.code.layout.state[1:] for x in self.code.layout.places()]
+        return [zeroed(states)] if self.code.dense and not all(holds) else []
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
         cut = "@cut" if self.docs and not self.code.dense else None

@@ -140,8 +140,12 @@ class DrawnProgram:
     chunk: int
     vector: bool = False
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in "HKV"}
+
     def model(self, **options: Any) -> LinearAttention:
-        sizes = {name: ConstExpr(name, getattr(self, name)) for name in "HKV"}
+        sizes = {name: ConstExpr(name, n) for name, n in self.sizes.items()}
         meta: dict[str, Any] = {
             name: SymbTensor([sizes.get(s, s) for s in _SHAPES[name]], torch.float32) for name in self.names
         }

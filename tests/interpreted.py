@@ -14,7 +14,7 @@ import torch
 from flexsp.devices import H200, planned_for
 from flexsp.testing.bounds import within_tensors
 
-__all__ = ["poisoned"]
+__all__ = ["in_pieces", "poisoned"]
 
 
 def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
@@ -53,3 +53,17 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
         plan._Cut.plans = before  # type: ignore[method-assign]
         delta.LONG = long
         delta.plan_of.cache_clear()
+
+
+@contextmanager
+def in_pieces(columns: int) -> Iterator[None]:
+    """Chunkwise kernels take states of all sizes in pieces of so many columns, as they do large ones; none if 0."""
+    from flexsp.compiler.planning import plan
+
+    before = plan._WHOLE, plan._PIECE
+    if columns:
+        plan._WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
+    try:
+        yield
+    finally:
+        plan._WHOLE, plan._PIECE = before

@@ -237,4 +237,11 @@ GATES = [
         ("last = len(node.args) - 1  # the matrix", 'last = 0 if kind == "inverse" else -1  # the matrix',
          "running gates are kept in half precision", "tests/test_generated.py::test_batched[rwkv6]"),
     ),
+    *_in(
+        "flexsp/compiler/backend/pieces.py",
+        ("{name} += {value.text}", "{name} = {value.text}", "the last piece is the sum of all",
+         "tests/test_large_states.py::test_both_sizes[gla]"),
+        ("range(0, {self.cols}, ", "range({block(self.cols)}, {self.cols}, ", "the first piece is left out",
+         "tests/test_large_states.py::test_both_sizes[gla]"),
+    ),
 ]  # fmt: skip

@@ -381,6 +381,8 @@ def table(found: list[Any]) -> str:
 
 # Backward passes that sm_86 and sm_89 have no room for. Their plans are not sure to fit: see tests/test_dispatch.py.
 REFUSED = {f"{name} bfloat16 128 256 packed" for name in ("gated_deltanet", "vector_gated_delta")}
+LARGE_DENSE = ("rwkv7 bfloat16", "rwkv7 float32", "vector_gated_delta bfloat16", "vector_gated_delta float32")
+REFUSED |= {f"{name} 256 256 packed" for name in LARGE_DENSE}
 
 
 def assert_fits(arch: int, found: list[Any]) -> None:
@@ -439,6 +441,7 @@ GENERATED = {
     for name in ("simple_gla", "gla", "gla_own_bias", "deltanet", "gated_deltanet", "vector_gated_delta", "hgrn")
     for dtype, size in (("bfloat16", "128 128"), ("bfloat16", "64 64"), ("bfloat16", "128 256"), ("float32", "128 128"))
 }
+GENERATED |= {f"{x} 256 256 packed": () for x in ("gla bfloat16", "gla float32", *LARGE_DENSE)}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from flexsp.compiler import LinearAttention
 from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
-from tests.interpreted import poisoned
+from tests.interpreted import in_pieces, poisoned
 from tests.marks import quick, slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Run:
     """One variant on one problem; `bounds` are document boundaries, `gates` what log decays are drawn from.
 
-    `lengths` are shard lengths, if it runs over ranks; `segments` about how many each head's tokens are cut into.
+    `lengths` are shard lengths, if it runs over ranks; `segments` about how many each head's tokens are cut into;
+    `pieces` columns that chunkwise kernels take at a time, 0 for what is usual.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Run:
     gates: tuple[float, ...] | None = None
     lengths: tuple[int, ...] | None = None
     lowering: str = "generated"
+    pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def differentiated(call: Callable[[Tensors], Any], leaves: Tensors, cotangents: 
 
 
 @functools.lru_cache(maxsize=64)
-def model_of(name: str, H: int, K: int, V: int, chunk: int | None, folder: str, lowering: str) -> Any:
+def model_of(
+    name: str, H: int, K: int, V: int, chunk: int | None, folder: str, lowering: str, pieces: int = 0
+) -> Any:  # fmt: skip
     return variants.load(name).make(H, K, V, chunk_size=chunk, code_dir=folder, lowering=lowering)
 
 
@@ -188,8 +192,8 @@ def answer(sp: Any, run: Run, problem: Problem, folder: str) -> Tensors:
     for x in leaves.values():
         x.requires_grad_()
     cu = None if run.bounds is None else torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
-    model = model_of(run.name, run.H, run.K, run.V, run.chunk, folder, run.lowering)
-    with poisoned(run.segments, run.B * run.H):
+    model = model_of(run.name, run.H, run.K, run.V, run.chunk, folder, run.lowering, run.pieces)
+    with poisoned(run.segments, run.B * run.H), in_pieces(run.pieces):
         o, final = model(**leaves, cu_seqlens=cu, sp=sp if ranks else False)
         assert o.dtype == run.dtype and (final is None) == (ranks and not packed and sp.rank < sp.world_size - 1)
         results = [(o, arrange(problem.do[:, cut].to(run.dtype)))]

@@ -85,7 +85,9 @@ STACK_OF_PTXAS = {
 WALKS = ("summarize", "output", "states", "collect", "back")
 
 
-def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list[dict[str, Any]]:
+def compile_variant(
+    name: str, how: str, K: str = "128", V: str = "128", dtype: str = "bfloat16"
+) -> list[dict[str, Any]]:  # fmt: skip
     """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
@@ -98,7 +100,7 @@ def compile_variant(name: str, how: str, K: str = "128", V: str = "128") -> list
 
     operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     sizes = {"H": 32, "K": int(K), "V": int(V)}
-    program = variants.load(name).make(*sizes.values(), torch.bfloat16).program
+    program = variants.load(name).make(*sizes.values(), getattr(torch, dtype)).program
     code = engine.Generated(program)
 
     def made(what: Any, lead: list[int]) -> torch.Tensor:
@@ -193,6 +195,27 @@ def test_other_sizes(tmp_path: Path, name: str, how: str, K: int, V: int) -> Non
     told = described(found)
     assert not any(kernel[what] for kernel in found for what in ("races", "unwritten")), told
     assert not [x for x in found if x["limit"] and x["stack"] and x["registers"] <= x["limit"]], told
+
+
+LARGE = [  # one of each kind of transition has both sizes in each dtype
+    *((name, how, 256, 256, "bfloat16") for name, how in (
+        ("gla", "packed"), ("rwkv6", "whole"), ("rwkv7", "packed"), ("simple_gla", "whole"), ("deltanet", "ranks"),
+        ("gated_deltanet", "packed"), ("vector_gated_delta", "whole"), ("gla_own_bias", "whole"),
+    )),
+    *((name, "packed", 256, 256, "float32") for name in ("gla", "simple_gla", "rwkv7", "gated_deltanet")),
+    ("deltanet", "ranks", 256, 128, "bfloat16"), ("rwkv7", "whole", 256, 128, "float32"),
+    ("rwkv7", "whole", 256, 128, "float16"), ("hgrn", "packed", 600, 0, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how", "K", "V", "dtype"), slow(*LARGE))
+def test_large_states(tmp_path: Path, name: str, how: str, K: int, V: int, dtype: str) -> None:
+    """Kernels that take columns in pieces: all fit, and spill what four warps of whole tiles would many times over."""
+    found = run_child("compile", name, how, str(K), str(V), dtype, folder=tmp_path)
+    told = described(found)
+    assert all(kernel["shared"] <= SHARED_LIMIT and kernel["waits_first"] for kernel in found), told
+    assert not any(kernel[what] for kernel in found for what in ("races", "unwritten", "drops_nan")), told
+    assert max(kernel["stack"] for kernel in found) <= 6 * 1024, told
 
 
 @pytest.mark.parametrize(("name", "how"), CONFIGS)

@@ -32,6 +32,7 @@ from tests.generated_programs import (
     DrawnProgram,
     draw_program,
 )
+from tests.interpreted import in_pieces
 from tests.marks import quick, slow
 from tests.test_generated import (
     ENV,
@@ -188,7 +189,7 @@ WHOLE, PACKED = (21, None), (20, (0, 2, 2, 20))
 
 def answers(
     model: Any, program: DrawnProgram, inputs: Tensors, bounds: Any, dtype: torch.dtype, seeds: Sequence[int],
-    kernels: bool = False,
+    kernels: bool = False, pieces: int = 0,
 ) -> list[Tensors]:  # fmt: skip
     """Of the kernels or of PyTorch, for the cotangents of each seed."""
     cu = None if bounds is None else torch.tensor(bounds)
@@ -196,7 +197,8 @@ def answers(
     drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
     cotangents = [tuple(torch.randn(shape, generator=made) for shape in shapes) for made in drawn]
     leaves = {name: x.to(dtype, copy=True) for name, x in inputs.items()}
-    with poisoned(SOME_SEGMENTS, program.H), variable("FLEXSP_BACKEND", "triton" if kernels else None):
+    backend = variable("FLEXSP_BACKEND", "triton" if kernels else None)
+    with poisoned(SOME_SEGMENTS, program.H), in_pieces(pieces), backend:
         return differentiated(lambda given: model(**given, cu_seqlens=cu), leaves, cotangents)
 
 
@@ -212,19 +214,22 @@ def variable(name: str, value: str | None) -> Iterator[None]:
         os.environ.update({} if before is None else {name: before})
 
 
-def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any) -> list[str]:
+def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any, pieces: int) -> list[str]:
     """What breaks the rule of flexsp.testing.compare: kernels against the functions in float64, and in float32.
 
     All cotangents but the first meet inputs that are a rounding off, each its own: where a program magnifies that,
     kernels may too. Of few draws all may be lucky: of these programs one magnifies a rounding of a parameter near 0 a
-    hundred times, or hardly, as it falls.
+    hundred times, or hardly, as it falls. In `pieces` only those whose columns do not depend on each other.
     """
     made = torch.Generator().manual_seed(seed)
     model = program.model(code_dir=folder)
+    with in_pieces(pieces):
+        looks = model.program.meta.looks(program.sizes, 1)
+        pieces = 0 if model.kernels.refuses(program.sizes, looks, on_gpu=False) else pieces
     found = []
     for T, bounds in cases:
         inputs = program.inputs(1, T, bounds, made)
-        [got] = answers(model, program, inputs, bounds, torch.float32, [seed], kernels=True)
+        [got] = answers(model, program, inputs, bounds, torch.float32, [seed], kernels=True, pieces=pieces)
         seeds = [seed + i for i in range(4 * DRAWS)]
         want = answers(model, program, inputs, bounds, torch.float64, seeds)
         low, of = [], inputs
@@ -238,10 +243,10 @@ def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any)
     return found
 
 
-def check_program(program: DrawnProgram, seed: int, folder: str, *cases: Any) -> None:
-    about = f"{program}, inputs of seed {seed}\n\n{program.source}"
+def check_program(program: DrawnProgram, seed: int, folder: str, *cases: Any, pieces: int = 0) -> None:
+    about = f"{program}, inputs of seed {seed}, pieces of {pieces}\n\n{program.source}"
     print(about)  # also where the worker does not come back
-    (wrong,) = run_ranks(compared, 1, program, seed, folder, cases or (WHOLE, PACKED), env=ENV, timeout=250)
+    (wrong,) = run_ranks(compared, 1, program, seed, folder, cases or (WHOLE, PACKED), pieces, env=ENV, timeout=250)
     assert not wrong, "\n".join([*wrong, about])
 
 
@@ -249,7 +254,7 @@ def check_program(program: DrawnProgram, seed: int, folder: str, *cases: Any) ->
 def test_random_programs(n: int, seed: int, folder: str) -> None:
     drawn = n if "FLEXSP_TEST_SEED" not in os.environ else seed + n  # the same three unless asked
     print(f"draw_program({drawn})")
-    check_program(draw_program(drawn), seed, folder, (17 + seed % 16, None), PACKED)
+    check_program(draw_program(drawn), seed, folder, (17 + seed % 16, None), PACKED, pieces=16 * (seed % 2))
 
 
 def programs(groups: dict[str, list[str]]) -> list[Any]:

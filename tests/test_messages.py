@@ -82,7 +82,7 @@ def _mixed_rows(k: Any, v: Any, two: Any) -> Any:
 
 
 def _of_a_matrix(q: Any, k: Any, v: Any, m: Any, chunk_state: Any) -> Any:
-    return (q @ m @ k.T).tril(0) @ v + q @ chunk_state
+    return (q @ m.sum(0) @ k.T).tril(0) @ v + q @ chunk_state
 
 
 def _keys(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
@@ -107,9 +107,9 @@ CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
         lambda: _model(_mixed_rows, two=SymbTensor(["T", H, K, V])),
         ("two: kernels take tokens [T, H] or [T, H, N], got [T, H, K, V]", "rows=n"),
     ),
-    "a parameter that is a tile": (
-        lambda: _model(merge=_of_a_matrix, m=SymbTensor([H, K, K])),
-        ("m: kernels take parameters [H] or [H, N], got [H, K, K]", "before the call"),
+    "a parameter of three axes": (
+        lambda: _model(merge=_of_a_matrix, m=SymbTensor([H, K, K, K])),
+        ("m: kernels take parameters [H], [H, N] or [H, N, M], got [H, K, K, K]", "before the call"),
     ),
     "outputs of keys": (lambda: _model(merge=_keys), ("outputs are [C, K], at", "test_messages.py", "need [C, V]")),
     "a matrix made of values": (lambda: _model(decay=_of_values), ("depends on 'v'", "make it of keys, gates")),

@@ -378,27 +378,43 @@ def test_chunk_too_large() -> None:
     assert choose_plan(code, {"K": 64, "V": 64}, 32, 4096, 0, BF16).chunk == 256
 
 
-@pytest.mark.parametrize(
-    ("name", "K", "V"), [("gla", 128, 257), ("gla", 257, 64), ("gla", 129, 129), ("deltanet", 129, 32)]
-)
+@pytest.mark.parametrize(("name", "K", "V"), [("gla", 128, 257), ("gla", 257, 64), ("deltanet", 300, 32)])
 def test_sizes_too_large(name: str, K: int, V: int) -> None:
-    want = f"K = {K} and V = {V}: kernels are generated for states up to 128 x 256 or 256 x 128"
-    with pytest.raises(NotEmittable, match="K = 129: .* up to 128" if name == "deltanet" else want):
+    with pytest.raises(NotEmittable, match=f" = {max(K, V)}: kernels are generated for sizes up to 256"):
         choose_plan(code_of(name), {"K": K, "V": V}, 1, 1, 0, BF16)
 
 
-@pytest.mark.parametrize(("name", "K", "V"), [("gla", 128, 256), ("gla", 256, 100), ("deltanet", 100, 256)])
+@pytest.mark.parametrize(
+    ("name", "K", "V"),
+    [("gla", 128, 256), ("gla", 256, 100), ("gla", 129, 129), ("gla", 256, 256), ("deltanet", 100, 256),
+     ("deltanet", 129, 32), ("rwkv7", 256, 256)],
+)  # fmt: skip
 def test_large_states_are_walked_in_tiles(name: str, K: int, V: int) -> None:
     plan = choose_plan(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
     assert padded(K) * plan.walk.cols <= 128 * 128 and plan.walk.cols < 256 and plan.chunk >= 32
     assert all(x.shared <= H200.shared for x in rows_of(name, plan, 32, 65536, K, V))
+    if code_of(name).sized({"K": K, "V": V}).pieces:
+        assert padded(K) * plan.part.cols <= 128 * 128 and plan.part.warps == 8
+
+
+def test_kernels_in_pieces_are_those_of_large_states_alone() -> None:
+    """The others are what they were: none of their sizes exceeds 128, or one of a state's two, but K of dense ones."""
+    small = [(128, 128), (128, 256), (16, 256), (256, 128), (256, 16)]
+    for name in ("gla", "deltanet"):
+        code = code_of(name)
+        for K, V in [*small, (129, 129), (256, 256), (200, 130)]:
+            whole = (K, V) in small and (K <= 128 or not code.dense)
+            assert (code.sized({"K": K, "V": V}) is code) == whole, (name, K, V)
+    assert code_of("hgrn").sized({"K": 4096}) is code_of("hgrn")
 
 
 def test_long_vector_states() -> None:
-    plan = choose_plan(code_of("hgrn"), {"K": 256}, 1, 4096, 0, BF16)
-    assert plan.walk.cols == plan.part.cols == 32
-    with pytest.raises(NotEmittable, match="^K = 257: kernels are generated for states"):
-        choose_plan(code_of("hgrn"), {"K": 257}, 1, 4096, 0, BF16)
+    """Of any length, by panels of 32 numbers; the scan takes up to 65536."""
+    for K in (256, 4096):
+        plan = choose_plan(code_of("hgrn"), {"K": K}, 1, 4096, 0, BF16)
+        assert plan.walk.cols == plan.part.cols == 32
+    with pytest.raises(NotEmittable, match="^K = 65537: kernels are generated for sizes up to 65536"):
+        choose_plan(code_of("hgrn"), {"K": 65537}, 1, 4096, 0, BF16)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS[:-1])

@@ -305,7 +305,8 @@ def bad_inputs(sp: Any) -> None:
         (good[0], None, None, "states"),
         (good.double(), None, None, "states"),
         (good.transpose(3, 4), None, None, "states"),
-        (torch.zeros(1, 2, 1, 257, 1), None, None, "256"),
+        (torch.zeros(1, 2, 1, 65537, 1), None, None, "expected 1..65536 rows and 1..512 columns, got K=65537, V=1"),
+        (torch.zeros(1, 2, 1, 4, 513), None, None, "K=4, V=513"),
         (good, torch.zeros(2, 4, 3), None, "log_a"),
         (good, torch.zeros(2, 3, 3, 6), None, "log_a"),
         (good, torch.zeros(2, 3, 3).double(), None, "log_a"),
@@ -321,10 +322,30 @@ def bad_inputs(sp: Any) -> None:
         (one, None, A.mT, "A: expected a contiguous float32"),
         (one, None, torch.zeros(2, 1, 3, 6, 6), r"A: .*\(2, 1, 3, 5, 5\)"),
         (good, None, torch.zeros(2, 3, 3, 5, 5), "at most one segment"),
-        (torch.zeros(1, 2, 1, 257, 4), None, torch.zeros(1, 1, 1, 257, 257), "K and V in 1..256, got K=257"),
+        (torch.zeros(1, 2, 1, 257, 4), None, torch.zeros(1, 1, 1, 257, 257), "1..256 rows .* got K=257"),
     ]:
         with pytest.raises(ValueError, match=words):
             propagate(states, log_a, None, A=dense)
+
+
+def larger_than_heads(sp: Any) -> list[float]:
+    from flexsp.scan.propagate import propagate
+
+    errors = []
+    for K, V in ((6, 257), (1000, 1)):
+        states, log_a = torch.randn(1, 4, 2, K, V), -torch.rand(1, 3, 2, K)
+        want = states.double()
+        for i in range(3):
+            want[:, i + 1] += log_a[:, i, :, :, None].double().exp() * want[:, i]
+        propagate(states, log_a, None)
+        errors.append((states - want).abs().max().item())
+    return errors
+
+
+def test_states_larger_than_heads() -> None:
+    """A column beside 256 others, and a long vector."""
+    (errors,) = run_ranks(larger_than_heads, 1, env=ENV)
+    assert max(errors) < 1e-5, errors
 
 
 def test_bad_input() -> None:

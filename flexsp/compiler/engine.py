@@ -22,6 +22,7 @@ from flexsp.compiler.backend.body import Kernel, Layout
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.check import Program
 from flexsp.compiler.frontend.meta import ConstExpr
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
@@ -31,11 +32,11 @@ from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradient
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.compiler.planning.launches import Plan
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named
-from flexsp.compiler.planning.plan import CHUNKS, LARGEST, choose_plan
+from flexsp.compiler.planning.plan import CHUNKS, choose_plan, in_pieces
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
 from flexsp.runtime.launch import only_old_assemblers
-from flexsp.scan.dense import MOST
+from flexsp.scan.tiles import too_large
 
 __all__ = ["Generated", "generated", "write_code"]
 
@@ -108,15 +109,21 @@ def _sizes(shape: Sequence[Any]) -> tuple[str, ...]:
 class Generated:
     """The kernels of one program: their sources, and the module they were written to.
 
-    `lowering` names what replaces some of them.
+    `lowering` names what replaces some of them. With `pieces`, chunkwise kernels take the state's columns in pieces.
     """
 
     def __init__(
-        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None
+        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None,
+        pieces: bool = False,
     ) -> None:  # fmt: skip
-        self.program, self.code_dir, self.chunk = program, code_dir, chunk_size
+        self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
         self.lowering = None if lowering is None else lowering_named(lowering)
         _refuse_transition(program)
+        if pieces and program.transition in ("elementwise", "max-plus"):
+            raise NotEmittable(
+                f"the transition of {program.decay.name!r} (at {program.decay.line}) is {program.transition}; kernels "
+                "of states of more than 128 x 256 take one factor for each head or each row, so make K or V smaller"
+            )
         if chunk_size not in (None, *CHUNKS):
             raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
         self.dense = program.transition == "dense"
@@ -158,15 +165,15 @@ class Generated:
 
     def _refuse_inputs(self, tokens: dict[str, tuple[str, ...]], params: dict[str, tuple[str, ...]]) -> None:
         """NotEmittable for inputs of more axes than kernels read, and for values of a chunk that they do not keep."""
-        for of, lead, most, remedy in (
-            (tokens, "T, H", 2, "give a token's rows as inputs of their own, or as SymbTensor(..., rows=n)"),
-            (params, "H", 1, "multiply tokens by it before the call"),
-        ):
-            for name, sizes in of.items():
-                if len(sizes) > most:
-                    wide, got = f"[{lead}] or [{lead}, N]", ", ".join([lead, *sizes[most - 1 :]])
-                    kind = "tokens" if of is tokens else "parameters"
-                    raise NotEmittable(f"{name}: kernels take {kind} {wide}, got [{got}]; {remedy}")
+        rows = "give a token's rows as inputs of their own, or as SymbTensor(..., rows=n)"
+        for name, sizes in tokens.items():
+            if len(sizes) > 2:
+                got = ", ".join(["T", "H", *sizes[1:]])
+                raise NotEmittable(f"{name}: kernels take tokens [T, H] or [T, H, N], got [{got}]; {rows}")
+        for name, sizes in params.items():
+            if len(sizes) > 2:
+                got, remedy = ", ".join(["H", *sizes]), "multiply tokens by it before the call"
+                raise NotEmittable(f"{name}: kernels take parameters [H], [H, N] or [H, N, M], got [{got}]; {remedy}")
         given = {s for node in self.step.graph.nodes if node.op == "placeholder" for s in dims(node)}
         for name, kept in self.step.kept.items():
             if len(kept.dims) > 2 or any(s.isdigit() and s not in given for s in kept.dims):
@@ -221,7 +228,7 @@ class Generated:
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
         return {
-            kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition)
+            kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition, self.pieces)
             for kind, (parts, given) in wanted.items()
         }
 
@@ -231,6 +238,16 @@ class Generated:
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
         return tuple(name for name in found if name not in scratch or step.kept[name].running)
+
+    def sized(self, sizes: Mapping[str, int]) -> Generated:
+        """The kernels for such sizes: these, or those that take the columns of large states in pieces."""
+        return self._in_pieces if not self.pieces and in_pieces(self.layout, self.dense, sizes) else self
+
+    @cached_property
+    def _in_pieces(self) -> Generated:
+        lowering = None if self.lowering is None else self.lowering.name
+        given = (self.program, self.code_dir, self.chunk, lowering, True)
+        return one_at_a_time(lambda: Generated(*given), self.program.merge.name)
 
     @cached_property
     def split(self) -> bool:
@@ -250,10 +267,8 @@ class Generated:
         """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
         if self.layout.parts:
             rows, cols = self.layout.numbers(sizes)
-            if max(rows, cols) > MOST:
-                return f"state and extra state make a matrix of {rows} x {cols}; kernels scan up to {MOST} x {MOST}"
-            if ranks and self.dense and rows > LARGEST:
-                return f"a dense transition of {rows} rows over ranks; kernels are generated for up to {LARGEST}"
+            if (taken := too_large(rows, cols, self.dense)) is not None:
+                return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         dtype = inputs[next(iter(self.program.meta.tokens))][0]
@@ -293,7 +308,7 @@ class Generated:
         names = [f"{role}: {x.name}" for role, x in zip(("chunk", "decay", "merge"),
                  (program.chunk, program.decay, program.merge), strict=True)]  # fmt: skip
         body = "".join(f"\n\n{self.kernels[kind].source}" for kind in self.kernels)
-        sums = [name for name in SUMS.values() if f" {name}(" in body]
+        sums = [name for name in (*SUMS.values(), "add_product") if f" {name}(" in body]
         if sums:
             body = f"from flexsp.compiler.backend.tile_ops import {', '.join(sums)}\n{body}"
         body = _IMPORTS + body

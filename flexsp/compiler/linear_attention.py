@@ -490,7 +490,7 @@ class LinearAttention:
         lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
         lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
         if not isinstance(code, str):
-            lines += code.explain()
+            lines += (code.sized(sizes) if reason is None else code).explain()
             lines += [*self._plan(code, T, B), *self._tuned]
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")

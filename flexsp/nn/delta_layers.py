@@ -110,7 +110,7 @@ class DeltaNet(_DeltaLayer):
     Args:
         hidden_size: model width D.
         num_heads: heads H.
-        expand_k: heads have K = hidden_size * expand_k / num_heads, 1 to 256; on GPUs other than Hopper to 128.
+        expand_k: heads have K = hidden_size * expand_k / num_heads, 1 to 256.
         expand_v: and V = hidden_size * expand_v / num_heads, as K.
         use_beta: else beta is 1.
         use_gate: multiply the normed output by silu(W_g x).
@@ -191,7 +191,7 @@ class GatedDeltaNet(_DeltaLayer):
     Args:
         hidden_size: model width D.
         num_heads: heads H of q and k.
-        head_dim: their K, 1 to 256; on GPUs other than Hopper to 128.
+        head_dim: their K, 1 to 256.
         expand_v: heads of v have V = head_dim * expand_v, as K.
         num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
             h // (HV / H).
@@ -263,7 +263,7 @@ class KimiDeltaAttention(_DeltaLayer):
     Args:
         hidden_size: model width D.
         num_heads: heads H of q and k.
-        head_dim: their K, 1 to 256; on GPUs other than Hopper to 128.
+        head_dim: their K, 1 to 256.
         expand_v: heads of v have V = head_dim * expand_v, as K.
         num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
             h // (HV / H).
@@ -338,7 +338,7 @@ class GatedDeltaProduct(_DeltaLayer):
     Args:
         hidden_size: model width D.
         num_heads: heads H of q and k.
-        head_dim: their K, 1 to 256; on GPUs other than Hopper to 128.
+        head_dim: their K, 1 to 256.
         expand_v: heads of v have V = head_dim * expand_v, as K.
         num_v_heads: heads HV of v, gates and state, a multiple of H, by default H; head h reads those of q and k at
             h // (HV / H).

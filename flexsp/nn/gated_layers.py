@@ -48,7 +48,7 @@ class GatedLinearAttention(RecurrentLayer):
         hidden_size: model width D.
         num_heads: heads H of q and of the state.
         expand_k: heads have K = hidden_size * expand_k / num_heads, 1 to 256.
-        expand_v: and V = hidden_size * expand_v / num_heads, 1 to 256; on GPUs one of them is at most 128.
+        expand_v: and V = hidden_size * expand_v / num_heads, 1 to 256.
         num_kv_heads: heads of k, v and the gates, a divisor of num_heads, by default H; head h reads those at
             h // (H / num_kv_heads).
         feature_map: of q and k, ``"relu"``, ``"sigmoid"``, ``"sqrelu"`` (relu squared), ``"silu"`` or ``"swish"``, the
@@ -190,8 +190,7 @@ class HGRN2(_LowerBounded):
     Args:
         hidden_size: model width D.
         num_heads: heads H, a divisor of D; by default ``hidden_size // expand_ratio``, which also overrides it.
-        expand_ratio: K of a head, 1 to 256. None means ``hidden_size // num_heads``. On GPUs K or V, which is
-            ``hidden_size // num_heads``, is at most 128.
+        expand_ratio: K of a head, 1 to 256. None means ``hidden_size // num_heads``, which is V, up to 256 too.
         use_short_conv: convolutions over q, f and i.
         conv_size: their tokens.
         conv_bias: whether they have biases.

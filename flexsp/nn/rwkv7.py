@@ -77,7 +77,7 @@ class RWKV7(nn.Module):
 
     Args:
         hidden_size: model width D, a multiple of the number of heads.
-        head_dim: K of a head, 1 to 256; on GPUs at most 128.
+        head_dim: K of a head, 1 to 256.
         num_heads: heads H with ``head_dim=None``.
         decay_low_rank_dim: channels between the two maps of w; None gives the authors' number, as of the next three.
         gate_low_rank_dim: of g.

@@ -39,8 +39,7 @@ def chunk_gated_delta_product(
     row t n + j of k, v and beta. It runs as a gated delta rule of T n tokens, of which only the last of each n is read.
 
     Args:
-        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs
-            other than Hopper of 1..128.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T n, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T n, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
             h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
@@ -63,7 +62,7 @@ def chunk_gated_delta_product(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
-        NotAvailable: on a GPU other than Hopper, K of more than 128.
+        NotAvailable: on a GPU other than Hopper, whose blocks have too little shared memory for heads so large.
 
     Example:
         >>> q, g = torch.randn(2, 100, 4, 64), -torch.rand(2, 100, 4)

@@ -41,8 +41,7 @@ def chunk_gated_delta_rule(
     Yang et al. 2024, Gated Delta Networks (arXiv 2412.06464), eq. 10.
 
     Args:
-        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs
-            other than Hopper of 1..128.
+        q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
             h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
@@ -70,7 +69,7 @@ def chunk_gated_delta_rule(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
-        NotAvailable: on a GPU other than Hopper, K of more than 128.
+        NotAvailable: on a GPU other than Hopper, whose blocks have too little shared memory for heads so large.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)

@@ -38,7 +38,7 @@ def chunk_rwkv6(
     Args:
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256, on GPUs of 1..128 where K is more than 128.
+        v: [B, T, H, V] in the same dtype; V of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -exp of what it calls w; r's dtype or float32. Values
             below -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
         u: bonus [H, K]; r's dtype or float32.
@@ -55,7 +55,7 @@ def chunk_rwkv6(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
-        NotAvailable: on a GPU, K and V of both more than 128.
+        NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:
         >>> r, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)

@@ -37,7 +37,7 @@ def chunk_rwkv7(
     rate), with kk of length 1. What is removed is read from the state before its decay. Any a and b will do.
 
     Args:
-        r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256, on GPUs of 1..128.
+        r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -e^{-1/2} sigmoid(.); r's dtype or float32. Values below
             -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
         k: [B, T, H, K] in r's dtype.
@@ -57,7 +57,7 @@ def chunk_rwkv7(
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
-        NotAvailable: on a GPU, K of more than 128.
+        NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:
         >>> r, k, v, x = torch.randn(4, 2, 100, 4, 64).unbind(0)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 __all__ = ["MOST", "check_dense", "load_dense", "through"]
 
-MOST = 256  # rows or columns of a state
+MOST = 256  # rows of a state
 
 _BLOCK = tl.constexpr(32)
 _UNROLLED = tl.constexpr(128)

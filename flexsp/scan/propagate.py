@@ -30,11 +30,11 @@ from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
-from flexsp.scan.dense import MOST, check_dense, load_dense, through
+from flexsp.scan.dense import check_dense, load_dense, through
 from flexsp.scan.max_plus import Elements, enters
 from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_tile
 from flexsp.scan.segments import DECAYS, TAKES, apply, fold, write
-from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles
+from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles, too_large
 from flexsp.scan.transitions import Transition
 
 if TYPE_CHECKING:
@@ -280,7 +280,8 @@ def propagate(
     max(S_s + shifts_s, F_s), of which there is no reverse.
 
     Args:
-        states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K, V in 1..256.
+        states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K in 1..65536
+            (1..256 with A), V in 1..512.
         log_a: natural log of the decay, fp32: None, [B, NSEG, H] or [B, NSEG, H, K].
         cut: None or int32 [B, NSEG], nonzero where what came before a segment must not reach its end.
         sp: the ranks; None is one rank.
@@ -335,8 +336,8 @@ def _validate(
     if states.dtype != torch.float32 or not states.is_contiguous():
         raise ValueError(f"states: expected a contiguous float32 tensor, got {states.dtype}, strides {states.stride()}")
     B, slots, H, K, V = states.shape
-    if not (1 <= K <= MOST and 1 <= V <= MOST):
-        raise ValueError(f"states: expected K and V in 1..{MOST}, got K={K}, V={V}")
+    if (expected := too_large(K, V, A is not None)) is not None:
+        raise ValueError(f"states: expected {expected}, got K={K}, V={V}")
     shapes = {(B, slots - 1, H): "scalar", (B, slots - 1, H, K): "vector"}
     if log_a is not None and (tuple(log_a.shape) not in shapes or log_a.dtype != torch.float32):
         expected = " or ".join(str(s) for s in shapes)

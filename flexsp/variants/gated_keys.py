@@ -53,7 +53,7 @@ class _GatedKeys(Lowering):
     def call(
         self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
-        """A generated call in chunks of the measured size."""
+        """A generated call in chunks that the kernels here are made for."""
         from flexsp.compiler.planning.launches import GeneratedCall
         from flexsp.devices import of_device
 
@@ -61,9 +61,12 @@ class _GatedKeys(Lowering):
             return None
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
-        chunk = _LARGEST if given.dtype == torch.bfloat16 else 16
-        device = of_device(given.device)
-        plan = code.plan(sizes, given.B * H, T, docs, given.dtype, chained, device, chunk)
+        code = code.sized(sizes)
+        plan = code.plan(sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device))
+        if plan.chunk > _LARGEST:
+            plan = code.plan(
+                sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device), chunk=_LARGEST
+            )  # fmt: skip
         return GeneratedCall(code, plan, sizes, given.B, H, T, docs, given.dtype, initial, ends)
 
     def refuses(self, call: GeneratedCall) -> str | None:

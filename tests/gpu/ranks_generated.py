@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--only", default=",".join(variants.VARIANTS), help="variants, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    parser.add_argument("--size", default="128,128", help="K and V; delta rules take up to 256,256")
+    parser.add_argument("--size", default="128,128", help="K and V, up to 256,256")
     parser.add_argument("--cut", action="store_true", help="cut short heads of delta rules into segments, too")
     options = parser.parse_args()
     if options.cut:

@@ -44,12 +44,6 @@ def test_ops(op: str, size: int, dtype: torch.dtype, layout: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-def _state(name: str, size: int) -> tuple[int, int]:
-    """K and V; kernels are generated for states up to 256 x 128 or 128 x 256, dense transitions up to 128 rows."""
-    dense, vector = variants.VARIANTS[name].transition == "dense", len(variants.VARIANTS[name].state) == 1
-    return (size if size <= 128 or not dense else 128), (size if size <= 128 or dense or vector else 128)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=_name)
 @pytest.mark.parametrize("size", SIZES)
@@ -57,7 +51,30 @@ def _state(name: str, size: int) -> tuple[int, int]:
 @pytest.mark.usefixtures("poisoned")
 def test_variants(folder: Path, seed: int, name: str, size: int, dtype: torch.dtype, layout: str) -> None:
     documents = DOCUMENTS if layout == "packed" else None
-    check_variant(name, *_state(name, size), dtype, folder, seed, documents, calls=CALLS)
+    check_variant(name, size, size, dtype, folder, seed, documents, calls=CALLS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", [(256, 128), (128, 256), (200, 150), (256, 40)], ids=str)
+@pytest.mark.parametrize("name", [name for name, x in variants.VARIANTS.items() if len(x.state) == 2])
+@pytest.mark.usefixtures("poisoned")
+def test_large_states(
+    folder: Path, seed: int, name: str, size: tuple[int, int], dtype: torch.dtype, layout: str
+) -> None:  # fmt: skip
+    """The largest ones beside those of 256 x 256 above: of whole tiles, and of pieces that are not all full."""
+    documents = DOCUMENTS if layout == "packed" else None
+    check_variant(name, *size, dtype, folder, seed, documents, calls=CALLS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("size", [300, 1024])
+@pytest.mark.parametrize("name", [name for name, x in variants.VARIANTS.items() if len(x.state) == 1])
+@pytest.mark.usefixtures("poisoned")
+def test_long_vectors(folder: Path, seed: int, name: str, size: int, dtype: torch.dtype, layout: str) -> None:
+    documents = DOCUMENTS if layout == "packed" else None
+    check_variant(name, size, size, dtype, folder, seed, documents, calls=CALLS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

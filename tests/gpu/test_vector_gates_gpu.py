@@ -17,7 +17,7 @@ DOCUMENTS = (0, 61, 61, 125, 126, 203, 203)
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("size", [(64, 64), (128, 128), (33, 48), (128, 256)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (33, 48), (128, 256), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.usefixtures("poisoned")
 def test_against_the_token_loop(name: str, size: tuple[int, int], dtype: torch.dtype, packed: bool, seed: int) -> None:

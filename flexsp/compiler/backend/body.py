@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph
 
 from flexsp.compiler.backend.emit import Emitter
+from flexsp.compiler.backend.pieces import InPieces
 from flexsp.compiler.backend.places import Place, matrix, places
 from flexsp.compiler.frontend.meta import Extent, Part
 from flexsp.compiler.graphs.differentiate import Kept
@@ -80,10 +81,11 @@ class Kernel:
 @dataclass
 class Body:
     """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on: in walks,
-    and of a vector state everywhere."""
+    and of a vector state everywhere. `pieces`: it has all, but some at a time, from v0 on (`InPieces`)."""
 
     layout: Layout
     panels: bool
+    pieces: bool = False
     tokens: list[str] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -96,7 +98,10 @@ class Body:
 def emitter_of(
     graph: Graph, found: Mapping[str, Any], body: Body, memory: Mapping[str, str], state: str | None
 ) -> tuple[Emitter, Mapping[str, Any]]:
-    emitter = Emitter(graph, {}, memory, apart=state is None)
+    if body.pieces:
+        emitter: Emitter = InPieces(graph, {}, memory, True, body.layout.cols)
+    else:
+        emitter = Emitter(graph, {}, memory, apart=state is None)
     emitter.given = {node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"}
     return emitter, found
 
@@ -143,7 +148,7 @@ def index(size: str, body: Body) -> str:
 
 def first_of(size: str, body: Body) -> str:
     """First column of this program's tile."""
-    return "v0" if body.panels and size == body.layout.cols else "0"
+    return "v0" if (body.panels or body.pieces) and size == body.layout.cols else "0"
 
 
 # Loads ----------------------------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Calla
         if name in body.layout.kept:
             return _load_kept(body.layout.kept[name], body, emitter)
         if name in body.layout.params:
-            return _load_param(name, sizes, body)
+            return _load_param(name, sizes, body, emitter)
         if name not in body.tokens:
             body.tokens.append(name)
         if len(sizes) == 1:
@@ -217,21 +222,22 @@ def _load_kept(kept: Kept, body: Body, emitter: Emitter) -> Value:
     return emitter.let(f"{name}_c", Value(text, sizes, zero, wild=gates and n == "C", raw=True, steady=steady))
 
 
-def _load_param(name: str, sizes: tuple[str, ...], body: Body) -> Value:
-    if name not in body.params:
-        body.params.append(name)
+def _load_param(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter) -> Value:
+    in_piece = body.pieces and body.layout.cols in sizes
+    if name not in body.params or in_piece:
+        body.params += [name] if name not in body.params else []
         if not sizes:
             body.once.append(f"{name}_h = tl.load({name}_ptr + h).to(tl.float32)")
         elif len(sizes) == 1:
             n = index(sizes[0], body)
             text = f"tl.load({name}_ptr + h * {n} + at_{n}, mask=at_{n} < {n}, other=0.0).to(tl.float32)"
-            body.once.append(f"{name}_h = {text}")
+            (emitter.lines if in_piece else body.once).append(f"{name}_h = {text}")
         elif first_of(sizes[0], body) != "0":
             raise NotEmittable(f"{name}: kernels take parameters [{sizes[1]}, {sizes[0]}] a head, got {sizes}")
         else:
             n, m = sizes
             at = f"{name}_ptr + h * {elements(sizes)}, {m}, {n}, {first_of(m, body)}, {block(n)}, {m}, {block(m)}"
-            body.once.append(f"{name}_h = load_rows({at}).to(tl.float32)")
+            (emitter.lines if in_piece else body.once).append(f"{name}_h = load_rows({at}).to(tl.float32)")
     return Value(f"{name}_h", sizes, frozenset(range(len(sizes))))
 
 
@@ -258,7 +264,7 @@ def setup(body: Body) -> list[str]:
         "row = tl.program_id(1).to(tl.int64)",
         "rows = tl.arange(0, C)",
     ]
-    for size in sorted(body.indices):
+    for size in sorted(body.indices - ({body.layout.cols} if body.pieces else set())):
         first = first_of(size, body)
         lines.append(f"at_{size} = {'' if first == '0' else f'{first} + '}tl.arange(0, {block(size)})")
     lines += [f"{x}_ptr += b.to(tl.int64) * {x}_sb + h * {x}_sh" for x in body.tokens]

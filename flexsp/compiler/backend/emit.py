@@ -85,10 +85,13 @@ class Emitter:
 
         So a tile is not held while others are computed that do not need it. With `order` False in the order given.
         """
-        size = {node: len(self._needs(node)) for node in self.graph.nodes if node.op != "output"}
+        size = self._sizes()
         for name, node in sorted(outputs.items(), key=lambda item: size[item[1]] if order else 0):
             self._visit(node, size)
             done(name, self.values[node])
+
+    def _sizes(self) -> dict[Any, int]:
+        return {node: len(self._needs(node)) for node in self.graph.nodes if node.op != "output"}
 
     def _needs(self, node: Any) -> set[Any]:
         if node not in self.needs:
@@ -264,8 +267,12 @@ class Emitter:
             return self.masked(x.transposed(), 1 - axis, fill).transposed()
         name = "keep_rows" if axis == 0 else "keep_cols"
         other = f", {number(fill)}" if fill else ""
-        text = f"{name}({x.f32}, {limit(x.sizes[axis])}{other})"
+        text = f"{name}({x.f32}, {self._limit(x.sizes[axis])}{other})"
         return x.now(text, zero=x.zero | ({axis} if not fill else set()), raw=False, truth=False)
+
+    def _limit(self, size: str) -> str:
+        """What an index of a tile's axis is below."""
+        return limit(size)
 
     def full(self, x: Value, sizes: tuple[str, ...]) -> Value:
         """x with every axis laid out."""

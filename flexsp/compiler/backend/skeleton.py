@@ -30,27 +30,36 @@ from flexsp.compiler.backend.body import (
     store_tokens,
 )
 from flexsp.compiler.backend.emit import Emitter
+from flexsp.compiler.backend.pieces import NotInPieces
 from flexsp.compiler.backend.walks import FLIPPED, HELD, WALKS, make_horizon, make_transition, make_walk
 from flexsp.compiler.graphs.differentiate import Step, cut
-from flexsp.compiler.graphs.values import Value
+from flexsp.compiler.graphs.values import NotEmittable, Value
 
 __all__ = ["make_kernel"]
 
 
 def make_kernel(
-    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], transition: str
-) -> Kernel:
+    step: Step, layout: Layout, kind: str, parts: Sequence[Sequence[str]], given: Sequence[str], transition: str,
+    pieces: bool = False,
+) -> Kernel:  # fmt: skip
     """One kernel that computes outputs of `step`, reading kept values `given`. Walks have one part.
 
-    Where the `transition` is dense, `summarize` has programs that leave columns of A^T beside those that leave F.
+    Where the `transition` is dense, `summarize` has programs that leave columns of A^T beside those that leave F. With
+    `pieces`, chunkwise kernels take the state's columns in pieces.
     """
     chunkwise, dense = kind not in WALKS, transition == "dense"
     state = HELD.get(kind)
-    body = Body(layout, panels=not chunkwise or len(layout.state) == 1)
+    body = Body(layout, panels=not chunkwise or len(layout.state) == 1, pieces=chunkwise and pieces)
     memory = {name: f"{name}_ptr + (row * n_chunks + c) * {elements(layout.kept[name].dims)}" for name in given}
     made = [emitter_of(*cut(step, outputs, given, join=not chunkwise), body, memory, state) for outputs in parts]
     if chunkwise:
-        kernel = _chunkwise(kind, body, made)
+        try:
+            kernel = _chunkwise(kind, body, made)
+        except NotInPieces as error:
+            raise NotEmittable(
+                f"kernel `{kind}` has to take {layout.cols} in pieces, and {error}; states of up to 128 x 256 or "
+                f"256 x 128 are taken whole, so make {layout.rows} or {layout.cols} smaller"
+            ) from None
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}

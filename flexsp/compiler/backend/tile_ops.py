@@ -30,6 +30,17 @@ def product(a, b, length, DOT: tl.constexpr, PREC: tl.constexpr, APART: tl.const
 
 
 @triton.jit
+def add_product(x, a, b, length, DOT: tl.constexpr, PREC: tl.constexpr, APART: tl.constexpr):
+    """x + `product`."""
+    if APART:
+        if length >= 0:  # always
+            x = tl.dot(a.to(DOT), b.to(DOT), x, input_precision=PREC)
+    else:
+        x = tl.dot(a.to(DOT), b.to(DOT), x, input_precision=PREC)
+    return x
+
+
+@triton.jit
 def keep_rows(x, n, other: tl.constexpr = 0.0):
     """x [R, ...] where row < n, else `other`."""
     rows = tl.arange(0, x.shape[0])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from flexsp.compiler.backend import intrinsic_kernels
+from flexsp.compiler.backend.pieces import ADDED_UP
 from flexsp.compiler.backend.walks import FLIPPED, HELD
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims, reverse_cumsum
@@ -36,6 +37,7 @@ _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
 _BARRIERS = 2 * 1024  # of tcgen05's products
 _ENDS = 4352  # of walks over packed documents
+_ROUNDS = 8 * 1024  # of what a round of a loop over pieces begins before the last one has ended
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,31 @@ def smaller_chunk(chunk: int, fits: int | None = None) -> str:
 
 
 class _Tiles:
-    """Sizes of tiles, for block sizes by name."""
+    """Sizes of tiles, for block sizes by name, and how long they are there: `loop` are the first and the last node of a
+    loop over pieces, of which what comes from before or goes on lives through all rounds."""
 
-    def __init__(self, blocks: Mapping[str, int], item: int) -> None:
-        self.blocks, self.item = blocks, item
+    def __init__(self, blocks: Mapping[str, int], item: int, loop: tuple[int, int] = (0, -1)) -> None:
+        self.blocks, self.item, self.loop = blocks, item, loop
+
+    def span(self, made: int, first: int, last: int) -> tuple[int, int]:
+        """From the node `first` to `last`, of what the node `made` makes."""
+        a, b = self.loop
+        if made < a <= last:
+            return min(first, a), max(last, b)
+        return (a if made <= b < last else first), last
 
     def numbers(self, node: Any) -> int:
         return math.prod(self.blocks[s] if s in self.blocks else int(s) for s in dims(node))
 
     def shape(self, node: Any) -> tuple[int, ...]:
         return tuple(self.blocks[s] if s in self.blocks else int(s) for s in dims(node))
+
+
+def _loop(nodes: Sequence[Any], pieces: str) -> tuple[int, int]:
+    """The first and the last node of the loop over `pieces`: those that have them, and those that sum over them."""
+    every = [(node, *(node.all_input_nodes if node.target in ADDED_UP else ())) for node in nodes]
+    inside = [i for i, of in enumerate(every) if any(pieces in dims(x) for x in of)]
+    return (inside[0], inside[-1]) if inside else (0, -1)
 
 
 def _source(node: Any) -> tuple[Any, bool]:
@@ -127,7 +144,7 @@ def copied_over(nodes: Sequence[Any], walks: str) -> bool:
 
 def part_load(
     kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
-    dense: bool, arch: int,
+    dense: bool, arch: int, pieces: str = "",
 ) -> Load:  # fmt: skip
     """Load of one part of a kernel.
 
@@ -140,11 +157,13 @@ def part_load(
         wide: names of loads that are fp32 whatever the inputs are.
         dense: the transition is.
         arch: compute capability, 90 for Hopper.
+        pieces: the size that chunkwise kernels take in pieces, if they do.
     """
-    tiles, walks = _Tiles(blocks, item), HELD.get(kind, "")
+    walks = HELD.get(kind, "")
+    tiles = _Tiles(blocks, item, (0, -1) if walks else _loop(nodes, pieces))
     flipped = kind in FLIPPED and not dense
     if reads_shared(arch):
-        shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide)
+        shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide, bool(pieces))
         shared += _BARRIERS if arch >= 100 else 0
     else:
         shared, least = _of_warps(nodes, tiles, walks, stages, wide), 0
@@ -166,22 +185,25 @@ def part_load(
 
 
 def _of_groups(
-    kind: str, nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, stages: int, wide: frozenset[str]
-) -> tuple[int, int]:
-    """Bytes at most and at least where products read their operands from shared memory, as from Hopper on."""
+    kind: str, nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, stages: int, wide: frozenset[str],
+    large: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes at most and at least where products read their operands from shared memory, as from Hopper on. `large`:
+    states are, and so a document's may be laid out anew as a whole."""
     C, least = tiles.blocks["C"], 0
     shared = _operands(nodes, tiles, walks, flipped)
     if walks:
         state = _state(nodes, tiles, walks)
         turned = flipped and not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
         inside = min(_SCRATCH // 2 if turned else _SCRATCH, state) if flipped or kind != "output" else 0
+        inside = state if flipped and large else inside
         if kind != "states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
             inside = state  # a decay that is summed here comes in another layout than the state it multiplies
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
         shared = max(shared, 0 if kind == "states" or flipped else state)
     else:
         least = _operands(nodes, tiles, walks, flipped, ahead=0) if C >= 64 and tiles.item == 2 else 0
-        shared = max(shared, _stored(nodes, tiles))
+        shared = max(shared, _stored(nodes, tiles)) + (_ROUNDS if tiles.loop[1] >= 0 else 0)
     shared += _vectors(nodes, tiles, stages) + (_ENDS if walks else 0)
     if tiles.item == 4 and C >= 64:  # without warp-group products, transposes are laid out anew
         shared = shared * 8 // 5
@@ -205,6 +227,7 @@ def _of_warps(nodes: Sequence[Any], tiles: _Tiles, walks: str, stages: int, wide
         many = sum(node.target is aten.mm.default for node in nodes) > 8 and tiles.blocks["C"] >= 64
         ends = _operands(nodes, tiles, walks, False, ahead=2 if many else 1)
         ends = max(_stored(nodes, tiles), ends * 17 // 16 if many else ends)  # tiles of many sizes leave gaps
+        ends = ends * 3 // 2 if tiles.loop[1] >= 0 else ends  # and rounds of a loop meet
     return buffers + max(scratch, ends) + _vectors(nodes, tiles, stages)
 
 
@@ -262,9 +285,10 @@ def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, ah
     if ahead and not walks:
         after = {at: products[min(i + ahead, len(products) - 1)] for i, at in enumerate(products)}
         last = {x: after[at] for x, at in last.items()}
-    times = range(len(nodes))
+    times, at = range(len(nodes)), {node: i for i, node in enumerate(nodes)}
+    spans = {x: tiles.span(at[x], first[x], last[x]) for x in first}
     return max(
-        (sum(tiles.numbers(x) * tiles.item for x in first if first[x] <= i <= last[x]) for i in times), default=0
+        (sum(tiles.numbers(x) * tiles.item for x, (a, b) in spans.items() if a <= i <= b) for i in times), default=0
     )
 
 
@@ -281,7 +305,8 @@ def _alive(nodes: Sequence[Any], tiles: _Tiles, walks: str, wide: frozenset[str]
             continue
         size = float(tiles.numbers(node))
         size *= tiles.item / 4 if node.op == "placeholder" and not state and node.name not in wide else 1
-        spans.append((-1 if state else at[node], last.get(node, end if walks else at[node] + 1), size))
+        made = -1 if state else at[node]
+        spans.append((*tiles.span(made, made, last.get(node, end if walks else at[node] + 1)), size))
     return int(max((sum(size for a, b, size in spans if a < i <= b) for i in range(end + 1)), default=0.0))
 
 

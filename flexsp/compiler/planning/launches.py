@@ -81,6 +81,9 @@ class GeneratedCall:
     initial: bool = False
     ends: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", self.code.sized(self.sizes))
+
     @cached_property
     def facts(self) -> Facts:
         plan, program = self.plan, self.code.program
@@ -330,7 +333,7 @@ class GeneratedCall:
 
     def _chunkwise(self, kind: str, how: Launch, others: Sequence[str]) -> LaunchSpec:
         kernel = self.code.kernels[kind]
-        panels = -(-self.sizes[self.code.layout.cols] // how.cols)
+        panels = 1 if self.code.pieces else -(-self.sizes[self.code.layout.cols] // how.cols)
         grid = (self.plan.n_chunks * kernel.parts, self.B * self.H, panels)
         reads = [x for x in others if x in _states_of(kernel)]
         return self._generated(kind, how, grid, [*others, self._table], reads, (), {"APART": how.warps > 4})

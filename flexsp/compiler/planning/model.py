@@ -99,9 +99,10 @@ def _item(dtype: torch.dtype) -> int:
 @keep_with(0)
 def _kernel_loads(
     kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], dense: bool,
-    arch: int,
+    arch: int, pieces: str,
 ) -> tuple[Load, ...]:  # fmt: skip
-    return tuple(part_load(kernel.name, nodes, dict(blocks), item, stages, wide, dense, arch) for nodes in kernel.nodes)
+    given = (dict(blocks), item, stages, wide, dense, arch, pieces)
+    return tuple(part_load(kernel.name, nodes, *given) for nodes in kernel.nodes)
 
 
 def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
@@ -111,8 +112,9 @@ def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple
     tokens = (x for x in code.layout.tokens if x != "do" and call.buffer(x).dtype.itemsize == 4)
     wide = frozenset([*(x.name for x in code.layout.kept.values() if x.wide), *tokens])
     return _kernel_loads(
-        code.kernels[kind], tuple(blocks.items()), _item(call.dtype), how.stages, wide, code.dense, device.arch
-    )
+        code.kernels[kind], tuple(blocks.items()), _item(call.dtype), how.stages, wide, code.dense, device.arch,
+        code.layout.cols if code.pieces else "",
+    )  # fmt: skip
 
 
 def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predicted:
@@ -130,6 +132,8 @@ def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predi
     else:
         loads = _loads(call, launch.kind, launch.how, device)
         steps = plan.per_seg if launch.kind in WALKS else 1
+        if call.code.pieces and launch.kind not in WALKS:
+            steps = -(-call.sizes[call.code.layout.cols] // launch.how.cols)
     written = sum(call.buffer(x).nbytes for x in launch.writes) + (_inverted(call) if inverse else 0)
     return _timed(call, launch, grid, steps, _read(call, launch), written, loads, device)
 

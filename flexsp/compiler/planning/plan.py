@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexsp.compiler.backend.body import Layout
 from flexsp.compiler.backend.walks import WALKS
+from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
 from flexsp.compiler.planning.launches import Plan
@@ -23,18 +25,20 @@ from flexsp.devices import Device, check_shared, of_device
 from flexsp.kernels.launches import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.scan.dense import MOST
+from flexsp.scan.tiles import MOST_ROWS
 
 if TYPE_CHECKING:
     from flexsp.compiler.engine import Generated
 
-__all__ = ["CHUNKS", "LARGEST", "Launch", "Plan", "candidates", "choose_plan"]
+__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan", "in_pieces"]
 
 CHUNKS = (16, 32, 64, 128, 256)
 """Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
 _LONGEST = 128
-LARGEST = 128
-"""Of sizes and of the rows of dense transitions; of a state's rows or columns, but not of both."""
+_WHOLE = 128  # up to which sizes are in one tile of chunkwise kernels; of a state's rows and columns, one may be MOST
+_PIECE = {True: 64, False: 32}  # columns that those kernels otherwise have at a time, in bf16 or not
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
+_HELD = 128 * 256  # of any tile
 _NARROWEST = 32
 _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
 _THIRD = 168
@@ -48,6 +52,14 @@ _WORTH = 0.8  # another chunk size than the measured one must be predicted to ta
 def padded(n: int) -> int:
     """The tile size for n."""
     return max(_NARROWEST, 1 << (n - 1).bit_length())
+
+
+def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
+    """Whether chunkwise kernels for such sizes hold the columns of a state in pieces."""
+    blocks = {name: padded(sizes[name]) for name in layout.sizes}
+    state = [blocks.pop(name) for name in layout.state]
+    most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
+    return len(state) == 2 and (most > _WHOLE or math.prod(state) > _WHOLE * MOST)
 
 
 def choose_plan(
@@ -75,8 +87,8 @@ def choose_plan(
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    chunk = code.chunk if chunk is None else chunk
-    return _best(code, chunk, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
+    made, sized, chunk = code.sized(sizes), tuple(sizes.items()), code.chunk if chunk is None else chunk
+    return _best(made, chunk, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
 
 
 def candidates(
@@ -84,8 +96,9 @@ def candidates(
     device: Device | None = None,
 ) -> list[tuple[Plan, float]]:  # fmt: skip
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    cut = _Cut.of(code, tuple(sizes.items()), max(1, heads), T, docs, dtype, ranks, device or of_device())
-    return list(_candidates(cut, code.chunk, code))
+    made, sized = code.sized(sizes), tuple(sizes.items())
+    cut = _Cut.of(made, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
+    return list(_candidates(cut, code.chunk, made))
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class _Cut:
     dense: bool
     split: bool
     panels: bool
+    pieces: bool
     tiles: int
     ranks: bool
     device: Device
@@ -113,7 +127,10 @@ class _Cut:
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
         tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
-        return cls(rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, tiles, ranks, device)
+        return cls(
+            rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, code.pieces, tiles, ranks,
+            device,
+        )  # fmt: skip
 
     @property
     def half(self) -> bool:
@@ -163,12 +180,13 @@ class _Cut:
         n_seg = max(1, -(-n_chunks // per_seg))
         fused = n_seg == 1 and n_chunks > 0 and not self.ranks
         rows = blocks.get(self.rows, 1)  # a vector has one
-        large = self.tiles * rows * width >= _TILE
+        large = self.tiles * rows * width >= (_TILE if self.half or not self.pieces else _TILE // 2)
         pipelined = self.half and self.rows in blocks  # Triton pipelines the loads of products
         walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
-        cols = width if self.panels else blocks[self.cols]
+        piece = min(blocks[self.cols], _PIECE[self.half]) if self.pieces else blocks[self.cols]
+        cols = width if self.panels else piece
         tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
-        part, small = Launch(cols, 4, 1), Launch(cols, 2, 1)
+        part, small = Launch(cols, 8 if self.pieces else 4, 1), Launch(cols, 2, 1)
         return Plan(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",
@@ -181,7 +199,7 @@ def _best(
     dtype: torch.dtype, ranks: bool, device: Device,
 ) -> Plan:  # fmt: skip
     cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks, device)
-    _refuse_large(cut)
+    _refuse_large(cut, code)
     found = _candidates(cut, chunk, code)
     if not found:
         return _last_resort(cut, chunk, code)
@@ -194,18 +212,30 @@ def _best(
     return (best if best[1] < _WORTH * usual[1] else usual)[0]
 
 
-def _refuse_large(cut: _Cut) -> None:
-    sizes = {name: padded(n) for name, n in cut.sizes}
-    state = [sizes.pop(name) for name in (cut.rows, cut.cols) if name in sizes]
-    if cut.dense and state[0] > LARGEST:
-        sizes[cut.rows] = state[0]
-    name, block = max(sizes.items(), key=lambda x: x[1], default=("", 0))
-    if block > LARGEST:
-        raise NotEmittable(f"{name} = {dict(cut.sizes)[name]}: kernels are generated for sizes up to {LARGEST}")
-    if max(state, default=0) > MOST or math.prod(state) > LARGEST * MOST:
-        found = " and ".join(f"{name} = {n}" for name, n in cut.sizes if name in (cut.rows, cut.cols))
-        most = f"{LARGEST} x {MOST} or {MOST} x {LARGEST}"
-        raise NotEmittable(f"{found}: kernels are generated for states up to {most}")
+def _refuse_large(cut: _Cut, code: Generated) -> None:
+    """NotEmittable where a kernel would hold too large a tile, or the scan too large a state."""
+    for name, n in cut.sizes:
+        most = MOST_ROWS if code.panels and name == cut.cols else MOST
+        if n > most:
+            raise NotEmittable(f"{name} = {n}: kernels are generated for sizes up to {most}")
+    plan = next(cut.plans(CHUNKS[0]))
+    blocks = dict(plan.blocks) | {"C": plan.chunk, "1": 1}
+    for kind, kernel in code.kernels.items():
+        blocks[cut.cols] = (plan.walk if kind in WALKS else plan.whole).cols
+        for node in (x for part in kernel.nodes for x in part):
+            if math.prod(blocks[x] for x in dims(node)) > _HELD:
+                raise NotEmittable(_too_large(kind, node, cut, code))
+
+
+def _too_large(kind: str, node: Any, cut: _Cut, code: Generated) -> str:
+    found, axes, line = dict(cut.sizes), dims(node), node.meta.get("line")
+    numbers = " x ".join(str(found[x]) for x in axes)
+    of_all = [name for name in WALKS if cut.cols in code.kernels[name].contracted]
+    why = f", since `{of_all[0]}` sums over {cut.cols}" if of_all and cut.cols in axes else ""
+    return (
+        f"kernel `{kind}` would hold [{', '.join(axes)}] of {numbers} at once{why}{f', at {line}' if line else ''}; "
+        f"kernels hold up to {_WHOLE} x {MOST}, so make {' or '.join(axes)} smaller"
+    )
 
 
 @keep_with(2)

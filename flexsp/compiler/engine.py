@@ -32,7 +32,7 @@ from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradient
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.compiler.planning.launches import Plan
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named
-from flexsp.compiler.planning.plan import CHUNKS, choose_plan, in_pieces
+from flexsp.compiler.planning.plan import CHUNKS, choose_plan, in_pieces, padded
 from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
 from flexsp.runtime.launch import only_old_assemblers
@@ -272,6 +272,9 @@ class Generated:
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         dtype = inputs[next(iter(self.program.meta.tokens))][0]
+        wrong = self._wrong_on_gpus(sizes, dtype)
+        if wrong is not None:
+            return wrong
         try:
             self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
         except KeyError as error:
@@ -279,6 +282,19 @@ class Generated:
         except NotEmittable as error:
             return None if self.lowering is not None and self.lowering.serves(self, inputs) else str(error)
         return None
+
+    def _wrong_on_gpus(self, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
+        """What was seen to be wrong on a GPU and in no interpreter."""
+        number = next((x.name for x in self.layout.parts if not x.sizes), None)
+        if number is None or dtype == torch.bfloat16:
+            return None
+        K, V = (sizes[name] for name in self.layout.state)
+        if padded(K) * padded(V) <= 128 * 64:
+            return None
+        return (
+            f"{number} is a number beside a state of {K} x {V}, in {str(dtype).removeprefix('torch.')}; such kernels "
+            "gave wrong gradients on an H200 where states were larger than 128 x 64, so use bfloat16, or smaller K or V"
+        )
 
     def plan(
         self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
+from flexsp.exceptions import NotAvailable
 from flexsp.grammar.custom import CustomTransition
 from tests.generated_programs import KEPT_TILES
 from tests.gpu.judge import assert_right, check_variant
@@ -63,6 +64,10 @@ def test_states_of_several_parts(
     bounds = None if documents is None else torch.tensor([0, *accumulate(documents)])
     on_gpu = None if bounds is None else bounds.to(CUDA)
     program = given.program(H, K, V, K**-0.5, "g", False)
+    if name == "counted" and K == V == 128 and dtype == torch.float32:  # dinitial was wrong, packed
+        with pytest.raises(NotAvailable, match="gave wrong gradients on an H200"):
+            program(**{key: x.cuda() for key, x in leaves.items()}, cu_seqlens=on_gpu)
+        return
 
     def run(given: Tensors, bounds: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """With zeros where nothing is there."""

@@ -244,4 +244,23 @@ GATES = [
         ("range(0, {self.cols}, ", "range({block(self.cols)}, {self.cols}, ", "the first piece is left out",
          "tests/test_large_states.py::test_both_sizes[gla]"),
     ),
+    *_in(
+        "flexsp/kernels/gated_keys/prepare.py",
+        ("beyond = own - 0.5 * end[None, :]", "beyond = own - 0.4 * end[None, :]", "keys are decayed by another part",
+         "tests/test_gated_keys.py::test_one_sequence[mild]"),
+        ("store_rows(b, own, K, C, at, C, K, BN)", "pass", "gradients read gates that nothing left",
+         "tests/test_gated_keys.py::test_one_sequence[wild]"),
+        ("tl.where(far == 0, 1, 0)", "1", "all chunks have mild gates",
+         "tests/test_gated_keys.py::test_one_sequence[wild]"),
+    ),
+    *_in(
+        "flexsp/kernels/gated_keys/grads.py",
+        ("tl.exp(2.0 * half) * kept", "kept", "what a chunk keeps of a state does not decay",
+         "tests/test_gated_keys.py::test_one_sequence[mild]"),
+    ),
+    *_in(
+        "flexsp/compiler/engine.py",
+        ("if padded(K) * padded(V) <= 128 * 64:", "if True:", "numbers beside large states are not refused",
+         "tests/test_state_parts.py::test_numbers_beside_large_states"),
+    ),
 ]  # fmt: skip

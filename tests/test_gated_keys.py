@@ -16,9 +16,11 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
 from tests.marks import slow
-from tests.test_generated import MANY_SEGMENTS, Run, check_runs, documents, half
+from tests.test_generated import ENV, MANY_SEGMENTS, Run, check_runs, documents, half
 
 BF16 = torch.bfloat16
 MILD = (0.0, -0.02, -0.4)
@@ -85,6 +87,38 @@ def test_ranks(folder: str) -> None:
         OURS(T=75, dtype=half(), bounds=(0, 12, 50, 75), lengths=(30, 41, 4)),
         OURS(T=20, lengths=(0, 0, 20)),
     )
+
+
+def edges(sp: Any, dtype: torch.dtype) -> list[str]:
+    """Gates of -inf, and NaN in one of two documents, through the kernels of any gates, two chunks a program."""
+    from flexsp.ops import chunk_gla
+    from flexsp.variants import gated_keys
+
+    gated_keys._RUN = 2
+    T, ends, wrong = 330, torch.tensor([0, 70, 330]), []
+    q, k, v, do = torch.randn(4, 1, T, 1, 16).to(dtype)
+    g = -3 * torch.rand(1, T, 1, 16)
+    g[:, ::7] = -torch.inf
+    g[:, 40, 0, 3] = torch.nan
+    results = []
+    for of in (dtype, torch.float64):
+        wide = torch.float64 if of == torch.float64 else torch.float32
+        leaves = [*(x.to(of).requires_grad_() for x in (q, k, v)), g.to(wide).requires_grad_()]
+        o, _ = chunk_gla(*leaves, cu_seqlens=ends)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(of))])
+    for name, found, want in zip(("o", "dq", "dk", "dv", "dg"), *results, strict=True):
+        if not found[:, 70:].isfinite().all() or relative_error(found[:, 70:].double(), want[:, 70:]) > 2e-2:
+            wrong.append(name)
+    closed = results[0][4][:, 70::7] if 70 % 7 == 0 else results[0][4][:, 77::7]
+    wrong += [] if (closed == 0).all() else ["gradients of closed gates"]
+    wrong += [] if results[0][0][:, 40].isnan().any() else ["NaN is not seen"]
+    return wrong + ([] if results[0][0][:, :40].isfinite().all() else ["NaN is seen before its token"])
+
+
+@pytest.mark.parametrize("dtype", [BF16, *slow(torch.float32, torch.float16)])
+def test_closed_gates_and_nan(dtype: torch.dtype) -> None:
+    (wrong,) = run_ranks(edges, 1, dtype, env=ENV, timeout=200)
+    assert not wrong, wrong
 
 
 # What runs ------------------------------------------------------------------------------------------------------------

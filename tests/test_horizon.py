@@ -63,6 +63,7 @@ def failures(sp: Any, seed: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_gates_of_all_kinds(seed: int) -> None:
     """Outputs, final states and every gradient, whole and packed, with initial states."""
     (found,) = run_ranks(failures, 1, seed, env=ENV)

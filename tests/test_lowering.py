@@ -191,6 +191,7 @@ def test_several_launches_in_place_of_one(keeping: ModuleType) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_over_ranks(tmp_path: Path) -> None:
     save_scripts("add-an-engine.md", tmp_path)
     (tmp_path / "ranks.py").write_text(OVER_RANKS)

@@ -98,7 +98,7 @@ class _GatedKeys(Lowering):
         scored = next(x for x in launches if x.kind == "scores_grad_kernel")
         reads = ("q", "k", "g", "v", "@do", b, gated_k, scores, _MILD, "@entering", "@leaving")
         writes = tuple(f"d.{x}" for x in ("q", "k", "g", "v"))
-        scale = call.code.program.meta.numbers["scale"]
+        scale = float(call.code.program.meta.numbers["scale"])
         given = replace(
             scored, pointers=(*reads, *writes, scored.pointers[-1]), reads=reads, writes=writes, intrinsic=None,
             numbers=("q", "k", "g", "v", "do", call.T, call.H, call.plan.n_chunks, scale),
@@ -148,7 +148,7 @@ def _unlike(code: Generated) -> str | None:
     meta = code.program.meta
     if set(meta.tokens) != set(_INPUTS) or meta.params or any(len(x.shape) != 3 for x in meta.tokens.values()):
         return f"its inputs are {', '.join(_INPUTS)}, of three dimensions each"
-    return None if isinstance(meta.numbers.get("scale"), float) else "its scale is a number"
+    return None if "scale" in meta.numbers else "its scale is a number"
 
 
 GATED_KEYS = _GatedKeys()

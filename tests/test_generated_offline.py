@@ -33,13 +33,13 @@ from tests.marks import slow
 SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden" / "gla.py"
 CONFIGS = [
-    ("gla", "whole"),
+    ("hgrn", "whole"),
     *slow(
+        ("gla", "whole"),
         ("deltanet", "ranks"),
         ("simple_gla", "packed"),
         ("simple_gla", "whole"),
         ("deltanet", "whole"),
-        ("hgrn", "whole"),
         ("hgrn", "packed"),
         ("gated_deltanet", "whole"),
         ("gated_deltanet", "ranks"),

@@ -253,7 +253,7 @@ def check_runs(folder: str, *runs: Run, credit: Callable[[Run], dict[str, float]
     that the functions in PyTorch are credited with, by name.
     """
     problems = [problem_of(run) for run in runs]
-    first = _answered(folder, runs, problems)
+    first = answered(folder, runs, problems)
     wrong: list[str] = []
     for run, problem, found in zip(runs, problems, first, strict=True):
         cotangents = cotangents_of(run, problem)
@@ -263,13 +263,13 @@ def check_runs(folder: str, *runs: Run, credit: Callable[[Run], dict[str, float]
         except AssertionError:
             others = [replace(problem, do=do, dfinal=dfinal) for do, dfinal in cotangents[1:DRAWS]]
             try:
-                check_functions([found, *_answered(folder, [run] * len(others), others)], want, low, credit(run))
+                check_functions([found, *answered(folder, [run] * len(others), others)], want, low, credit(run))
             except AssertionError as error:
                 wrong += [f"{run}:", str(error)]
     assert not wrong, "\n".join(wrong)
 
 
-def _answered(folder: str, runs: Sequence[Run], problems: list[Problem]) -> list[Tensors]:
+def answered(folder: str, runs: Sequence[Run], problems: list[Problem]) -> list[Tensors]:
     world = len(runs[0].lengths or (0,))
     parts = run_ranks(answers, world, list(runs), problems, folder, env=ENV, timeout=200)
     return [joined(problem, [part[i] for part in parts]) for i, problem in enumerate(problems)]

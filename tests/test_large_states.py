@@ -13,7 +13,7 @@ import torch
 from flexsp.testing.compare import relative_error
 from tests import variants
 from tests.marks import quick, slow
-from tests.test_generated import MANY_SEGMENTS, Run, _answered, check_runs, documents, half, problem_of
+from tests.test_generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of
 
 MATRICES = [name for name, x in variants.VARIANTS.items() if len(x.state) == 2]
 DENSE = [name for name in MATRICES if variants.VARIANTS[name].transition == "dense"]
@@ -41,7 +41,7 @@ def test_pieces_give_what_whole_tiles_give(name: str, folder: str) -> None:
         Run(T=29, bounds=documents(29, 4), dtype=half(), **of),
     ):
         problem, pieces = problem_of(run), replace(run, pieces=16)
-        whole, found = _answered(folder, [run, pieces], [problem, problem])
+        whole, found = answered(folder, [run, pieces], [problem, problem])
         off = {key: relative_error(found[key], x) for key, x in whole.items()}
         least = 1e-5 if run.dtype == torch.float32 else 4e-3  # sums that round to the other side
         assert max(off.values()) < least, (pieces, off)

@@ -37,14 +37,14 @@ def check(program: DrawnProgram, folder: Path, seed: int, bounds: tuple[int, ...
     x = program.inputs(1, 1500, bounds, torch.Generator().manual_seed(seed))
     if "A.relu()" in program.source:  # states that grow overflow
         x["A"].clamp_(max=1)
+    if "maximum(" in program.source:  # so that sums are exact: a rounding off, another one of two would be the larger
+        x = {name: (8 * y).round() / 8 for name, y in x.items()}
     cu = None if bounds is None else torch.tensor(bounds)
     want = results(lambda y: model(**y, cu_seqlens=cu), {name: y.double() for name, y in x.items()}, seed)
     cu = None if cu is None else cu.cuda()
     found = results(lambda y: model(**y, cu_seqlens=cu), {name: y.cuda() for name, y in x.items()}, seed)
     errors = {name: relative_error(found[name].cpu(), y) for name, y in want.items()}
-    # Of two sums that are nearly equal another one may be the larger in float32, which has all of the gradient.
-    most = 2e-2 if "maximum(" in program.source else 3e-4
-    assert max(errors.values()) < most, (errors, program.source)
+    assert max(errors.values()) < 3e-4, (errors, program.source)
 
 
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "packed"])

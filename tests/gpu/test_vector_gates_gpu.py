@@ -21,8 +21,24 @@ DOCUMENTS = (0, 61, 61, 125, 126, 203, 203)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.usefixtures("poisoned")
 def test_against_the_token_loop(name: str, size: tuple[int, int], dtype: torch.dtype, packed: bool, seed: int) -> None:
+    check(name, size, dtype, packed, seed)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.usefixtures("poisoned")
+def test_strong_gates(dtype: torch.dtype, packed: bool, seed: int) -> None:
+    """Of `chunk_gla`, so strong that its kernels for mild gates run no chunk."""
+    check("gla", (128, 128), dtype, packed, seed, strength=10.0)
+
+
+def check(
+    name: str, size: tuple[int, int], dtype: torch.dtype, packed: bool, seed: int, strength: float = 1.0
+) -> None:  # fmt: skip
     op, T, B = OPS[name], DOCUMENTS[-1], 1 if packed else 2
     inputs = draw(name, B, T, states=len(DOCUMENTS) - 1 if packed else 2, K=size[0], V=size[1], seed=seed)
+    if strength != 1.0:
+        inputs[op.gate] = strength * inputs[op.gate]
     leaves = {key: x.to(torch.float32 if key in KEPT_WIDE else dtype) for key, x in inputs.items()}
     bounds = {"cu_seqlens": torch.tensor(DOCUMENTS)} if packed else {}
 

@@ -1,13 +1,18 @@
 """Step 3 backward (docs/math.md, section 5): dq walks left to right with S in registers, dk, dv right to left with dS.
 
-The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). The usual reverse cumulative sum of
-q.dq - k.dk subtracts nearly equal numbers, which leaves noise at closed gates; here each pair is counted once: both
-ends in the chunk (`pairs`), read here but written before (`reads`), written here but read later (`writes`). Pairs that
-straddle the whole chunk are carried from the segment's edge, where they are <S, dS> in fp32 (`edges`).
-`gate_grad_kernel` puts the four together.
+The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). Each kind of pair is counted on its
+own: both ends in the chunk, read here but written before (`reads`), written here but read later (`writes`), and one end
+on either side of the chunk. The last is a number a chunk, <S, dS> less what the chunk reads or writes. It is carried
+from the segment's edge, where <S, dS> is taken of states in fp32 (`edges`).
 
-A tile leaves these sums in parts, as many as the warps between which its matrix products split the summed axis: adding
-them up later costs less than a barrier a chunk.
+What is carried goes into every token of a segment: its rounding would grow with the segment's length, and a sum over
+tokens would add that up. In bf16 the tokens' own numbers take states rounded to 8 bits, and their errors stay in one
+chunk. What is carried takes the sums <S, Q^T dO> and <dS, K^T V> from the fp32 states and from the very products that
+dS and S are made of (`read_sums`, `write_sums`), so that the terms of neighbouring chunks cancel to fp32 rounding.
+`summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them.
+
+A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
+adding them up later costs less than a barrier a chunk.
 """
 
 from __future__ import annotations
@@ -27,17 +32,32 @@ def _row_sums(to, x, C: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _column_sums(to, x, C: tl.constexpr, N: tl.constexpr):
+    """to [C / 16, N] = sums of x [C, N] over 16 rows each, which one warp holds."""
+    at = tl.arange(0, C // 16)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(to + at, tl.sum(tl.reshape(x, [C // 16, 16, N]), axis=1))
+
+
+@triton.jit
+def _inner_by_rows(to, x, y, N: tl.constexpr):
+    """to [N] = sums over columns of x y, both [N, M]. One sum of all would need a barrier."""
+    tl.store(to + tl.arange(0, N), tl.sum(x * y, axis=1))
+
+
+@triton.jit
 def dq_kernel(
-    q, k, v, do, gate, dq, reads, states, initial, table,
+    q, k, v, do, gate, dq, reads, read_sums, states, initial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
-    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>.
+    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
+    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -54,6 +74,7 @@ def dq_kernel(
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
+    read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
 
     if ALIKE:
         k_st = q_st
@@ -75,12 +96,15 @@ def dq_kernel(
                     S = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
-        held = tl.trans(S.to(DOT))
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
+            if EXACT:
+                added = mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
+                _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
+        held = tl.trans(S.to(DOT))
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
             dqc = mm(oc, held, DOT, PREC)
@@ -107,20 +131,23 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, dk, dv, pairs, writes, edges, states, dstates, dfinal, dinitial, table,
+    q, k, v, do, gate, dk, dv, pairs, writes, write_sums, edges, states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
     Right to left. DK needs a tile of dS with all of V, DV one with all of K; both at once, all of dS. DG goes with DK:
-    pairs and writes [B, H, chunks, K tiles, PARTS, C] and edges [K tiles, B, n_seg, H], all fp32, are then this tile's
-    channels of those sums. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
+    writes [B, H, chunks, K tiles, PARTS, C], pairs [B, H, chunks, K tiles, C / 16, C], edges [K tiles, B, n_seg, H] and
+    write_sums [B, H, chunks, K tiles, BK] (EXACT; rows of <dS, what the chunk adds to S>, dS as it enters), all fp32,
+    are then this tile's channels of those sums. `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv: what j
+    wrote for all tokens that read it. `pairs` are what i reads of its own chunk, of the same rounded scores, so that a
+    chunk's pairs cancel. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -148,7 +175,6 @@ def dkv_kernel(
         dv_st = q_st
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
-    before = (rows[None, :] < rows[:, None]).to(DOT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
@@ -168,7 +194,6 @@ def dkv_kernel(
                     dS = load_state(dfinal + at_doc, k0, v0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
-        held = dS.to(DOT)
         at_sums = sums + c * per_chunk
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
@@ -176,9 +201,14 @@ def dkv_kernel(
             vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         if DV or DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        if GATED:
+            into = power(b_end - bc)
+        if DG and EXACT:
+            added = mm(tl.trans(kc) * into[None, :], vc, DOT, PREC)
+            _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
+        held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
-        pair = tl.zeros([C, C], DOT)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
                 decay = power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
@@ -188,24 +218,18 @@ def dkv_kernel(
                 dac = mm(vc, tl.trans(oc), DOT, PREC)
                 da = (dac * decay).to(DOT)
             if DV or DG:
-                ac = mm(kc, tl.trans(qc), DOT, PREC) * decay
-                a = ac.to(DOT)
-            if DG:
-                pair = (ac * dac).to(DOT)
-        if DG:  # noqa: SIM102
-            if length >= 0:  # of the pairs written before p, those read at p or later
-                both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
-                _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
-        if GATED:
-            into = power(b_end - bc)
+                ac = mm(kc, tl.trans(qc), DOT, PREC)
+                a = (ac * decay).to(DOT)
+            if DG and DV:
+                _column_sums(pairs + at_sums * (C // 16) * C, a.to(tl.float32) * dac, C, C)
+            elif DG:
+                _column_sums(pairs + at_sums * (C // 16) * C, da.to(tl.float32) * ac, C, C)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
             if length >= 0:
                 dkc = mm(vc, tl.trans(held), DOT, PREC)
                 if GATED:
                     dkc = dkc * into[:, None]
-                if DG:
-                    _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
         if GATED:
             dS = dS * power(b_end)
             dS += mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
@@ -213,6 +237,8 @@ def dkv_kernel(
             dS += mm(tl.trans(qc) * scale, oc, DOT, PREC)
         if DK:
             dkc += mm(da, qc, DOT, PREC)
+            if DG and not DV:
+                _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
@@ -221,6 +247,8 @@ def dkv_kernel(
                 if GATED:
                     dvc = dvc * into[:, None]
             dvc += mm(a, oc, DOT, PREC)
+            if DG:
+                _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:  # noqa: SIM102
             if first:
@@ -228,17 +256,28 @@ def dkv_kernel(
 
 
 @triton.jit
+def _all_of(x, chunk, TILES: tl.constexpr, N: tl.constexpr):
+    """Sum of x [chunks, TILES, N] of one chunk."""
+    total = 0.0
+    for i in tl.static_range(TILES):
+        total += tl.sum(tl.load(x + (chunk * TILES + i) * N + tl.arange(0, N)), axis=0)
+    return total
+
+
+@triton.jit
 def gate_grad_kernel(
-    pairs, reads, writes, edges, doc_edges, gate, dg, table, g_sb, g_sh,
+    pairs, reads, read_sums, writes, write_sums, edges, doc_edges, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
+    BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr,
     C: tl.constexpr, DROP: tl.constexpr, ROUNDING: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
     FINAL: tl.constexpr, PDL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
 
-    What is left of it behind a chunk that decays strongly is dropped if it is no more than the rounding carried so far,
-    ROUNDING of what each token added: true values there may be smaller than it by any factor.
+    EXACT: read_sums and write_sums are given, rows of BK and READ_BK numbers. Else products are exact enough for sums
+    over tokens. What is left of `straddle` behind a chunk that decays strongly is dropped if it is no more than the
+    rounding carried so far, ROUNDING of what went into it: true values there may be smaller than it by any factor.
     """
     begin(PDL)
     row = tl.program_id(0)
@@ -265,24 +304,40 @@ def gate_grad_kernel(
             carried = tl.where(last, edge * edge, carried)
         bc, b_end = DECAY(gate, c, C)
         valid = rows < length
-        pair = tl.zeros([C], tl.float32)
+        # Of the token before: their running sum leaves a token's own out.
+        before = valid & (rows > 0)
         write = tl.zeros([C], tl.float32)
-        previous = tl.zeros([C], tl.float32)  # writes of the token before: their running sum leaves a token's own out
+        previous = tl.zeros([C], tl.float32)
         read = tl.zeros([C], tl.float32)
         for i in tl.static_range(TILES * PARTS):
-            pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
-            part_of = writes + at * (TILES * PARTS) + i * C + rows
-            write += tl.load(part_of, mask=valid, other=0.0)
-            previous += tl.load(part_of - 1, mask=valid & (rows > 0), other=0.0)
+            term = writes + at * (TILES * PARTS) + i * C + rows
+            previous += tl.load(term - 1, mask=before, other=0.0)
+            if not EXACT:
+                write += tl.load(term, mask=valid, other=0.0)
+        for i in tl.static_range(TILES * (C // 16)):
+            term = pairs + at * (TILES * (C // 16)) + i * C + rows
+            previous -= tl.load(term - 1, mask=before, other=0.0)
+            if not EXACT:
+                write -= tl.load(term, mask=valid, other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
-        carried += tl.sum(tl.where(valid, write * write, 0.0), axis=0)  # not fused with the sum: see `sum_over`
-        straddle -= tl.sum(write, axis=0)
+        if EXACT:
+            written = _all_of(write_sums, at // C, TILES, BK)
+            carried += written * written
+        else:
+            written = tl.sum(write, axis=0)
+            carried += tl.sum(tl.where(valid, write * write, 0.0), axis=0)  # not fused with the sum: see `sum_over`
+        straddle -= written
         noise = (b_end < DROP) & (straddle * straddle <= ROUNDING * ROUNDING * carried)
         straddle = tl.where(noise, 0.0, straddle)
         carried = tl.where(noise, 0.0, carried)
-        after = pair + tl.cumsum(read, axis=0, reverse=True)
         to = dg + row.to(tl.int64) * T + start + rows
-        tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
-        carried += tl.sum(tl.where(valid, read * read, 0.0), axis=0)
-        straddle += tl.sum(read, axis=0)
+        inside = tl.cumsum(read, axis=0, reverse=True) + tl.cumsum(previous, axis=0)
+        tl.store(to, inside + straddle, mask=valid)
+        if EXACT:
+            arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)
+            carried += arrived * arrived
+        else:
+            arrived = tl.sum(read, axis=0)
+            carried += tl.sum(tl.where(valid, read * read, 0.0), axis=0)
+        straddle += arrived

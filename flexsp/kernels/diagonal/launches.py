@@ -21,7 +21,7 @@ __all__ = ["DiagonalCall"]
 
 _F32 = torch.float32
 _SAVED = ("@states", "@decay", "@cut", "@gates")
-_SUMS = ("@reads", "@pairs", "@writes", "@edges", "@ends")
+_SUMS = ("@reads", "@read_sums", "@writes", "@write_sums", "@pairs", "@edges", "@ends")
 _OWN = (*_SAVED, *_SUMS, "@dstates")
 _KERNELS = {
     kernel.__name__: kernel
@@ -99,8 +99,10 @@ class DiagonalCall:
             "@edges": (_F32, (self._dk_tiles, p.B, p.n_seg, p.H)),
             "@ends": (_F32, (p.docs, p.H)),
             "@reads": (_F32, self._sums(_count(p.K, p.tiles.dq.bk), p.tiles.dq.parts)),
-            "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
+            "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.chunk // 16)),
             "@writes": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
+            "@read_sums": (_F32, (p.B, p.H, p.n_chunks, _count(p.K, p.tiles.dq.bk), p.tiles.dq.bk)),
+            "@write_sums": (_F32, (p.B, p.H, p.n_chunks, self._dk_tiles, p.tiles.dk.bk)),
             f"d.{self.gate}": (_F32, (p.B, p.H, p.T)),
         }
         if name in found:
@@ -130,6 +132,11 @@ class DiagonalCall:
     def _row(self) -> int:
         """Rows of all chunks."""
         return self.plan.n_chunks * self.plan.tiles.chunk
+
+    @property
+    def _exact(self) -> bool:
+        """Whether what the gate gradient carries from chunk to chunk is summed up apart, in fp32."""
+        return self.dtype == torch.bfloat16
 
     @property
     def _dk_tiles(self) -> int:
@@ -256,13 +263,14 @@ class DiagonalCall:
     def _dq(self, dgate: bool) -> LaunchSpec:
         tile, p = self.plan.tiles.dq, self.plan
         initial = "@initial" if p.packed and self.initial else None
-        reads = "@reads" if dgate else None
+        reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         return self._walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "@do", *(self._gates or (None,)), "d.q", reads, "@states", initial, self._table],
-            ["q", "k", "v", "@do", "@states", *named(initial)], named("d.q", reads),
+            ["q", "k", "v", "@do", *(self._gates or (None,)), "d.q", reads, sums, "@states", initial, self._table],
+            ["q", "k", "v", "@do", "@states", *named(initial)], named("d.q", reads, sums),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides("d.q")],
-            INITIAL=initial is not None, READS=dgate, PARTS=tile.parts, ALIKE=self._alike(("q", "k", "v", "do"), "d.q"),
+            INITIAL=initial is not None, READS=dgate, PARTS=tile.parts, EXACT=self._exact,
+            ALIKE=self._alike(("q", "k", "v", "do"), "d.q"),
         )  # fmt: skip
 
     def _dkv(
@@ -270,7 +278,7 @@ class DiagonalCall:
     ) -> LaunchSpec:
         """Walks dk, dv, or both at once; `to` is "d.v" for dv alone. `dgate`: leaves what the gate gradient needs."""
         p, with_dk = self.plan, to == "d.k"
-        sums = ["@pairs", "@writes", "@edges"] if dgate else [None] * 3
+        sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self._walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
             ["q", "k", "v", "@do", *(self._gates or (None,)), to, "d.v", *sums, "@states", "@dstates", dfinal, dinitial,
@@ -279,7 +287,7 @@ class DiagonalCall:
             named(to, "d.v" if with_dv else None, *sums, dinitial),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides(to, "d.v")],
             FINAL=dfinal is not None, INITIAL=dinitial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
-            ALIKE=self._alike(("q", "k", "v", "do"), to, "d.v"),
+            EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d.v"),
         )  # fmt: skip
 
     def _gate_grad(self, dfinal: str | None) -> list[LaunchSpec]:
@@ -291,11 +299,13 @@ class DiagonalCall:
         dq, dk = p.tiles.dq, p.tiles.dk
         constants = {
             "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": dk.parts, "READ_PARTS": dq.parts,
-            "C": p.tiles.chunk, "DROP": -14.0 if self.dtype == torch.bfloat16 else -30.0,
-            "ROUNDING": 2.0**-5 if self.dtype == torch.bfloat16 else 2.0**-16,
+            "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
+            "C": p.tiles.chunk, "DROP": -20.0 if self._exact else -30.0,
+            "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,
             "DECAY": primitives.decay_scalar, "PACKED": p.packed, "FINAL": dfinal is not None,
         }  # fmt: skip
-        reads = ("@pairs", "@reads", "@writes", "@edges", ends, "@gates")
+        sums = ("@read_sums", "@write_sums") if self._exact else ("q", "q")
+        reads = ("@pairs", "@reads", sums[0], "@writes", sums[1], "@edges", ends, "@gates")
         numbers = (*self._gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         to = f"d.{self.gate}"
         kernel = LaunchSpec(

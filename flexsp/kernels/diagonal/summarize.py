@@ -126,7 +126,7 @@ def summarize_kernel(
         if GATED:
             w = power(bc) * scale if REVERSE else power(b_end - bc)
             S = S * power(b_end)
-            S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)
+            S += mm(tl.trans(xc) * w[None, :], yc, DOT, PREC)
         elif REVERSE:
             S += mm(tl.trans(xc), yc, DOT, PREC) * scale
         else:

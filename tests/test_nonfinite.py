@@ -210,7 +210,8 @@ def test_one_rank(subject: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "subject", ["simple_gla", "linear", "variant simple_gla", "variant linear", "variant hgrn", "variant deltanet"]
+    "subject",
+    ["simple_gla", "variant simple_gla", "variant hgrn", *slow("linear", "variant linear", "variant deltanet")],
 )
 def test_many_chunks(subject: str) -> None:
     """More than one level of the scans, documents that start and end inside its groups of chunks."""

@@ -12,13 +12,15 @@ import fnmatch
 import functools
 import random
 import re
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.mutate import ROOT, Mutation
+from tests.mutate import ROOT, Mutation, Outcome, copy_tree, run_tests, try_out
 
-__all__ = ["KINDS", "mutants_of", "sample", "tests_of"]
+__all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "tests_of", "try_sample"]
 
 # What changes how fast something is, how much is kept, or when it is given up, and no result: arguments, constants and
 # variables of these names.
@@ -37,8 +39,8 @@ _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=",
 _SIGNS = {ast.Add: "-", ast.Sub: "+"}
 _STEPS = ("contiguous", "zero_", "clone", "detach", "float", "abs", "flip", "cumsum", "conj", "neg", "round")
 KINDS = ("sign", "bound", "index", "mask", "stride", "dtype", "barrier", "logic", "constant", "dropped")
-"""+ for -; < for <=; a slice without an end; an access or a choice without its mask; a stride left out; a rounder type; a
-barrier or a wait left out; and for or, == for !=; a number that is one too large; a statement or a step left out."""
+"""+ for -; < for <=; a slice without an end; an access or a choice without its mask; a stride left out; a rounder type;
+a barrier or a wait left out; and for or, == for !=; a number one too large; a statement or a step left out."""
 
 Change = tuple[str, ast.AST, str]  # kind, what is replaced, by what
 
@@ -211,7 +213,7 @@ def mutants_of(file: str, root: Path = ROOT) -> list[Mutation]:
     finder = _Finder(text)
     finder.visit(ast.parse(text, file))
     in_gluon = re.search(r"^@gluon\.jit", text, re.MULTILINE) is not None
-    found = []
+    found: list[Mutation] = []
     for kind, node, new in finder.found:
         assert isinstance(node, (ast.expr, ast.stmt, ast.Slice))
         if in_gluon and kind != "barrier":
@@ -269,15 +271,22 @@ def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list
         if _parses(one, root):
             chosen[one] = None
     tests = functools.cache(lambda file: tests_of(file, root))
-    return [Mutation(x.file, x.old, x.new, x.what, tests(x.file)) for x in chosen]
+    return [Mutation(x.file, x.old, x.new, x.what, _in_order(x, tests(x.file))) for x in chosen]
+
+
+def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
+    """The interpreter shows no barriers that are left out: only tests of compiled kernels are of use then, where the
+    file has some."""
+    compiled = tuple(x for x in tests if "compile" in x or "offline" in x)
+    return compiled or tests if ": barrier: " in mutation.what else tests
 
 
 # Which tests ----------------------------------------------------------------------------------------------------------
 
 
 def tests_of(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
-    """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it; files
-    of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
+    """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
+    files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
     from tests.mutations import MUTATIONS
 
     path = Path(file)
@@ -286,13 +295,13 @@ def tests_of(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
     beside = Counter(
         test.partition("::")[0] for x in MUTATIONS if Path(x.file).parent == path.parent for test in x.tests
     )
-    files = []
-    imports = re.compile(rf"\bfrom {re.escape(module)} import|\b{re.escape(module)}\b")
-    from_folder = re.compile(rf"\bfrom {re.escape(module.rpartition('.')[0])} import [^\n]*\b{path.stem}\b")
-    for test in _test_files(root):
-        text = test.read_text()
-        if imports.search(text) or from_folder.search(text) or path.stem.strip("_") in test.stem:
-            files.append(f"tests/{test.name}")
+    own, folder = re.compile(rf"\b{re.escape(module)}\b"), f"from {module.rpartition('.')[0]} import "
+    from_folder = re.compile(rf"{re.escape(folder)}[^\n]*\b{path.stem}\b")
+    files = [
+        name for name, text in _test_files(root).items()
+        if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
+        or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
+    ]  # fmt: skip
     ranked = [*[test for test, _ in listed.most_common()], *files, *[test for test, _ in beside.most_common(3)]]
     kept: list[str] = []
     for test in dict.fromkeys(ranked):
@@ -302,15 +311,39 @@ def tests_of(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _test_files(root: Path) -> Iterator[Path]:
-    return iter(sorted((root / "tests").glob("test_*.py")))
+@functools.cache
+def _test_files(root: Path) -> dict[str, str]:
+    """The text of each."""
+    return {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
 
 
-def report(outcomes: dict[Mutation, str]) -> tuple[str, float]:
-    """What became of a sample, and its score in percent: those that were noticed, of those with an answer."""
-    kinds = Counter(outcomes.values())
-    answered = kinds["killed"] + kinds["survived"]
-    score = 100 * kinds["killed"] / answered if answered else 0.0
-    without = len(outcomes) - answered
-    said = f"{score:.0f} % of {answered} random changes were noticed"
-    return said + (f"; {without} had no answer" if without else ""), score
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def try_sample(mutations: Sequence[Mutation], limit: float) -> dict[Mutation, Outcome]:
+    """What became of each, one by one in a copy of the tree; prints them as they come.
+
+    The tests do not run without a change first, which would take as long as all tests do: a test that fails is run
+    again without the change, and counts only if it passes then.
+    """
+    found: dict[Mutation, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="flexsp-mutate-") as folder:
+        tree = copy_tree(Path(folder) / "tree")
+        passes = functools.cache(lambda test: run_tests(tree, [test], limit)[0] == 0)
+        for mutation in mutations:
+            begun = time.monotonic()
+            outcome = try_out(mutation, tree, limit)
+            if outcome.kind == "killed" and not passes(outcome.told):
+                outcome = Outcome("no answer", f"{outcome.told} fails without the change too")
+            found[mutation] = outcome
+            print(f"{outcome.kind:9} {time.monotonic() - begun:4.0f} s  {mutation}  [{outcome.told}]", flush=True)
+    return found
+
+
+def score(outcomes: Iterable[Outcome]) -> tuple[float, str]:
+    """(percent of the changes that tests noticed, of those with an answer; the same in words)."""
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    answered, without = kinds["killed"] + kinds["survived"], kinds["no answer"] + kinds["stale"]
+    percent = 100 * kinds["killed"] / answered if answered else 0.0
+    said = f"{percent:.0f} %: of {answered} random changes {kinds['killed']} were noticed"
+    return percent, said + (f"; {without} more had no answer" if without else "")

@@ -33,7 +33,7 @@ _LEFT_OUT = (
     "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py", "*/runtime/covered.py",
     "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
-_WAITS = ("thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
+_WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _SIGNS = {ast.Add: "-", ast.Sub: "+"}
@@ -113,6 +113,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if re.search(r"""["']""", self.code(node)):
+            return  # of a message
         if type(node.op) in _SIGNS:
             target, value = self.code(node.target), self.code(node.value)
             self.add("sign", node, f"{target} {_SIGNS[type(node.op)]}= {value}")
@@ -161,7 +163,7 @@ class _Finder(ast.NodeVisitor):
             self.add("constant", node, repr(2 * value if value else 1.0))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if node.attr in _TYPES and self.code(node.value) in ("torch", "tl", "gl"):
+        if node.attr in _TYPES and self.code(node) not in ("tl.int64", "gl.int64"):  # offsets of large tensors
             self.add("dtype", node, f"{self.code(node.value)}.{_TYPES[node.attr]}")
         self.generic_visit(node)
 

@@ -23,6 +23,7 @@ _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
+_MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
 _MANY_HEADS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, packed]"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
@@ -321,7 +322,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",
         ("if LATER and not DEEP:\n            gl.thread_barrier()", "if LATER and not DEEP:\n            pass",
-         "scores are copied over those that are read", _MANY_HEADS_IN_GLUON),
+         "keys are copied over those that are read", _MANY_CHANNELS_IN_GLUON),
         ("arrived(2 if DEEP else 1 if LATER else 0)", "arrived(3 if DEEP else 1 if LATER else 0)",
          "a chunk's copies may be under way", _CHANNELS_IN_GLUON),
         ("arrived(3 if DEEP else 1)\n        if READS", "arrived(4 if DEEP else 1)\n        if READS",

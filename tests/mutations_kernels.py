@@ -357,6 +357,11 @@ KERNELS = [
          "a first rank without tokens gives no gradients of the initial state", _DELTA + "test_over_ranks[deltanet]"),
     ),
     *_in(
+        "flexsp/kernels/delta/join.py",
+        ("    begin(PDL)\n", "", "a kernel reads before the one before is done",
+         "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
+    ),
+    *_in(
         "flexsp/kernels/gated_keys/tiles.py",
         ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for mild",
          "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),

@@ -33,6 +33,7 @@ _LEFT_OUT = (
     "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py", "*/runtime/covered.py",
     "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
+_NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
 _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -316,7 +317,8 @@ def tests_of(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
 @functools.cache
 def _test_files(root: Path) -> dict[str, str]:
     """The text of each."""
-    return {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
+    found = {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
+    return {name: text for name, text in found.items() if name not in _NOT_IN_COPIES}
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ def by_turns(names: Iterable[Any], kinds: Sequence[Any], *always: Any) -> list[A
     by turns; the rest as slow ones."""
     found = []
     for i, name in enumerate(names):
-        found += [(name, kind) for kind in (*always, kinds[i % len(kinds)])]
-        found += slow(*((name, kind) for kind in kinds if kind != kinds[i % len(kinds)]))
+        for kind in (*always, *kinds):
+            marks = [] if kind in always or kind == kinds[i % len(kinds)] else pytest.mark.slow
+            found.append(pytest.param(name, kind, marks=marks, id=f"{name}-{kind}".replace("torch.", "")))
     return found

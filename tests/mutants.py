@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.mutate import ROOT, Mutation, Outcome, copy_tree, run_tests, try_out
 
-__all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "tests_of", "try_sample"]
+__all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", "try_sample"]
 
 # What changes how fast something is, how much is kept, or when it is given up, and no result: arguments, constants and
 # variables of these names.
@@ -273,7 +273,7 @@ def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list
         one = left[draw.choice([x for x in left if left[x]])].pop()
         if _parses(one, root):
             chosen[one] = None
-    tests = functools.cache(lambda file: tests_of(file, root))
+    tests = functools.cache(lambda file: which_tests(file, root))
     return [Mutation(x.file, x.old, x.new, x.what, _in_order(x, tests(x.file))) for x in chosen]
 
 
@@ -287,7 +287,7 @@ def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
 # Which tests ----------------------------------------------------------------------------------------------------------
 
 
-def tests_of(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
+def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
     """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
     files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
     from tests.mutations import MUTATIONS

@@ -50,6 +50,11 @@ FLA = [
          _CHECKS + "test_refused_calls"),
     ),
     *_in(
+        "flexsp/nn/norm.py",
+        ('check_choice("activation", activation, ("silu", "sigmoid"))', "pass", "norms take any activation",
+         "tests/test_gated_layers.py::test_an_activation_that_a_norm_has_not_is_refused"),
+    ),
+    *_in(
         "flexsp/nn/exactness.py",
         ("    if path in allow or runs_over_ranks(module):\n", "    if path in allow:\n",
          "layers of an integration are refused in a wrapped model",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import KINDS, files_of, mutants_of, sample, score, tests_of
+from tests.mutants import KINDS, files_of, mutants_of, sample, score, which_tests
 from tests.mutate import ROOT, Mutation, Outcome, try_out, why_stale
 from tests.mutations import MUTATIONS
 
@@ -142,9 +142,9 @@ def test_a_sample_is_drawn_from_all_kinds_and_has_tests() -> None:
 
 def test_every_file_has_tests() -> None:
     """That should notice a change of it; those that list it come first."""
-    without = [file for file in files_of("flexsp/*") if not tests_of(file)]
+    without = [file for file in files_of("flexsp/*") if not which_tests(file)]
     assert not without
-    assert tests_of("flexsp/kernels/table.py")[0] == "tests/test_table.py"
+    assert which_tests("flexsp/kernels/table.py")[0] == "tests/test_table.py"
 
 
 def test_the_score() -> None:

@@ -5,6 +5,7 @@
 # make test-all  the CPU suite with its slow cases
 # make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
+#                ARGS="--sample 40": at random, and says what share of the changes is noticed
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU

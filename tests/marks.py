@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-__all__ = ["quick", "slow"]
+__all__ = ["by_turns", "quick", "slow"]
 
 
 def slow(*values: Any) -> list[Any]:
@@ -18,3 +18,14 @@ def slow(*values: Any) -> list[Any]:
 def quick(every: Iterable[Any], *names: Any) -> list[Any]:
     """These of a parameter's values, and the others as slow ones."""
     return [*names, *slow(*(x for x in every if x not in names))]
+
+
+def by_turns(names: Iterable[Any], kinds: Sequence[Any], *always: Any) -> list[Any]:
+    """Pairs of a name and a kind (`always` are kinds too): each name with those of `always` and with one of the others,
+    by turns; the rest as slow ones."""
+    found = []
+    for i, name in enumerate(names):
+        for kind in (*always, *kinds):
+            marks = [] if kind in always or kind == kinds[i % len(kinds)] else pytest.mark.slow
+            found.append(pytest.param(name, kind, marks=marks, id=f"{name}-{kind}".replace("torch.", "")))
+    return found

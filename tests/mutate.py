@@ -5,7 +5,11 @@ notice it run there. A change that its tests do not notice has survived: a test 
 in the file is stale: the entry has to follow the code. Either ends with exit status 1, and so does a run of tests that
 does not end.
 
-Triton's interpreter has no threads, so barriers and memory orders that are left out cannot be seen here.
+With --sample so many changes are made from the code instead, at random (tests/mutants.py): what share of them the tests
+notice is their score. --files names what is changed, and --seed draws the same ones again.
+
+Triton's interpreter has no threads, so barriers that are left out are seen in compiled kernels alone, and memory orders
+nowhere here.
 """
 
 from __future__ import annotations
@@ -191,6 +195,26 @@ def try_all(mutations: Sequence[Mutation], jobs: int, limit: float) -> dict[Muta
                 raise
 
 
+def sampled(options: argparse.Namespace) -> None:
+    """Tries random changes, and ends with status 1 where fewer than `at_least` percent were noticed."""
+    from tests import mutants
+
+    seed = int.from_bytes(os.urandom(3), "big") if options.seed is None else options.seed
+    print(f"--sample {options.sample} --seed {seed} --files '{options.files}'", flush=True)
+    chosen = mutants.sample(options.sample, seed, options.files)
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation}\n    {' '.join(mutation.tests)}")
+        return
+    found = mutants.try_sample(chosen, options.limit)
+    for mutation, outcome in found.items():
+        if outcome.kind != "killed":
+            print(f"\n{outcome.kind}: {mutation}\n- {mutation.old}\n+ {mutation.new}\n{outcome.told}")
+    percent, said = mutants.score(found.values())
+    print(f"\n{said} (seed {seed})")
+    sys.exit(0 if percent >= options.at_least else 1)
+
+
 def main() -> None:
     from tests.mutations import MUTATIONS
 
@@ -199,7 +223,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at once (default: 2)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for the tests of one (default: 300)")
     parser.add_argument("--list", action="store_true", help="print the mutations and their tests, run nothing")
+    parser.add_argument("--sample", type=int, metavar="N", default=0, help="make so many random changes instead")
+    parser.add_argument("--seed", type=int, help="of the sample (default: another one each time)")
+    parser.add_argument("--files", metavar="GLOBS", default="flexsp/*", help="of the sample (default: flexsp/*)")
+    parser.add_argument("--at-least", type=float, default=95, help="percent that a sample has to reach (default: 95)")
     options = parser.parse_args()
+    if options.sample:
+        sampled(options)
+        return
     chosen = [x for x in MUTATIONS if options.only in str(x)]
     skipped = tuple(file for file, package in NEEDED.items() if find_spec(package) is None)
     left_out = [x for x in chosen if skipped and any(test.startswith(skipped) for test in x.tests)]

@@ -23,6 +23,7 @@ _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
+_MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -98,6 +99,8 @@ KERNELS = [
          _GROUPS_OVER_RANKS),
         ("h // GROUP * k_sh\n    do += b * do_sb + h * do_sh\n    slot", "h // GROUP * (GROUP == 1) * k_sh\n    do += b * do_sb + h * do_sh\n    slot",
          "gradients of states come through the first head's keys", _GROUPS_OVER_RANKS),
+        ("last = c1 - 1 if REVERSE else c0", "last = c0 if REVERSE else c1 - 1",
+         "a segment counts its last chunk's decay twice", _DELTA + "test_what_counts_at_the_ends_of_segments"),
         ("if length >= 0:  # always", "if length < 0:", "scores beside long rows are zero", _DELTA_LARGE + "[vector_gated_delta]"),
         ("        if PACKED:\n            lives = lives & ~begins(table, c0, c1)\n        tl.store(alive", "        tl.store(alive",
          "NaN passes segments in which a document begins",
@@ -317,6 +320,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",
+        ("if LATER and not DEEP:\n            gl.thread_barrier()", "if LATER and not DEEP:\n            pass",
+         "keys are copied over those that are read", _MANY_CHANNELS_IN_GLUON),
         ("arrived(2 if DEEP else 1 if LATER else 0)", "arrived(3 if DEEP else 1 if LATER else 0)",
          "a chunk's copies may be under way", _CHANNELS_IN_GLUON),
         ("arrived(3 if DEEP else 1)\n        if READS", "arrived(4 if DEEP else 1)\n        if READS",
@@ -345,6 +350,20 @@ KERNELS = [
          "without tokens, inputs have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
         ('copied("@dinitial", "@dfinal") if dfinal', 'zeroed("@dinitial") if dfinal',
          "without tokens, initial states have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
+        ('steps.append(copied("@states", "@initial", 0))', "pass",
+         "a first rank without tokens drops the initial state", _DELTA + "test_over_ranks[deltanet]"),
+        ('[copied("@dinitial", "@dstates", None, 0)] if dinitial else []', "[]",
+         "a first rank without tokens gives no gradients of the initial state", _DELTA + "test_over_ranks[deltanet]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/join.py",
+        ("    begin(PDL)\n", "", "a kernel reads before the one before is done",
+         "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
+    ),
+    *_in(
+        "flexsp/kernels/gated_keys/tiles.py",
+        ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for mild",
+         "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
     ),
     *_in(
         "flexsp/kernels/recipe.py",

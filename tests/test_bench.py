@@ -19,6 +19,7 @@ from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
+from tests.marks import quick
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
@@ -80,7 +81,13 @@ def test_stopwatch_leaves_out_what_lies_between(clock: Clock) -> None:
     assert watch.times_ms() == [500.0, 250.0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        CASES, "linear_attn_normalized", "mamba2", "generated_gla", "gated_delta_rule_shared_keys", "mamba3",
+        "attention",
+    ),
+)  # fmt: skip
 def test_cases_run_and_give_every_gradient(name: str) -> None:
     inputs = make_inputs(CASES[name], Shape(1, 40, 2, 16, 8), torch.float32, CPU)
     gradients = forward_backward(CASES[name].ours, inputs)

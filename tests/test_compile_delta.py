@@ -37,6 +37,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, three keys a token": {"K": 128, "V": 128, "steps": 3},
     "bf16 128, two keys a token, packed": {"K": 128, "V": 128, "steps": 2, "packed": True},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
+    "bf16 64, many heads, packed": {"name": "deltanet", "K": 64, "V": 64, "H": 256, "packed": True},
+    "bf16 64, many heads, gates of channels": {
+        "name": "vector_gated_delta", "K": 64, "V": 64, "H": 256, "only": ("forward", "backward"),
+    },
     "over ranks": {"ranks": True},
     "over ranks, no decay": {"name": "deltanet", "ranks": True},
     "over ranks, no decay, packed": {"name": "deltanet", "ranks": True, "packed": True},
@@ -69,7 +73,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 256, gates of channels": {"name": "vector_gated_delta", "K": 256, "V": 256, "dtype": "float32"},
     "many heads, gates of channels": {"name": "vector_gated_delta", "H": 128},
 }
-QUICK = ["bf16 128", "bf16 128, packed", "bf16 128, gates of channels"]
+QUICK = [
+    "bf16 128", "bf16 64, many heads, packed", "bf16 128, gates of channels", "bf16 64, many heads, gates of channels",
+]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
 SHARED = ["many heads, gates of channels"]
 IN_TRITON = ["in Triton"]

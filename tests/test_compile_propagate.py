@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from flexsp.devices import H200, of_arch, planned_for
-from tests.marks import slow
+from tests.marks import quick, slow
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "local scalar": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False},
@@ -40,6 +41,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "last dense": {"shape": (1, 2, 3, 100, 37), "kind": "dense", "cut": False, "reverse": False, "rank": 2},
     "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
 }
+QUICK = (
+    "local odd", "first", "middle", "middle vector", "local each", "middle maxima", "last", "few numbers", "fold",
+    "middle dense back",
+)  # fmt: skip
+"""Of each kind of transition and of ranks one; they are compiled in one child, the others in another."""
 
 
 def launch_of(
@@ -103,14 +109,18 @@ def run_child(names: list[str], arch: int = 90) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    return run_child([name for name in VARIANTS if name != "put"])
+@functools.cache
+def _compiled(of_quick: bool) -> dict[str, Any]:
+    return run_child([name for name in VARIANTS if name != "put" and (name in QUICK) == of_quick])
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "put"])
-def test_resources(compiled: dict[str, Any], name: str) -> None:
-    found = compiled[name]
+def compiled(name: str) -> dict[str, Any]:
+    return _compiled(name in QUICK)[name]
+
+
+@pytest.mark.parametrize("name", quick((name for name in VARIANTS if name != "put"), *QUICK))
+def test_resources(name: str) -> None:
+    found = compiled(name)
     assert found["spills"] == 0, found["spills"]
     assert found["shared"] < H200.shared
     assert found["waits_first"], "memory is touched before the kernel before is done"
@@ -130,9 +140,9 @@ def test_other_gpus(arch: int) -> None:
         assert ("griddepcontrol" in found["ptx"]) == of_arch(arch).dependent == found["waits_first"], name
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "put"])
-def test_only_the_first_rank_paces_its_tiles(compiled: dict[str, Any], name: str) -> None:
-    assert ("%clock64" in compiled[name]["ptx"]) == (name == "first")
+@pytest.mark.parametrize("name", quick((name for name in VARIANTS if name != "put"), *QUICK))
+def test_only_the_first_rank_paces_its_tiles(name: str) -> None:
+    assert ("%clock64" in compiled(name)["ptx"]) == (name == "first")
 
 
 def instructions(ptx: str) -> tuple[list[str], list[list[int]]]:
@@ -177,12 +187,12 @@ def first_reached(code: list[str], follow: list[list[int]], start: int, pattern:
 @pytest.mark.parametrize(
     "name",
     [
-        "first", "middle", "middle vector", "middle wide", "middle odd", "middle dense", "middle dense back",
-        "middle large", "middle large back", "last",
+        "first", "middle", "middle vector", "middle dense back", "last",
+        *slow("middle wide", "middle odd", "middle dense", "middle large", "middle large back"),
     ],
 )
-def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
-    code, follow = instructions(compiled[name]["ptx"])
+def test_signals_are_ordered(name: str) -> None:
+    code, follow = instructions(compiled(name)["ptx"])
     releases = [i for i, line in enumerate(code) if "sys.release" in line]
     assert releases
     for i in releases:
@@ -205,9 +215,9 @@ def test_signals_are_ordered(compiled: dict[str, Any], name: str) -> None:
         assert first_reached(code, follow, i, r"sys\.release|sys\.acquire") == {"sys.release"}
 
 
-def test_time_is_one_threads(compiled: dict[str, Any]) -> None:
+def test_time_is_one_threads() -> None:
     """Loops with barriers in them must not end on a clock that every thread reads for itself."""
-    ptx = compiled["middle"]["ptx"]
+    ptx = compiled("middle")["ptx"]
     registers = re.findall(r"mov\.u64\s+(%rd\d+), %globaltimer", ptx)
     assert registers
     for register in registers:

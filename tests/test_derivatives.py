@@ -32,7 +32,7 @@ from flexsp.testing import compare
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests import variants
-from tests.marks import slow
+from tests.marks import quick, slow
 
 ALL = CASES | DELTA_CASES
 KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -232,7 +232,7 @@ def test_second_derivatives_are_right(name: str) -> None:
     assert torch.autograd.gradgradcheck(function, tuple(leaf(*shape) for shape in shapes))
 
 
-@pytest.mark.parametrize("name", ["simple_gla", "mamba2_groups", "normalized", "gated_delta_rule_in_kernel"])
+@pytest.mark.parametrize("name", ["normalized", "gated_delta_rule_in_kernel", *slow("simple_gla", "mamba2_groups")])
 def test_ops_in_pytorch_have_second_derivatives(name: str) -> None:
     case = ALL[name]
     given = case.inputs(Shape(B=1, T=3, H=2, K=2, V=2), random.randrange(2**31))
@@ -363,7 +363,13 @@ def test_variants_are_not_made_in_transforms(transform: Callable[..., torch.Tens
     assert transform is not vmapped or torch.allclose(vmapped(f, x), want)
 
 
-@pytest.mark.parametrize("name", [*ALL, "convolution"])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        [*ALL, "convolution"], "simple_gla", "normalized", "mamba2_groups", "kda_in_kernel", "delta_product",
+        "convolution",
+    ),
+)  # fmt: skip
 def test_transforms_in_pytorch_are_right(name: str) -> None:
     layer = nn.ShortConvolution(4).double().requires_grad_(False)
     case = ALL.get(name)

@@ -226,7 +226,16 @@ def sizes_of(code: Any, K: int, V: int) -> dict[str, int]:
     return {name: {"K": K, "V": V}[name] for name in code.layout.sizes}
 
 
-@pytest.mark.parametrize("key", H200_PLANS, ids=str)
+def one_of_a_kind(key: Any) -> bool:
+    """Its program is made for other tests here too, or is the only one in float32."""
+    name, *how = key
+    kinds = ("simple_gla", "gla", "deltanet", "gated_deltanet", "vector_gated_delta", "hgrn")
+    return (name in kinds and how[:3] == ["bfloat16", 128, 128]) or (name, how[0]) == ("gla", "float32")
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(x, marks=[] if one_of_a_kind(x) else pytest.mark.slow) for x in H200_PLANS], ids=str
+)
 def test_plans_of_an_h200_stay(key: Any) -> None:
     name, dtype, K, V, heads, T, docs, ranks = key
     code = code_of(name, K, V, getattr(torch, dtype))
@@ -397,10 +406,10 @@ def assert_fits(arch: int, found: list[Any]) -> None:
 @pytest.fixture(scope="module")
 def largest(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """By one process, so that programs are made once."""
-    return compiled_for((80, 86, 100), QUICK, tmp_path_factory.mktemp("largest"))
+    return compiled_for((86, 100), QUICK, tmp_path_factory.mktemp("largest"))
 
 
-@pytest.mark.parametrize("arch", [80, 86, 100])
+@pytest.mark.parametrize("arch", [86, 100])
 def test_the_largest_kernels_fit(arch: int, largest: dict[int, list[Any]]) -> None:
     found = largest[arch]
     assert {x["kernel"] for x in found} == {name for names in QUICK.values() for name in names}

@@ -368,3 +368,9 @@ def test_what_is_exact_is_accepted() -> None:
     assert "scaled_dot_product_attention" in refused(used), "another method names it"
     caller = of_user({"forward": lambda self, x: self.inner[0].reference(x)}, inner=[again])
     assert "scaled_dot_product_attention" in refused(nn.Sequential(again, caller)), "another module names it"
+
+
+def test_packages_of_one_file_are_known() -> None:
+    """typing_extensions, which torch needs, has no folder."""
+    (name,) = exactness._distributions()["typing_extensions"]
+    assert name.replace("-", "_") == "typing_extensions"

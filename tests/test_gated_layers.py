@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexsp import sequence_parallel
 from flexsp.comm.group import SequenceParallel
-from flexsp.nn import HGRN, HGRN2, RGLRU, GatedLinearAttention, SequenceParallelLA, conv
+from flexsp.nn import HGRN, HGRN2, RGLRU, GatedLinearAttention, GatedRMSNorm, SequenceParallelLA, conv
 from flexsp.testing.ranks import run_ranks
 
 D = 12
@@ -405,3 +405,8 @@ def test_a_wrong_cache_is_refused(name: str) -> None:
     if cache.conv is not None:
         with pytest.raises(ValueError, match=r"cache\.conv: expected \[1, "):
             layer.step(x[:, 0], cache._replace(conv=cache.conv[:, :-1]))
+
+
+def test_an_activation_that_a_norm_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation: expected .*silu.*, got 'tanh'"):
+        GatedRMSNorm(8, activation="tanh")

@@ -163,7 +163,7 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], hal
 
 
 @pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "mild", "to -1e4"])
-@pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), (64, False)])
+@pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), *slow((64, False))])
 def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int) -> None:
     (errors,) = run_ranks(scores, 1, seed, C, kept, gates, False, env=ENV)
     assert max(errors.values()) < 1e-5, errors
@@ -367,8 +367,16 @@ def over_ranks(
     return {name: relative_error(x, found[1][name]) for name, x in found[0].items()}
 
 
-@pytest.mark.parametrize("lengths", [[21], [13, 8], [5, 16]])
-@pytest.mark.parametrize("bounds", [(0, 9, 21), (0, 9, 9, 21), (0, 21), (0, 0, 21)])
+@pytest.mark.parametrize(
+    ("bounds", "lengths"),
+    [
+        ((0, 9, 21), [5, 16]), ((0, 9, 9, 21), [13, 8]), ((0, 21), [21]), ((0, 0, 21), [5, 16]),
+        *slow(
+            ((0, 9, 21), [21]), ((0, 9, 21), [13, 8]), ((0, 9, 9, 21), [21]), ((0, 9, 9, 21), [5, 16]),
+            ((0, 21), [13, 8]), ((0, 21), [5, 16]), ((0, 0, 21), [21]), ((0, 0, 21), [13, 8]),
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("factor", ["(-(u * u)).exp()", *slow("A.sigmoid()")])
 def test_a_decay_that_no_token_changes(
     factor: str, bounds: tuple[int, ...], lengths: list[int], folder: str

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -167,3 +169,17 @@ def test_an_interpreter_that_ends_builds_in_place(kernel: Kernel, monkeypatch: p
     monkeypatch.setattr(module, "workers", lambda: ended)
     a_launch(kernel).run({"x": torch.zeros(8)}, {"x": 64, None: None}, 7)
     assert len(kernel.builds) == len(kernel.launches) == 1
+
+
+def test_kernels_wait_for_the_one_before_in_their_first_statement() -> None:
+    """In the source of all of them; tests of compiled kernels look at what becomes of it, most of these slowly."""
+    found = []
+    for file in (Path(module.__file__).parents[1]).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.name == "begin":
+                continue
+            if any(arg.arg == "PDL" and arg.annotation is not None for arg in node.args.args) and node.decorator_list:
+                first = node.body[ast.get_docstring(node) is not None]
+                found.append((file.name, node.name, ast.unparse(first)))
+    assert len(found) >= 50, found
+    assert not [x for x in found if x[2] != "begin(PDL)"]

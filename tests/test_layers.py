@@ -35,6 +35,7 @@ from flexsp.nn import (
     SimpleGLA,
 )
 from flexsp.testing.ranks import run_ranks
+from tests.marks import by_turns
 
 WORLD = 4
 LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
@@ -225,8 +226,7 @@ def nan_in_the_halo(sp: Any) -> tuple[torch.Tensor, ...]:
     return y, x.grad, conv.weight.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dtype"), by_turns(LAYERS, [torch.bfloat16, torch.float16]))
 def test_low_precision(name: str, dtype: torch.dtype) -> None:
     """Output and gradients in fp16/bf16 are near the same layer in float64, in the input's dtype."""
     exact = make(name, random.randrange(1 << 30)).to(dtype).double()
@@ -272,8 +272,7 @@ def test_decoding_equals_parallel(name: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(("name", "dtype"), by_turns(MIXERS, [torch.float32, torch.bfloat16]))
 def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """A prompt, then tokens: as far from the layer in float64 as the parallel pass is; dtypes and sizes as promised."""
     exact = make(name, random.randrange(1 << 30)).to(dtype).double()

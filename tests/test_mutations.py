@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutate import ROOT, Mutation, try_out, why_stale
+from tests.mutants import KINDS, files_of, mutants_of, sample, score, which_tests
+from tests.mutate import ROOT, Mutation, Outcome, try_out, why_stale
 from tests.mutations import MUTATIONS
 
 
@@ -55,3 +56,99 @@ def test_what_becomes_of_a_mutation(old: str, new: str, kind: str, limit: float,
     assert code.read_text() == before
     if kind == "killed":
         assert outcome.told == "test_doubling.py::test_double"
+
+
+# Random changes -------------------------------------------------------------------------------------------------------
+
+CODE = '''"""A doc + a string."""
+from x import y
+
+_WARPS = 4
+
+
+@gluon_or_not(3)
+def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
+    """Less < more."""
+    assert a < 3, "1 - 1"
+    if a <= 9 and not C:
+        raise ValueError(f"{a - 1} < 5")
+    rows = tl.load(a + C * b_st, mask=C == 0, other=0.5)
+    rows = tl.where(C, rows, a).to(tl.float32)
+    tl.debug_barrier()
+    y.zero_()
+    C -= 1
+    return g(a[1:], num_warps=8, x=-C)  # < 3
+'''
+WANTED = {
+    "constant: `7` becomes `8`", "constant: `2` becomes `3`",
+    "bound: `a <= 9` becomes `a < 9`", "constant: `9` becomes `10`", "logic: `not C` becomes `C`",
+    "logic: `a <= 9 and not C` becomes `((a <= 9) or (not C))`",
+    'dropped: `raise ValueError(f"{a - 1} < 5")` becomes `pass`',
+    "sign: `a + C * b_st` becomes `a - (C * b_st)`", "stride: `C * b_st` becomes `C`",
+    "logic: `C == 0` becomes `C != 0`", "constant: `0` becomes `1`",
+    "mask: `tl.load(a + C * b_st, mask=C == 0, other=0.5)` becomes `tl.load(a + C * b_st)`",
+    "constant: `0.5` becomes `1.0`", "mask: `tl.where(C, rows, a)` becomes `(rows)`",
+    "dtype: `tl.where(C, rows, a).to(tl.float32)` becomes `tl.where(C, rows, a)`",
+    "dtype: `tl.float32` becomes `tl.bfloat16`", "barrier: `tl.debug_barrier()` becomes `pass`",
+    "dropped: `y.zero_()` becomes `pass`", "dropped: `y.zero_()` becomes `y`", "sign: `C -= 1` becomes `C += 1`",
+    "dropped: `C -= 1` becomes `pass`", "constant: `1` becomes `2`", "index: `1:` becomes `:`",
+    "sign: `-C` becomes `C`",
+}
+
+
+def _written(folder: Path, code: str) -> str:
+    (folder / "flexsp").mkdir()
+    (folder / "flexsp" / "some.py").write_text(code)
+    return "flexsp/some.py"
+
+
+def test_changes_of_each_kind(tmp_path: Path) -> None:
+    """And none of docstrings, messages, types, decorators, asserts, imports, or numbers that only set a speed."""
+    file = _written(tmp_path, CODE)
+    found = mutants_of(file, tmp_path)
+    assert {x.what.partition(": ")[2] for x in found} == WANTED
+    assert {x.what.split(": ")[1] for x in found} == {*KINDS}
+    for x in found:
+        assert CODE.count(x.old) == 1
+        changed = CODE.replace(x.old, x.new)
+        ast.parse(changed)
+        pairs = [*zip(CODE.splitlines(), changed.splitlines(), strict=True)]
+        assert [f"line {n}" for n, (a, b) in enumerate(pairs, 1) if a != b] == [x.what.partition(":")[0]]
+
+
+def test_of_gluon_kernels_only_barriers_are_changed(tmp_path: Path) -> None:
+    file = _written(tmp_path, CODE.replace("@gluon_or_not(3)", "@gluon.jit"))
+    assert [x.what.split(": ")[1] for x in mutants_of(file, tmp_path)] == ["barrier"]
+
+
+def test_a_line_that_stands_twice_is_changed_once(tmp_path: Path) -> None:
+    code = "def f(x):\n    x = x + y\n    g(x)\n\n\ndef h(x):\n    x = x + y\n    g(x)\n"
+    found = [x for x in mutants_of(_written(tmp_path, code), tmp_path) if ": sign: " in x.what]
+    changed = [code.replace(x.old, x.new) for x in found]
+    assert [x.count("x - y") for x in changed] == [1, 1] and changed[0] != changed[1]
+
+
+def test_a_sample_is_drawn_from_all_kinds_and_has_tests() -> None:
+    found = sample(30, 7, "flexsp/kernels/delta/*.py,flexsp/scan/*.py")
+    assert len({*found}) == 30 and found == sample(30, 7, "flexsp/kernels/delta/*.py,flexsp/scan/*.py")
+    assert found != sample(30, 8, "flexsp/kernels/delta/*.py,flexsp/scan/*.py")
+    assert len({x.what.split(": ")[1] for x in found}) >= 7
+    for x in found:
+        assert x.file.startswith(("flexsp/kernels/delta/", "flexsp/scan/")) and x.tests and not why_stale(x)
+        assert all((ROOT / test.partition("::")[0]).is_file() for test in x.tests)
+    with pytest.raises(ValueError, match=r"--files: .* 'flexsp/nothing\*'"):
+        sample(1, 0, "flexsp/nothing*")
+
+
+def test_every_file_has_tests() -> None:
+    """That should notice a change of it; those that list it come first."""
+    without = [file for file in files_of("flexsp/*") if not which_tests(file)]
+    assert not without
+    assert which_tests("flexsp/kernels/table.py")[0] == "tests/test_table.py"
+
+
+def test_the_score() -> None:
+    kinds = ["killed"] * 3 + ["survived"] + ["no answer"] * 2
+    percent, said = score(Outcome(kind) for kind in kinds)
+    assert percent == 75 and said == "75 %: of 4 random changes 3 were noticed; 2 more had no answer"
+    assert score([Outcome("no answer")])[0] == 0

@@ -31,7 +31,11 @@ ENV = test_triton_engine.ENV
 ALL = CASES | DELTA_CASES
 FLEX = ["retnet", "delta_rope", "gla, a gate a channel"]
 SUBJECTS = [
-    *ALL, *quick([f"variant {name}" for name in variants.VARIANTS], *(f"variant {name}" for name in variants.OFTEN)),
+    *quick(
+        ALL, "linear", "normalized", "simple_gla", "gamma", "mamba2_groups", "gated_delta_rule_in_kernel",
+        "kda_in_kernel", "gated_delta_product",
+    ),
+    *quick([f"variant {name}" for name in variants.VARIANTS], *(f"variant {name}" for name in variants.OFTEN)),
     *(f"flex {name}" for name in FLEX), "mask half",
 ]  # fmt: skip
 WIDE = ("g", "w", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
@@ -210,7 +214,8 @@ def test_one_rank(subject: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "subject", ["simple_gla", "linear", "variant simple_gla", "variant linear", "variant hgrn", "variant deltanet"]
+    "subject",
+    ["simple_gla", "variant simple_gla", "variant hgrn", *slow("linear", "variant linear", "variant deltanet")],
 )
 def test_many_chunks(subject: str) -> None:
     """More than one level of the scans, documents that start and end inside its groups of chunks."""

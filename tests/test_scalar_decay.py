@@ -18,6 +18,7 @@ from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import linear, retnet, simple_gla
+from tests.marks import quick
 from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
 
 __all__ = ["folder"]
@@ -36,7 +37,7 @@ def credit(run: Run) -> dict[str, float]:
     return {"dlog_gamma": 2**-6 if run.dtype == torch.bfloat16 else 2**-16} if run.name == "retnet" else {}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "simple_gla", "retnet"))
 def test_batched_and_packed(name: str, folder: str) -> None:
     """Against token loops, with initial states and gradients of final ones; any strides, half precision."""
     packed = documents(150, 4)
@@ -48,7 +49,7 @@ def test_batched_and_packed(name: str, folder: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "simple_gla", "linear"))
 def test_over_ranks(name: str, folder: str) -> None:
     lengths = (70, 0, 60)
     check_runs(
@@ -112,7 +113,7 @@ def called(sp: Any, name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "simple_gla", "linear"))
 def test_calls(name: str) -> None:
     (wrong,) = run_ranks(called, 1, name, env=ENV, timeout=200)
     assert not wrong, "\n".join(wrong)

@@ -11,6 +11,7 @@ import torch
 from flexsp.integrations.transformers import parallelize
 from flexsp.integrations.transformers.seams import SEAMS
 from flexsp.testing import run_ranks
+from tests.marks import quick
 from tests.transformers_models import (
     MODELS,
     Found,
@@ -80,7 +81,7 @@ def test_other_configs(name: str, changes: dict[str, Any]) -> None:
     assert_exact(got, run_whole(model, batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, "qwen3_next", "mamba2"))
 def test_float32(name: str) -> None:
     """No further from float64 than twice what the unmodified model is, with other chunks and attention. Most models
     magnify one direction of rounding, so it is the median of some batches that must be so, or of many."""

@@ -22,6 +22,7 @@ from flexsp.integrations.transformers import parallelize, shard
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing import run_ranks
 from tests.guides import save_scripts
+from tests.marks import slow
 from tests.transformers_models import (
     VOCABULARY,
     Found,
@@ -89,14 +90,14 @@ def with_four_rows(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = [
-    ("qwen3_next", "checkpoint"), ("qwen3_next", "checkpoint_reentrant"), ("falcon_h1", "checkpoint"),
-    ("mamba2", "checkpoint"), ("qwen3_next", "blocks"), ("bamba", "blocks"), ("qwen3_next", "lora"),
-    ("qwen3_next", "lora_and_head"), ("qwen3_next", "padding"), ("granitemoehybrid", "padding"),
-    ("olmo_hybrid", "num_items"), ("qwen3_5_text", "four_rows"),
+    ("qwen3_next", "checkpoint"), ("qwen3_next", "checkpoint_reentrant"), ("mamba2", "checkpoint"),
+    ("qwen3_next", "blocks"), ("bamba", "blocks"), ("qwen3_next", "lora_and_head"), ("qwen3_next", "padding"),
+    ("granitemoehybrid", "padding"), ("olmo_hybrid", "num_items"), ("qwen3_5_text", "four_rows"),
 ]  # fmt: skip
+MORE = [("falcon_h1", "checkpoint"), ("qwen3_next", "lora")]
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize(("name", "how"), [*CASES, *slow(*MORE)])
 def test_equals_the_whole_model(name: str, how: str) -> None:
     if how.startswith("lora"):
         pytest.importorskip("peft")
@@ -141,8 +142,10 @@ def _in_halves(sp: Any, name: str, dtype: torch.dtype, batch: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("olmo_hybrid", torch.float32), ("falcon_h1", torch.float32), ("kimi_linear", torch.bfloat16),
-     ("granitemoehybrid", torch.bfloat16)],
+    [
+        ("olmo_hybrid", torch.float32), ("kimi_linear", torch.bfloat16),
+        *slow(("falcon_h1", torch.float32), ("granitemoehybrid", torch.bfloat16)),
+    ],
 )  # fmt: skip
 def test_halves(name: str, dtype: torch.dtype) -> None:
     """Autocast, or parameters in bfloat16: no further from float64 than twice what the unmodified model is."""

@@ -26,7 +26,7 @@ from flexsp.testing.cases import CASES, Shape, random_documents
 from flexsp.testing.compare import DRAWS, check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve_all
 from flexsp.testing.ranks import run_ranks
-from tests.marks import slow
+from tests.marks import quick, slow
 
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
@@ -129,7 +129,11 @@ def documents(total: int, n: int) -> tuple[int, ...]:
     return tuple(random_documents(total, n, torch.Generator().manual_seed(random.randrange(2**31))).tolist())
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups")
+"""One of each kind of gates, and one whose heads share keys: to the engine the others are one of these."""
+
+
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_plain(name: str) -> None:
     """fp32 with initial states, several chunks a segment; a half precision without, one chunk, other strides."""
     K, V = random.choice([(18, 5), (5, 20), (16, 17)])
@@ -139,7 +143,7 @@ def test_plain(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, *QUICK))
 def test_documents(name: str) -> None:
     n = random.randrange(2, 6)
     check_runs(

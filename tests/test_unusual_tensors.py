@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flexsp.ops import chunk_simple_gla
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.marks import quick
 from tests.test_triton_engine import ENV
 
 Tensors = list[torch.Tensor]
@@ -297,8 +298,10 @@ def compiled_backward(sp: Any, op: str) -> list[float]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+TWO = quick(OPS, "ops", "packed kernels")
 
-@pytest.mark.parametrize("op", OPS)
+
+@pytest.mark.parametrize("op", TWO)
 def test_views_that_negate(op: str) -> None:
     assert run_ranks(negative_views, 1, op, env=ENV) == [[0.0] * 6]
 
@@ -318,7 +321,7 @@ def test_hooks_that_give_back_others(op: str) -> None:
             assert "saved tensors: expected those that the forward pass kept" in str(what), (name, what)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO)
 def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
     assert run_ranks(checkpointed, 1, op, env=ENV) == [[0.0] * 2]
 
@@ -336,18 +339,18 @@ def test_a_variant_that_was_watched_ends() -> None:
     assert run_ranks(ended, 1, env=ENV) == [True]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO)
 def test_a_checkpoint_of_selected_operators(op: str) -> None:
     assert run_ranks(selected, 1, op, env=ENV) == [[0.0] * 2]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO)
 def test_shapes_without_memory(op: str) -> None:
     ((fake, real),) = run_ranks(shapes_only, 1, op, env=ENV)
     assert fake == real
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO)
 def test_traces_hold_the_operators(op: str) -> None:
     assert run_ranks(recorded, 1, op, env=ENV) == [[0.0] * 3]
 
@@ -357,6 +360,6 @@ def test_operators_give_what_their_fakes_say(op: str) -> None:
     assert run_ranks(faked, 1, op, env=ENV) == [8]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TWO)
 def test_a_compiled_backward_pass_of_an_eager_call(op: str) -> None:
     assert max(run_ranks(compiled_backward, 1, op, env=ENV)[0]) < 1e-6

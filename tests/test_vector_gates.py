@@ -15,7 +15,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
-from tests.marks import quick
+from tests.marks import by_turns, quick
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -322,8 +322,7 @@ def test_states_with_values_first(name: str) -> None:
         assert torch.equal(o, want) and torch.equal(state.mT, last)
 
 
-@every_op
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), by_turns(OPS, [torch.float32, torch.bfloat16], torch.float64))
 def test_gates_of_all_sizes(name: str, dtype: torch.dtype) -> None:
     """Gates of 0, nearly 0, closed and far below what e^x tells from 0: outputs and gradients are right."""
     inputs, gate = draw(name, 2, 70, states=2), OPS[name].gate

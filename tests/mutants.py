@@ -1,0 +1,353 @@
+"""One-line changes made from the code itself, by kind, and which tests should notice each: `make mutate --sample N`.
+
+`mutants_of` makes all of a file, `sample` draws some. What no test could notice is left out where that can be told:
+docstrings, messages, types, decorators, checks of one's own (assert), numbers that only set how fast something is, and
+in Gluon kernels, which nothing interprets, all but barriers and waits, whose absence is a race in their PTX.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import random
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.mutate import ROOT, Mutation, Outcome, copy_tree, run_tests, try_out
+
+__all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", "try_sample"]
+
+# What changes how fast something is, how much is kept, or when it is given up, and no result: arguments, constants and
+# variables of these names.
+_SPEED = re.compile(
+    r"num_warps|num_stages|maxnreg|maxsize|evict|eviction_policy|num_ctas|_?KEPT|_?MANY|_?LONG|timeout|_?LIMIT|programs"
+    r"|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
+)
+# Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
+_LEFT_OUT = (
+    "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py", "*/runtime/covered.py",
+    "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
+)  # fmt: skip
+_NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
+_WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
+_TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
+_BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
+_SIGNS = {ast.Add: "-", ast.Sub: "+"}
+_STEPS = ("contiguous", "zero_", "clone", "detach", "float", "abs", "flip", "cumsum", "conj", "neg", "round")
+KINDS = ("sign", "bound", "index", "mask", "stride", "dtype", "barrier", "logic", "constant", "dropped")
+"""+ for -; < for <=; a slice without an end; an access or a choice without its mask; a stride left out; a rounder type;
+a barrier or a wait left out; and for or, == for !=; a number one too large; a statement or a step left out."""
+
+Change = tuple[str, ast.AST, str]  # kind, what is replaced, by what
+
+
+class _Finder(ast.NodeVisitor):
+    """All changes of a tree."""
+
+    def __init__(self, text: str) -> None:
+        self.lines, self.found = [x.encode() for x in text.splitlines(keepends=True)], list[Change]()
+
+    def code(self, node: ast.AST) -> str:
+        """As ast.get_source_segment, which splits the whole text each time."""
+        assert isinstance(node, (ast.expr, ast.stmt, ast.Slice))
+        lines = self.lines[node.lineno - 1 : node.end_lineno]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return b"".join(lines).decode()
+
+    def add(self, kind: str, node: ast.AST, new: str) -> None:
+        assert isinstance(node, (ast.expr, ast.stmt, ast.Slice))
+        if node.lineno == node.end_lineno:
+            self.found.append((kind, node, new))
+
+    # What is left out
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None: ...
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self.add("dropped", node, "pass")
+
+    def visit_Assert(self, node: ast.Assert) -> None: ...
+    def visit_Import(self, node: ast.Import) -> None: ...
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None: ...
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None and not _SPEED.fullmatch(self.code(node.target)):
+            self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = [self.code(x) for x in node.targets]
+        if not any(_SPEED.fullmatch(x) or x.startswith("__") for x in names):
+            self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if not _SPEED.fullmatch(node.arg or ""):
+            self.visit(node.value)
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in self.code(node.test):
+            self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.name in ("__repr__", "__str__", "explain", "extra_repr"):
+            return
+        for default in [*node.args.defaults, *node.args.kw_defaults]:
+            if default is not None:
+                self.visit(default)
+        for line in node.body:
+            self.visit(line)
+
+    # Changes
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        left, right, op = self.code(node.left), self.code(node.right), type(node.op)
+        if op in _SIGNS and not (_is_text(node.left) or _is_text(node.right)):
+            self.add("sign", node, f"{left} {_SIGNS[op]} {_closed(node.right, right)}")
+        if op is ast.BitAnd:
+            self.add("mask", node, left)
+        if op is ast.Mult and re.search(r"(_s[a-z]+|stride\w*)$", right):
+            self.add("stride", node, left)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if re.search(r"""["']""", self.code(node)):
+            return  # of a message
+        if type(node.op) in _SIGNS:
+            target, value = self.code(node.target), self.code(node.value)
+            self.add("sign", node, f"{target} {_SIGNS[type(node.op)]}= {value}")
+        self.add("dropped", node, "pass")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        value = self.code(node.operand)
+        if isinstance(node.op, ast.USub):
+            self.add("sign", node, value)
+        elif isinstance(node.op, (ast.Not, ast.Invert)):
+            self.add("logic", node, value)
+        if not isinstance(node.operand, ast.Constant):
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        new = _BOUNDS.get(type(node.ops[0]))
+        if len(node.ops) == 1 and new:
+            kind = "logic" if new in ("!=", "==") else "bound"
+            self.add(kind, node, f"{self.code(node.left)} {new} {self.code(node.comparators[0])}")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        parts = [_closed(x, self.code(x)) for x in node.values]
+        self.add("logic", node, f"({f' {new} '.join(parts)})")
+        self.generic_visit(node)
+
+    def visit_Slice(self, node: ast.Slice) -> None:
+        if node.step is None and (node.lower is None) != (node.upper is None):
+            self.add("index", node, ":")
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.visit(node.value)
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("list", "dict", "tuple", "Callable", "cast")):
+            self.visit(node.slice)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if isinstance(value, bool):
+            self.add("logic", node, str(not value))
+        elif isinstance(value, int):
+            self.add("constant", node, str(value + 1))
+        elif isinstance(value, float):
+            self.add("constant", node, repr(2 * value if value else 1.0))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in _TYPES and self.code(node) not in ("tl.int64", "gl.int64"):  # offsets of large tensors
+            self.add("dtype", node, f"{self.code(node.value)}.{_TYPES[node.attr]}")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name, of = _name(node.func), node.func
+        if name in ("load", "store"):
+            masks = [x for x in node.keywords if x.arg in ("mask", "other")]
+            if any(x.arg == "mask" for x in masks):
+                kept = [self.code(x) for x in node.args]
+                kept += [f"{x.arg}={self.code(x.value)}" for x in node.keywords if x not in masks]
+                self.add("mask", node, f"{self.code(of)}({', '.join(kept)})")
+        if name == "where" and len(node.args) == 3:
+            self.add("mask", node, f"({self.code(node.args[1])})")
+        if isinstance(of, ast.Attribute) and name in _STEPS and self.code(of.value) not in ("torch", "tl", "gl"):
+            self.add("dropped", node, self.code(of.value))
+        if name == "to" and isinstance(of, ast.Attribute) and "int64" not in self.code(node):
+            self.add("dtype", node, self.code(of.value))  # int64: of offsets that only large tensors need
+        if name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
+            self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Call):
+            return  # docstrings, yield
+        self.add("barrier" if _name(node.value.func) in _WAITS else "dropped", node, "pass")
+        self.visit(node.value)
+
+
+def _name(func: ast.AST) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple)) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def _closed(node: ast.AST, code: str) -> str:
+    return code if isinstance(node, (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript)) else f"({code})"
+
+
+# Of a file ------------------------------------------------------------------------------------------------------------
+
+
+def mutants_of(file: str, root: Path = ROOT) -> list[Mutation]:
+    """All changes of a file that are on one line; without their tests. One in a thousand leaves code that does not
+    parse, which `sample` draws again."""
+    text = (root / file).read_text()
+    finder = _Finder(text)
+    finder.visit(ast.parse(text, file))
+    in_gluon = re.search(r"^@gluon\.jit", text, re.MULTILINE) is not None
+    found: list[Mutation] = []
+    for kind, node, new in finder.found:
+        assert isinstance(node, (ast.expr, ast.stmt, ast.Slice))
+        if in_gluon and kind != "barrier":
+            continue
+        made = _changed(text, node.lineno, node.col_offset, node.end_col_offset or 0, new)
+        if made is not None:
+            what = f"line {node.lineno}: {kind}: `{finder.code(node)}` becomes `{new}`"
+            found.append(Mutation(file, *made, what, ()))
+    return list(dict.fromkeys(found))
+
+
+def _changed(text: str, line: int, start: int, stop: int, new: str) -> tuple[str, str] | None:
+    """(text that the file has once, with whole lines around the change; what it becomes)."""
+    lines = text.splitlines(keepends=True)
+    raw = lines[line - 1].encode()
+    changed = (raw[:start] + new.encode() + raw[stop:]).decode()
+    for around in range(12):
+        a, b = max(0, line - 1 - around), min(len(lines), line + around)
+        before, after = "".join(lines[a : line - 1]), "".join(lines[line:b])
+        if text.count(before + lines[line - 1] + after) == 1:
+            return before + lines[line - 1] + after, before + changed + after
+    return None
+
+
+def _parses(mutation: Mutation, root: Path) -> bool:
+    try:
+        ast.parse((root / mutation.file).read_text().replace(mutation.old, mutation.new))
+    except SyntaxError:
+        return False
+    return True
+
+
+def files_of(glob: str, root: Path = ROOT) -> list[str]:
+    """Files of flexsp/ that a pattern names, several of them apart by commas."""
+    every = sorted(str(x.relative_to(root)) for x in (root / "flexsp").rglob("*.py"))
+    chosen = [x for x in every if any(fnmatch.fnmatch(x, one) for one in glob.split(","))]
+    return [x for x in chosen if not any(fnmatch.fnmatch(x, one) for one in _LEFT_OUT)]
+
+
+def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list[Mutation]:
+    """So many changes, with their tests: the same for the same seed and code. A kind is drawn first, so that rare ones
+    come as often as frequent ones."""
+    files = files_of(glob, root)
+    if not files:
+        raise ValueError(f"--files: expected a pattern of files with code to change, none of flexsp/ is {glob!r}")
+    draw = random.Random(seed)
+    by_kind: dict[str, list[Mutation]] = {}
+    for file in files:
+        for x in mutants_of(file, root):
+            by_kind.setdefault(x.what.split(": ")[1], []).append(x)
+    chosen: dict[Mutation, None] = {}
+    left = {kind: draw.sample(found, len(found)) for kind, found in sorted(by_kind.items())}
+    while len(chosen) < n and any(left.values()):
+        one = left[draw.choice([x for x in left if left[x]])].pop()
+        if _parses(one, root):
+            chosen[one] = None
+    tests = functools.cache(lambda file: which_tests(file, root))
+    return [Mutation(x.file, x.old, x.new, x.what, _in_order(x, tests(x.file))) for x in chosen]
+
+
+def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
+    """The interpreter shows no barriers that are left out: only tests of compiled kernels are of use then, where the
+    file has some."""
+    compiled = tuple(x for x in tests if "compile" in x or "offline" in x)
+    return compiled or tests if ": barrier: " in mutation.what else tests
+
+
+# Which tests ----------------------------------------------------------------------------------------------------------
+
+
+def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
+    """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
+    files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
+    from tests.mutations import MUTATIONS
+
+    path = Path(file)
+    module = ".".join(path.with_suffix("").parts)
+    listed = Counter(test for x in MUTATIONS if x.file == file for test in x.tests)
+    beside = Counter(
+        test.partition("::")[0] for x in MUTATIONS if Path(x.file).parent == path.parent for test in x.tests
+    )
+    own, folder = re.compile(rf"\b{re.escape(module)}\b"), f"from {module.rpartition('.')[0]} import "
+    from_folder = re.compile(rf"{re.escape(folder)}[^\n]*\b{path.stem}\b")
+    files = [
+        name for name, text in _test_files(root).items()
+        if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
+        or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
+    ]  # fmt: skip
+    ranked = [*[test for test, _ in listed.most_common()], *files, *[test for test, _ in beside.most_common(3)]]
+    kept: list[str] = []
+    for test in dict.fromkeys(ranked):
+        whole = test.partition("::")[0]
+        if whole not in kept and len({x.partition("::")[0] for x in [*kept, whole]}) <= most:
+            kept.append(test)
+    return tuple(kept)
+
+
+@functools.cache
+def _test_files(root: Path) -> dict[str, str]:
+    """The text of each."""
+    found = {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
+    return {name: text for name, text in found.items() if name not in _NOT_IN_COPIES}
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def try_sample(mutations: Sequence[Mutation], limit: float) -> dict[Mutation, Outcome]:
+    """What became of each, one by one in a copy of the tree; prints them as they come.
+
+    The tests do not run without a change first, which would take as long as all tests do: a test that fails is run
+    again without the change, and counts only if it passes then.
+    """
+    found: dict[Mutation, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="flexsp-mutate-") as folder:
+        tree = copy_tree(Path(folder) / "tree")
+        passes = functools.cache(lambda test: run_tests(tree, [test], limit)[0] == 0)
+        for mutation in mutations:
+            begun = time.monotonic()
+            outcome = try_out(mutation, tree, limit)
+            if outcome.kind == "killed" and not passes(outcome.told):
+                outcome = Outcome("no answer", f"{outcome.told} fails without the change too")
+            found[mutation] = outcome
+            print(f"{outcome.kind:9} {time.monotonic() - begun:4.0f} s  {mutation}  [{outcome.told}]", flush=True)
+    return found
+
+
+def score(outcomes: Iterable[Outcome]) -> tuple[float, str]:
+    """(percent of the changes that tests noticed, of those with an answer; the same in words)."""
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    answered, without = kinds["killed"] + kinds["survived"], kinds["no answer"] + kinds["stale"]
+    percent = 100 * kinds["killed"] / answered if answered else 0.0
+    said = f"{percent:.0f} %: of {answered} random changes {kinds['killed']} were noticed"
+    return percent, said + (f"; {without} more had no answer" if without else "")

@@ -110,6 +110,28 @@ _SCAN = [
          "shards start where they end", "tests/test_group.py::test_shard_range"),
         ("[rows * n for n in self._lengths]", "[*self._lengths]", "a token has one row",
          "tests/test_group.py::test_rows_of_a_token"),
+        ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
+         "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
+    ),
+    *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("group.check_shard(call.T, self.rows)", "group.check_shard(call.T)", "rows are taken for tokens",
+         "tests/test_input_rows.py::test_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/compiler/arguments.py",
+        ("sp.check_shard(x.shape[x.dim() - dims])", "pass", "ranks exchange tokens of shards of another length",
+         "tests/test_earlier_inputs.py::test_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/ops/_validate.py",
+        ("sp.check_shard(x.shape[1])", "pass", "ops take shards of another length than was set",
+         "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
+         "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
     ),
     *_in(
         "flexsp/comm/transport.py",

@@ -242,6 +242,8 @@ def _check_earlier(
     check_dense(source, x, "a floating tensor of 16, 32 or 64 bits")
     if x.dim() - dims not in (0, 1) or not x.is_floating_point():
         fail(source, "a floating tensor [T, H, ...] or [B, T, H, ...]", f"{x.dtype} {list(x.shape)}")
+    if sp is not None:
+        sp.check_shard(x.shape[x.dim() - dims])
     B, N = x.shape[0] if x.dim() > dims else 1, x.shape[0] if x.dim() > dims else 1
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, B, x.device)

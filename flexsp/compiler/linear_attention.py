@@ -228,6 +228,8 @@ class LinearAttention:
         """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard, bounds = (0, call.T, call.T), None
+        if group is not None:
+            group.check_shard(call.T, self.rows)
         if cu_seqlens is not None:
             shard = shard if group is None else group.shard_range(call.T, self.rows)
             bounds = boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)

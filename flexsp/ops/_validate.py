@@ -186,7 +186,9 @@ def check_cu_seqlens(
     name: str,
     sp: SequenceParallel | None,
 ) -> None:
-    """Global document boundaries [N+1] for inputs ``x`` [1, T, ...]."""
+    """The tokens of ``x`` [B, T, ...] that `set_lengths` says; global document boundaries [N+1], for B = 1."""
+    if sp is not None:
+        sp.check_shard(x.shape[1])
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             got = getattr(cu_seqlens_cpu, "shape", None)

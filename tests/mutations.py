@@ -15,6 +15,7 @@ from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_planner import PLANNER
 from tests.mutations_programs import PROGRAMS
+from tests.mutations_starting import STARTING
 from tests.mutations_states import STATES
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -110,28 +111,6 @@ _SCAN = [
          "shards start where they end", "tests/test_group.py::test_shard_range"),
         ("[rows * n for n in self._lengths]", "[*self._lengths]", "a token has one row",
          "tests/test_group.py::test_rows_of_a_token"),
-        ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
-         "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
-    ),
-    *_in(
-        "flexsp/compiler/linear_attention.py",
-        ("group.check_shard(call.T, self.rows)", "group.check_shard(call.T)", "rows are taken for tokens",
-         "tests/test_input_rows.py::test_another_length_than_was_set"),
-    ),
-    *_in(
-        "flexsp/compiler/arguments.py",
-        ("sp.check_shard(x.shape[x.dim() - dims])", "pass", "ranks exchange tokens of shards of another length",
-         "tests/test_earlier_inputs.py::test_another_length_than_was_set"),
-    ),
-    *_in(
-        "flexsp/ops/_validate.py",
-        ("sp.check_shard(x.shape[1])", "pass", "ops take shards of another length than was set",
-         "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
-    ),
-    *_in(
-        "flexsp/scan/sequence.py",
-        ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
-         "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
     ),
     *_in(
         "flexsp/comm/transport.py",
@@ -610,6 +589,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES,
+    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

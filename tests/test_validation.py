@@ -186,10 +186,13 @@ LAYERS: dict[str, Any] = {
     "Attention": lambda: layers.Attention(8, 2, rope_theta=100.0), "Mamba2": lambda: layers.Mamba2(8, 16, 16),
     "Mamba3": lambda: layers.Mamba3(8, 8, head_dim=16), "RWKV7": lambda: layers.RWKV7(8, 8),
     "SimpleGLA": lambda: layers.SimpleGLA(8, 2), "ShortConvolution": lambda: layers.ShortConvolution(8),
-    "HGRN": lambda: layers.HGRN(8), "HGRN2": lambda: layers.HGRN2(8, expand_ratio=8), "MLSTM": lambda: layers.MLSTM(8, 2),
-    "RGLRU": lambda: layers.RGLRU(8), "Mamba": lambda: layers.Mamba(8), "DeltaNet": lambda: layers.DeltaNet(8, 2),
+    "HGRN": lambda: layers.HGRN(8), "HGRN2": lambda: layers.HGRN2(8, expand_ratio=8),
+    "MLSTM": lambda: layers.MLSTM(8, 2), "RGLRU": lambda: layers.RGLRU(8),
+    "Mamba": lambda: layers.Mamba(8), "DeltaNet": lambda: layers.DeltaNet(8, 2),
     "GatedLinearAttention": lambda: layers.GatedLinearAttention(8, 2),
-    **{x: lambda x=x: getattr(layers, x)(8, 2, 4) for x in ("GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct")},
+    "GatedDeltaNet": lambda: layers.GatedDeltaNet(8, 2, 4),
+    "KimiDeltaAttention": lambda: layers.KimiDeltaAttention(8, 2, 4),
+    "GatedDeltaProduct": lambda: layers.GatedDeltaProduct(8, 2, 4),
 }  # fmt: skip
 
 

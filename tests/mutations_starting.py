@@ -1,0 +1,74 @@
+"""Changes to how runs start: shards' lengths, the environment, what is installed, transports, plans and examples."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["STARTING"]
+
+_GROUP = "tests/test_group.py::"
+_AUTO = "tests/test_transport.py::test_what_auto_takes"
+
+STARTING = [
+    *_in(
+        "flexsp/comm/group.py",
+        ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
+         "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
+    ),
+    *_in(
+        "flexsp/compiler/arguments.py",
+        ("sp.check_shard(T, rows)", "sp.check_shard(T)", "rows are taken for tokens",
+         "tests/test_input_rows.py::test_another_length_than_was_set"),
+        ("sp.check_shard(x.shape[x.dim() - dims])", "pass", "ranks exchange tokens of shards of another length",
+         "tests/test_earlier_inputs.py::test_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/ops/_validate.py",
+        ("sp.check_shard(x.shape[1])", "pass", "ops take shards of another length than was set",
+         "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
+         "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
+    ),
+    *_in(
+        "flexsp/exceptions.py",
+        ("if word and word not in _WORDS:", "if False:", "an unknown word for on is not named",
+         _GROUP + "test_other_words_are_refused"),
+        ('"yes": True, "on": True', '"yes": True, "on": False', "a usual word for on means off",
+         _GROUP + "test_words_for_on_and_off"),
+        ('if word not in ("", "triton"):', "if False:", "FLEXSP_BACKEND=cuda is ignored",
+         _GROUP + "test_other_words_are_refused"),
+    ),
+    *_in(
+        "flexsp/__init__.py",
+        ("_ = checks_wanted(), kernels_on_cpu()", "_ = None", "a misspelt variable is noticed only where it is read",
+         _GROUP + "test_other_words_are_refused"),
+    ),
+    *_in(
+        "flexsp/comm/process_group.py",
+        ("        if not lost_peer(error):\n            raise\n", "", "every error is called a silent peer",
+         _GROUP + "test_what_is_no_silence_of_a_peer"),
+        ("isinstance(error, dist.DistError) or", "", "a lost store is no silent peer",
+         _GROUP + "test_what_is_a_silence_of_a_peer"),
+    ),
+    *_in(
+        "flexsp/launch/bootstrap.py",
+        ("        if not lost_peer(error):\n            raise\n", "", "every error is called a silent peer",
+         _GROUP + "test_what_is_no_silence_of_a_peer"),
+        ('if transport == "auto" and not any(problems) and not everywhere_near:', "if False:",
+         "auto takes put where its first call fails", _AUTO),
+    ),
+    *_in(
+        "flexsp/launch/doctor.py",
+        ('"ok" if numpy else "fail"', '"ok"', "doctor takes no notice of numpy",
+         "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),
+    ),
+    *_in(
+        "flexsp/compiler/engine.py",
+        ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
+         "kernels' files go to a folder that cannot be written",
+         "tests/test_made_once.py::test_folders_that_are_not_named"),
+    ),
+]  # fmt: skip

@@ -558,7 +558,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
-        ("shard_range(call.T, self.rows)", "shard_range(call.T)", "kernels take rows for tokens",
+        ("shard_of(call.T, self.rows,", "shard_of(call.T, 1,", "kernels take rows for tokens",
          "tests/test_torch_compile.py::test_one_graph_over_ranks"),
         ("options = self._sizes, self._C, self._fallback", "options = self._sizes, self._fallback", "graphs do not know the chunk size",
          "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),

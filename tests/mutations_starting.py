@@ -71,6 +71,11 @@ STARTING = [
          "nobody is told that forward code is not seen", "tests/test_wrapper.py::test_what_cannot_be_seen_is_said_once"),
     ),
     *_in(
+        "flexsp/bench/scale.py",
+        ("gpus or _RANKS_A_CORE * cores", "gpus or 1000", "a hundred processes start on two cores",
+         "tests/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
+    ),
+    *_in(
         "flexsp/compiler/engine.py",
         ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
          "kernels' files go to a folder that cannot be written",

@@ -1,5 +1,6 @@
 """Changes to how runs start: shards' lengths, the environment, what is installed, transports, plans and examples."""
 
+# ruff: noqa: E501 (texts of code are kept whole)
 from __future__ import annotations
 
 from tests.mutate import in_file as _in
@@ -8,6 +9,8 @@ __all__ = ["STARTING"]
 
 _GROUP = "tests/test_group.py::"
 _AUTO = "tests/test_transport.py::test_what_auto_takes"
+
+_HYBRID = "tests/test_train_hybrid.py::"
 
 STARTING = [
     *_in(
@@ -74,6 +77,19 @@ STARTING = [
         "flexsp/bench/scale.py",
         ("gpus or _RANKS_A_CORE * cores", "gpus or 1000", "a hundred processes start on two cores",
          "tests/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
+    ),
+    *_in(
+        "examples/train_hybrid.py",
+        ("step * world.world_size + world.rank) %", "step * world.world_size) %", "all ranks draw the same dropout masks",
+         _HYBRID + "test_dropout_differs_on_every_rank_and_in_every_step"),
+        ("setattr(model, name, getattr(model, name) / self.parts)", "pass",
+         "with several sequences a row the experts' balancing loss counts as many times",
+         _HYBRID + "test_what_routers_add_is_a_mean_over_the_sequences_of_a_row"),
+        ("falls = min(self.steps - self.decay, before.steps - before.decay)", "falls = before.steps - before.decay",
+         "a run is resumed with fewer steps although the rate should have fallen already",
+         _HYBRID + "test_more_steps_may_be_added_while_the_rate_stands"),
+        ("return {**shares, **given}", "return given", "--steps 30 is refused for the defaults of others",
+         _HYBRID + "test_few_steps_shorten_warmup_and_decay"),
     ),
     *_in(
         "flexsp/compiler/engine.py",

@@ -11,6 +11,7 @@ _GROUP = "tests/test_group.py::"
 _AUTO = "tests/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
+_STEPS = "tests/test_train_hybrid_steps.py::"
 
 STARTING = [
     *_in(
@@ -81,15 +82,22 @@ STARTING = [
     *_in(
         "examples/train_hybrid.py",
         ("step * world.world_size + world.rank) %", "step * world.world_size) %", "all ranks draw the same dropout masks",
-         _HYBRID + "test_dropout_differs_on_every_rank_and_in_every_step"),
+         _STEPS + "test_dropout_differs_on_every_rank_and_in_every_step"),
         ("setattr(model, name, getattr(model, name) / self.parts)", "pass",
          "with several sequences a row the experts' balancing loss counts as many times",
-         _HYBRID + "test_what_routers_add_is_a_mean_over_the_sequences_of_a_row"),
+         _STEPS + "test_what_routers_add_is_a_mean_over_the_sequences_of_a_row"),
         ("falls = min(self.steps - self.decay, before.steps - before.decay)", "falls = before.steps - before.decay",
          "a run is resumed with fewer steps although the rate should have fallen already",
          _HYBRID + "test_more_steps_may_be_added_while_the_rate_stands"),
         ("return {**shares, **given}", "return given", "--steps 30 is refused for the defaults of others",
-         _HYBRID + "test_few_steps_shorten_warmup_and_decay"),
+         _STEPS + "test_few_steps_shorten_warmup_and_decay"),
+    ),
+    *_in(
+        "examples/pretrained.py",
+        ('_GATES = ("A_log", "dt_bias")', '_GATES = ("A_log",)', "the gates' biases are rounded to bfloat16",
+         _STEPS + "test_gates_and_routers_are_not_rounded"),
+        ("fully_shard(module, mesh=everyone, mp_policy=exact)", "pass", "routers are rounded to bfloat16",
+         _STEPS + "test_gates_and_routers_are_not_rounded"),
     ),
     *_in(
         "flexsp/compiler/engine.py",

@@ -397,39 +397,6 @@ def test_more_steps_may_be_added_while_the_rate_stands() -> None:
     before.check_longer(longer, 15)
 
 
-@pytest.mark.parametrize(
-    "more, expected",
-    [
-        (["--steps", "30"], (30, 1, 6)), (["--steps", "30", "--decay", "25"], (30, 1, 25)),
-        (["--steps", "1"], (1, 0, 0)), (["--steps", "50"], (50, 10, 40)), (["--steps", "45", "--decay", "15"], (45, 10, 15)), ([], (200, 10, 40)),
-    ],
-)  # fmt: skip
-def test_few_steps_shorten_warmup_and_decay(more: list[str], expected: tuple[int, ...]) -> None:
-    script = hybrid()
-    options = script.parse_options(more)
-    found = script.settings_of(script.Settings, options, None, options.folder, (), script.fitted)
-    assert (found.steps, found.warmup, found.decay) == expected
-
-
-def test_dropout_differs_on_every_rank_and_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    script, seeds = hybrid(), []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    for rank in range(3):
-        mesh = SimpleNamespace(world=script.World(rank, 3), rows=1)
-        run = script.TrainingRun(None, SimpleNamespace(param_groups=[]), None, script.Settings(), mesh)
-        monkeypatch.setattr(run, "batches", lambda step: ([], 1.0))
-        for step in range(4):
-            with pytest.raises(AttributeError):  # there is no model
-                run.take(step)
-    assert len(set(seeds)) == 12
-
-
-def test_what_routers_add_is_a_mean_over_the_sequences_of_a_row() -> None:
-    script, model = hybrid(), SimpleNamespace(router_aux_loss_coef=0.25, z_loss_coefficient=0.5)
-    script.TrainingRun(model, None, None, script.Settings(batch=8), SimpleNamespace(rows=2))
-    assert (model.router_aux_loss_coef, model.z_loss_coefficient) == (0.25 / 4, 0.5 / 4)
-
-
 # ---------------------------------------------------------------- arguments
 
 

@@ -110,11 +110,11 @@ def advice(model: ModelSizes, setup: Setup) -> list[str]:
 
 def _in_half(model: ModelSizes, setup: Setup) -> list[str]:
     """AdamW's states in bfloat16, if that is enough, else with parameters and gradients."""
-    asked = {"optimizer": "bfloat16"}
-    if setup.optimizer != "bfloat16" and _fits(model, replace(setup, **asked)):
+    states = replace(setup, optimizer="bfloat16")
+    if states != setup and _fits(model, states):
         return ["AdamW's states in bfloat16 (--optimizer bfloat16)"]
-    both = replace(setup, **asked, parameters="bfloat16")
-    if both != setup and _fits(model, both):
+    both = replace(states, parameters="bfloat16")
+    if both not in (setup, states) and _fits(model, both):
         return ["parameters, gradients and AdamW's states in bfloat16 (--parameters bfloat16 --optimizer bfloat16)"]
     return []
 

@@ -1,8 +1,9 @@
 """What a run of train_lm.py leaves on disk so that it can go on: checkpoint.pt and metrics.jsonl.
 
-Rank 0 alone reads and writes the files; whatever goes wrong there is raised on every rank. A checkpoint is one line of
-text, which holds the SHA-256 of everything after it, and then what torch.save writes. It is read whole or refused: no
-bit of the file can change, nor its end be missing, without the digest telling.
+Rank 0 alone reads and writes the files; whatever goes wrong there is raised on every rank. A checkpoint is what
+torch.save writes, a zip archive, whose comment, the last bytes of the file, holds the SHA-256 of everything before it:
+torch.load reads it too. Here it is read whole or refused: no bit of the file can change, nor its end be missing,
+without the digest telling.
 """
 
 from __future__ import annotations
@@ -112,16 +113,19 @@ def from_first_rank(value: Any, sp: Ranks) -> Any:
 # ---------------------------------------------------------------- checkpoint.pt
 
 
-def first_line(payload: bytes) -> bytes:
-    return f"train_lm checkpoint, sha256 {hashlib.sha256(payload).hexdigest()}\n".encode()
+def comment(archive: bytes) -> bytes:
+    """That of an archive, of always the same length."""
+    return f"train_lm checkpoint, sha256 {hashlib.sha256(archive).hexdigest()}".encode()
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Writes ``state``, which has the PARTS. Where it cannot, it raises OSError and leaves the former checkpoint."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    payload = buffer.getvalue()
-    replace_file(path, first_line(payload) + payload)
+    written = buffer.getvalue()
+    assert written[-22:-18] == b"PK\5\6" and written[-2:] == b"\0\0", "torch.save has begun to write comments itself"
+    archive = written[:-2] + len(comment(b"")).to_bytes(2, "little")  # the length of the comment behind it
+    replace_file(path, archive + comment(archive))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -130,13 +134,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {ADVICE}") from error
-    length = len(first_line(b""))
-    payload = content[length:]
-    if content[:length] != first_line(payload):
-        raise UserError(f"{path} is damaged, cut short or no checkpoint: its content does not have the digest of its "
-                        f"first line; {ADVICE}")
+    length = len(comment(b""))
+    if content[-length:] != comment(content[:-length]):
+        raise UserError(f"{path} is damaged, cut short or no checkpoint: its content does not have the digest at its "
+                        f"end; {ADVICE}")
     try:
-        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # written by a torch that this one does not understand
         detail = (str(error).splitlines() or [""])[0]
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {detail}): {ADVICE}") from error

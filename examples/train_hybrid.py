@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,23 @@ class Settings:
 
     def check_longer(self, before: Settings, step: int) -> None:
         """Steps that were taken must have had the rates of these settings."""
-        if step > min(self.steps - self.decay, before.steps - before.decay) and self != before:
+        falls = min(self.steps - self.decay, before.steps - before.decay)
+        if step > falls and self != before:
             raise UserError(
-                f"--steps, --decay: expected {before.steps} and {before.decay} because the rate has fallen since step "
-                f"{before.steps - before.decay} and the run is at step {step}, got {self.steps} and {self.decay}"
+                f"--steps, --decay: expected {before.steps} and {before.decay} because before or after the change the "
+                f"rate falls from step {falls} on and the run is at step {step}, got {self.steps} and {self.decay}"
             )
+
+
+def fitted(given: dict[str, Any]) -> dict[str, Any]:
+    """These settings; where the defaults of --warmup and --decay are too long for --steps, with as large a share of
+    them as of the default --steps."""
+    default = {f.name: f.default for f in fields(Settings)}
+    asked = {**default, **given}
+    if asked["warmup"] + asked["decay"] <= asked["steps"]:
+        return given
+    shares = {name: default[name] * asked["steps"] // default["steps"] for name in ("warmup", "decay")}
+    return {**shares, **given}
 
 
 @dataclass(frozen=True)
@@ -275,7 +287,7 @@ def choose(options: argparse.Namespace, config: str, mesh: Mesh) -> tuple[Settin
     found = find_checkpoint(options.folder / "checkpoints", options.resume, mesh.world)
     path, about = found if found else (None, {})
     held = about.get("settings")
-    settings = settings_of(Settings, options, held, path or options.folder, free=("steps", "decay"))
+    settings = settings_of(Settings, options, held, path or options.folder, ("steps", "decay"), fitted)
     if held:
         settings.check_longer(Settings(**held), about["step"])
     if held and about["model"] != config:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
 from pathlib import Path
@@ -38,14 +38,15 @@ def option(name: str) -> str:
 
 
 def settings_of(
-    kind: type[S], options: argparse.Namespace, held: dict[str, Any] | None, path: Path, free: tuple[str, ...] = ()
-) -> S:
+    kind: type[S], options: argparse.Namespace, held: dict[str, Any] | None, path: Path, free: tuple[str, ...] = (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> S:  # fmt: skip
     """Those that the checkpoint ``held``, which the command line may repeat but not change, but for ``free`` ones; of a
-    new run (None), the command line's."""
+    new run (None), the command line's, to which ``complete`` may add some that were not given."""
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if held is None:
-        return kind(**given)
+        return kind(**complete(given))
     try:
         settings = kind(**held)
     except (TypeError, UserError) as error:

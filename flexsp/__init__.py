@@ -10,11 +10,16 @@ from flexsp.exceptions import (
     PeerMismatch,
     PeerTimeout,
     UncoveredWarning,
+    checks_wanted,
+    kernels_on_cpu,
 )  # fmt: skip
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.nn import SequenceParallelLA, verify
 
 __version__ = "0.1.0"
+
+_ = checks_wanted(), kernels_on_cpu()  # a misspelt variable is refused here, even where nothing reads it later
+del _, checks_wanted, kernels_on_cpu
 
 __all__ = [
     "FlexspError",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from typing import Any, NoReturn
 
 import torch
 
 __all__ = [
     "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
-    "check_dense", "check_flag", "check_integer", "check_number", "fail",
+    "check_dense", "check_flag", "check_integer", "check_number", "checks_wanted", "fail", "kernels_on_cpu",
 ]  # fmt: skip
 
 
@@ -150,3 +151,37 @@ def check_number(name: str, x: Any, above: float | None = None) -> float:
     if not math.isfinite(value) or (above is not None and not value > above):
         fail(name, expected, repr(x))
     return value
+
+
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _environment_flag(name: str) -> bool:
+    """Whether a variable of the environment is on; not set and empty are off."""
+    given = os.environ.get(name, "")
+    word = given.strip().lower()
+    if word and word not in _WORDS:
+        fail(name, "1, true, yes or on, 0, false, no or off, or nothing", repr(given))
+    return bool(word) and _WORDS[word]
+
+
+def checks_wanted() -> bool:
+    """Whether FLEXSP_CHECK is on.
+
+    Raises:
+        ValueError: it is no word for on or off.
+    """
+    return _environment_flag("FLEXSP_CHECK")
+
+
+def kernels_on_cpu() -> bool:
+    """Whether FLEXSP_BACKEND asks for Triton's kernels on CPU tensors too.
+
+    Raises:
+        ValueError: it is neither "triton" nor empty.
+    """
+    given = os.environ.get("FLEXSP_BACKEND", "")
+    word = given.strip().lower()
+    if word not in ("", "triton"):
+        fail("FLEXSP_BACKEND", "triton or nothing (the kind of the tensors decides then)", repr(given))
+    return word == "triton"

@@ -20,11 +20,13 @@ def save_scripts(document: str, folder: Path) -> tuple[set[str], list[str]]:
     return set(scripts), [block for block in blocks if block not in scripts.values()]
 
 
-def run_script(path: Path, ranks: int, *arguments: str, **environment: str) -> list[str]:
-    """Lines that the first rank prints."""
+def run_script(
+    path: Path, ranks: int, *arguments: str, python: Path | None = None, **environment: str
+) -> list[str]:  # fmt: skip
+    """Lines that the first rank prints. ``python`` is another environment's, which has the package installed."""
     torchrun = f"-m torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node {ranks}"
-    command = [sys.executable, *(torchrun.split() if ranks > 1 else []), str(path), *arguments]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    command = [str(python or sys.executable), *(torchrun.split() if ranks > 1 else []), str(path), *arguments]
+    env = os.environ | {"PYTHONPATH": "" if python else str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

@@ -15,6 +15,7 @@ from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_planner import PLANNER
 from tests.mutations_programs import PROGRAMS
+from tests.mutations_starting import STARTING
 from tests.mutations_states import STATES
 from tests.mutations_transformers import TRANSFORMERS
 
@@ -557,7 +558,7 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
-        ("shard_range(call.T, self.rows)", "shard_range(call.T)", "kernels take rows for tokens",
+        ("shard_of(call.T, self.rows,", "shard_of(call.T, 1,", "kernels take rows for tokens",
          "tests/test_torch_compile.py::test_one_graph_over_ranks"),
         ("options = self._sizes, self._C, self._fallback", "options = self._sizes, self._fallback", "graphs do not know the chunk size",
          "tests/test_made_once.py::test_graphs_tell_variants_apart_and_know_them_in_another_process"),
@@ -588,6 +589,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES,
+    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

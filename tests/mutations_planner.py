@@ -47,8 +47,12 @@ PLANNER = [
     ),
     *_in(
         "flexsp/planner/splits.py",
-        ("-x.tokens_per_s if x.fits", "x.tokens_per_s if x.fits", "the worst split is first",
+        ("(-x.tokens_per_s, x.split.sp)", "(x.tokens_per_s, x.split.sp)", "the worst split is first",
          _PLAN + "test_the_best_split_is_first_and_those_that_do_not_fit_are_last"),
+        ("_TIE = 0.01", "_TIE = 0.0", "a split that hardly fits is first for a rate that is as good",
+         _PLAN + "test_of_equal_rates_less_memory_is_first"),
+        ("found += _in_half(model, setup)", "pass", "nobody is told of states in bfloat16",
+         _PLAN + "test_advice_of_states_in_bfloat16_fits"),
         ("low // 1024 * 1024 if low >= 1024 else low", "high + 1024", "advice does not fit", _PLAN + "test_advice_fits"),
     ),
     *_in(

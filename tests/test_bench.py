@@ -390,7 +390,8 @@ def test_world_sizes_that_cannot_start_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for gpus, sizes, message in ((0, "2,0", "expected at least 1, got 0"), (4, "2,8", "1 to 4, the GPUs here, got 8")):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for gpus, sizes, message in ((0, "2,0", "1 to 8, 4 for"), (0, "8,9", "got 9"), (4, "2,8", "1 to 4, the GPUs here")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert main(["bench", "scale", "--ranks", sizes]) == 1
         assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ def test_every_single_bit_and_every_length(tmp_path: Path) -> None:
     for more in (b"\0", b"\n", whole):
         Memory.content = whole + more
         refusal(held)
+
+
+def test_torch_reads_it_too(tmp_path: Path) -> None:
+    files, path, state = module("checkpoint"), tmp_path / "checkpoint.pt", small_state(3)
+    files.write_checkpoint(path, state)
+    for found in (torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True)):
+        assert found["step"] == 3 and torch.equal(found["model"]["weight"], state["model"]["weight"])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None and re.fullmatch(rb"train_lm checkpoint, sha256 \w{64}", archive.comment)
 
 
 def test_a_damaged_checkpoint_of_a_run(text_file: Path) -> None:

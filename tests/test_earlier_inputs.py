@@ -197,3 +197,11 @@ def test_wrong_calls_are_named() -> None:
             model(**x | changed, sp=False)
     with pytest.raises(ValueError, match=r"missing \['k'\]"):
         model(**{name: y for name, y in x.items() if name != "k"}, sp=False)
+
+
+def test_another_length_than_was_set() -> None:
+    """Refused before ranks exchange anything: the other one does not exist."""
+    sp = SequenceParallel(rank=0, world_size=2)
+    sp.set_lengths([5, 5])
+    with pytest.raises(ValueError, match=r"^rank 0: expected a shard of 5 tokens \(set_lengths\), got 6$"):
+        variant()(**draw(1, 6, 0, 0), sp=sp)

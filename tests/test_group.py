@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -15,8 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flexsp
+from flexsp import ops
 from flexsp.comm.group import SequenceParallel, current_sp, get_sp, resolve_sp, sequence_parallel
-from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.comm.process_group import peer_errors
+from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout, checks_wanted, kernels_on_cpu
+from flexsp.launch import bootstrap
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing import RankFailure, run_ranks
 
@@ -232,6 +237,60 @@ def test_names_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_HEAP_MIB", "lots")
     with pytest.raises(ValueError, match="FLEXSP_HEAP_MIB: expected a number > 0, got 'lots'"):
         init_sequence_parallel()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", " on ", "0", "False", "no", "off", ""])
+def test_words_for_on_and_off(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = word.strip().lower() in ("1", "true", "yes", "on")
+    monkeypatch.setenv("FLEXSP_CHECK", word)
+    assert checks_wanted() is on and init_sequence_parallel().check_calls is on
+
+
+def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, word, expected in (
+        ("FLEXSP_CHECK", "2", "1, true"), ("FLEXSP_CHECK", "y", "1, true"), ("FLEXSP_BACKEND", "cuda", "triton")
+    ):  # fmt: skip
+        with monkeypatch.context() as changed, pytest.raises(ValueError, match=f"^{name}: expected {expected}"):
+            changed.setenv(name, word)
+            importlib.reload(flexsp)
+    importlib.reload(flexsp)
+    monkeypatch.setenv("FLEXSP_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="^FLEXSP_BACKEND: expected triton or nothing .*, got 'cuda'"):
+        ops.chunk_simple_gla(*torch.randn(3, 1, 4, 1, 8))
+    monkeypatch.setenv("FLEXSP_BACKEND", "Triton")
+    assert kernels_on_cpu()
+
+
+@pytest.mark.parametrize("text", ["Numpy is not available", "expected a tensor of 3 dimensions"])
+def test_what_is_no_silence_of_a_peer(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sp = SequenceParallel(world_size=2)
+    with pytest.raises(RuntimeError, match=f"^{text}$"), peer_errors(sp, 1, "recv"):
+        raise RuntimeError(text)
+    assert sp.failure is None
+
+    def start(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(bootstrap, "_start_distributed", start)
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        init_sequence_parallel()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:2"),
+        RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
+        RuntimeError("Wait timeout. Original exception: Connection reset by peer"),
+        RuntimeError("Application timeout caused pair closure"), dist.DistStoreError("gone"),
+        dist.DistNetworkError("?"),
+    ],
+)  # fmt: skip
+def test_what_is_a_silence_of_a_peer(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    sp = SequenceParallel(world_size=2)
+    with pytest.raises(PeerTimeout, match="rank 0: no answer from rank 1 in recv"), peer_errors(sp, 1, "recv"):
+        raise error
+    assert isinstance(sp.failure, PeerTimeout)
 
 
 def _no_such_memory(sp: SequenceParallel) -> str:

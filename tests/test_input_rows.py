@@ -341,3 +341,10 @@ def test_wrong_calls_are_named(seed: int) -> None:
     for name, changed in (("q", x["q"]), ("q", y["q"][0, 0]), ("g", 3)):
         with pytest.raises(ValueError, match=rf"{name}: expected .*\[H, T"):
             heads_first()(**y | {name: changed}, sp=False)
+
+
+def test_another_length_than_was_set() -> None:
+    sp = SequenceParallel(rank=1, world_size=2)
+    sp.set_lengths([5, 5])
+    with pytest.raises(ValueError, match=r"^rank 1: expected a shard of 5 tokens \(set_lengths\) of 2 rows, got 12$"):
+        product(2)(**draw(2, 1, 6, 0, 0), sp=sp)

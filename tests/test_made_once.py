@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ import torch
 
 from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, engine, graph
 from flexsp.compiler.elsewhere import elsewhere
-from flexsp.exceptions import NotAvailable
 from flexsp.ops import recurrent_simple_gla
 from flexsp.variants import gla, simple_gla
 
@@ -169,5 +170,11 @@ def test_folders_that_are_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert folder() == tmp_path / "b"
     monkeypatch.setenv("FLEXSP_CODE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    with pytest.raises(NotAvailable, match="no folder for caches .*FLEXSP_CODE_DIR"):
-        folder()
+    own = folder()
+    assert own == folder() and own.stat().st_mode & 0o777 == 0o700 and own.parent == Path(tempfile.gettempdir())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")  # nothing can be made there, by root neither
+    assert folder() == own
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "read only")
+    monkeypatch.setattr(os, "access", lambda path, mode: tmp_path not in Path(path).parents)
+    assert folder() == own

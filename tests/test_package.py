@@ -247,29 +247,11 @@ def test_files_stay_short() -> None:
     assert {str(p.relative_to(ROOT)): n for p in paths if (n := len(p.read_text().splitlines())) > 600} == {}
 
 
-def test_readme_examples_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert blocks
-    each = [f"exec(compile({block!r}, 'README.md', 'exec'), {{'__name__': '__main__'}})" for block in blocks]
-    run_python("\n".join(["import torch", "torch.set_num_threads(1)", *each]))
-
-
 def test_the_guide_to_variants_runs() -> None:
     """Its blocks are one program."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "write-a-variant.md").read_text(), flags=re.DOTALL)
     assert len(blocks) >= 4
     run_python("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks))
-
-
-def test_the_tutorial_runs(tmp_path: Path) -> None:
-    """Its scripts, on one rank and on several: the same losses. Its other blocks."""
-    scripts, others = save_scripts("tutorial.md", tmp_path)
-    assert scripts == {"train.py", "check.py"} and len(others) >= 2
-    run_python("\n".join(others))
-    alone, cut = (run_script(tmp_path / "train.py", ranks) for ranks in (1, 3))
-    assert alone == cut and len(alone) == 3 and float(alone[-1].split()[-1]) < 1.0
-    exact, found = (line for line in run_script(tmp_path / "check.py", 2) if "over 2 ranks" in line)
-    assert exact.startswith("exact over 2 ranks") and found.startswith("not exact") and "(Difference)" in found
 
 
 def test_the_guide_to_hybrid_models_runs(tmp_path: Path) -> None:

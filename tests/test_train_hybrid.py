@@ -392,6 +392,9 @@ def test_more_steps_may_be_added_while_the_rate_stands() -> None:
     with pytest.raises(hybrid().UserError, match="--steps, --decay: expected 20 and 5"):
         longer.check_longer(before, 16)
     before.check_longer(before, 16)
+    with pytest.raises(hybrid().UserError, match="the rate falls from step 15 on and the run is at step 20, got 20"):
+        before.check_longer(longer, 20)  # it would have begun to fall before
+    before.check_longer(longer, 15)
 
 
 # ---------------------------------------------------------------- arguments

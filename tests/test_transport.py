@@ -62,11 +62,63 @@ def test_put_addresses_its_own_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     put = transport_of("put")
     assert [int(put.arena(heap(), rank)[0]) for rank in range(3)] == [0, 0, 0]
     assert put.stages and [put.address(heap(), rank) for rank in range(3)] == [10, 11, 12]
-    assert put.functions() == (device.push_put, device.signal_put) and put.problem(heap(), 3) == ""
+    assert put.functions() == (device.push_put, device.signal_put)
     monkeypatch.setattr(device, "nvshmem_options", lambda: {"extern_libs": "linked"})
     assert put.options() == {"extern_libs": "linked"}
     prepare = put.prepare(heap())
     assert prepare is not None and prepare(SimpleNamespace(module=7)) == ("started", 7)
+
+
+NO_BITCODE = "transport 'put' needs libnvshmem_device.bc"
+
+
+@pytest.mark.parametrize("bitcode", [False, True])
+def test_put_needs_its_device_library(bitcode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, bitcode)
+    problem = transport_of("put").problem(heap(), 3)
+    assert problem == "" if bitcode else problem.startswith(NO_BITCODE)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, bitcode: bool) -> None:
+    from flexsp.comm import nvshmem
+
+    def find() -> str:
+        if not bitcode:
+            raise NotAvailable(NO_BITCODE)
+        return "libnvshmem_device.bc"
+
+    monkeypatch.setattr(nvshmem, "find_device_library", find)
+
+
+@pytest.mark.parametrize(
+    ("reached", "bitcode", "chosen"),
+    [((0, 1, 2), False, "peer"), ((0, 1, 2), True, "peer"), ((0, 1), True, "put"), ((0, 1), False, "process_group")],
+)
+def test_what_auto_takes(
+    reached: tuple[int, ...], bitcode: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Across hosts put, where its device library is there: its first call would fail else."""
+    from flexsp.launch import bootstrap
+
+    opened = heap(*reached)
+    opened.close = lambda: setattr(opened, "closed", True)
+    pretend(monkeypatch, bitcode)
+    monkeypatch.setattr(type(transport_of("peer")), "open_heap", lambda self, nbytes, **where: opened)
+    monkeypatch.setattr(bootstrap.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(bootstrap.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(bootstrap.dist, "all_gather_object", lambda rows, mine: rows.__setitem__(slice(3), [mine] * 3))
+    sp: Any = SimpleNamespace(
+        device=torch.device("cuda"), cpu_group=1, world_size=3, rank=0, global_ranks=[0, 1, 2], heap=None,
+        transport="process_group",
+    )  # fmt: skip
+    if chosen == "process_group":
+        with pytest.warns(UserWarning, match=NO_BITCODE):
+            bootstrap._attach_heap(sp, "auto", 1)
+        assert opened.closed and sp.heap is None
+    else:
+        bootstrap._attach_heap(sp, "auto", 1)
+        assert sp.heap is opened
+    assert sp.transport == chosen
 
 
 def test_who_sends() -> None:

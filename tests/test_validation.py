@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from flexsp import nn as layers
 from flexsp import ops
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.group import SequenceParallel, sequence_parallel
+from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 
 B, T, H, K, V = 2, 8, 4, 6, 5
 
@@ -176,6 +179,64 @@ def test_boundaries_that_disagree_with_the_shards() -> None:
     sp.set_lengths([4, 5])
     with pytest.raises(ValueError, match="expected a shard of 5 tokens"):
         ops.chunk_simple_gla(**packed(), sp=sp)
+
+
+ALL = CASES | DELTA_CASES
+LAYERS: dict[str, Any] = {
+    "Attention": lambda: layers.Attention(8, 2, rope_theta=100.0), "Mamba2": lambda: layers.Mamba2(8, 16, 16),
+    "Mamba3": lambda: layers.Mamba3(8, 8, head_dim=16), "RWKV7": lambda: layers.RWKV7(8, 8),
+    "SimpleGLA": lambda: layers.SimpleGLA(8, 2), "ShortConvolution": lambda: layers.ShortConvolution(8),
+    "HGRN": lambda: layers.HGRN(8), "HGRN2": lambda: layers.HGRN2(8, expand_ratio=8),
+    "MLSTM": lambda: layers.MLSTM(8, 2), "RGLRU": lambda: layers.RGLRU(8),
+    "Mamba": lambda: layers.Mamba(8), "DeltaNet": lambda: layers.DeltaNet(8, 2),
+    "GatedLinearAttention": lambda: layers.GatedLinearAttention(8, 2),
+    "GatedDeltaNet": lambda: layers.GatedDeltaNet(8, 2, 4),
+    "KimiDeltaAttention": lambda: layers.KimiDeltaAttention(8, 2, 4),
+    "GatedDeltaProduct": lambda: layers.GatedDeltaProduct(8, 2, 4),
+}  # fmt: skip
+
+
+def lengths_known(check_calls: bool) -> SequenceParallel:
+    """Two ranks of 45 tokens; the other one does not exist, so nothing may be sent."""
+    sp = SequenceParallel(rank=1, world_size=2, check_calls=check_calls)
+    sp.set_lengths([45, 45])
+    return sp
+
+
+@pytest.mark.parametrize("check_calls", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_ops_refuse_another_length_than_was_set(name: str, check_calls: bool) -> None:
+    sp, case = lengths_known(check_calls), ALL[name]
+    for T, B in ((90, 2), (44, 2), (60, 1)):
+        given = {x: y if y is None else y.float() for x, y in case.make(Shape(B=B, T=T), torch.Generator()).items()}
+        bounds = {"cu_seqlens": torch.tensor([0, 7, 90])} if B == 1 else {}
+        with pytest.raises(ValueError, match=rf"^rank 1: expected a shard of 45 tokens \(set_lengths\), got {T}"):
+            case.op(**given, **case.constants, **bounds, sp=sp)
+
+
+def test_the_list_of_layers_is_complete() -> None:
+    found = {x for x in layers.__all__ if isinstance(made := getattr(layers, x), type) and issubclass(made, nn.Module)}
+    assert found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"} == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("check_calls", [False, True])
+def test_layers_refuse_another_length_than_was_set(name: str, check_calls: bool) -> None:
+    layer, sp = LAYERS[name](), lengths_known(check_calls)
+    with sequence_parallel(sp):
+        for T in (90, 44):
+            with pytest.raises(ValueError, match=rf"^rank 1: expected a shard of 45 tokens \(set_lengths\), got {T}"):
+                layer(torch.randn(2, T, 8))
+
+
+def test_a_whole_sequence_is_called_one() -> None:
+    with pytest.raises(ValueError, match=r"got 90, as many as all ranks have together: cut with sp\.shard$"):
+        lengths_known(False).check_shard(90)
+    one = SequenceParallel()
+    one.set_lengths([8])
+    with pytest.raises(ValueError, match=r"expected a shard of 8 tokens \(set_lengths\), got 9$"):
+        ops.chunk_simple_gla(**{n: torch.randn(1, 9, H, K) for n in "qkv"}, sp=one)
+    ops.chunk_simple_gla(**qkv(), sp=one)
 
 
 def test_group_on_another_device() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
 from flexsp.exceptions import FlexspError
-from flexsp.nn import Mamba2, SequenceParallelLA, ShortConvolution, SimpleGLA, unwrap
+from flexsp.nn import Mamba2, SequenceParallelLA, ShortConvolution, SimpleGLA, unwrap, verify, wrapper
 from flexsp.ops import chunk_simple_gla
 from flexsp.testing.ranks import run_ranks
+from tests.guides import save_scripts
 
 WORLD = 4
 LENGTHS = [7, 0, 21, 2]
@@ -237,6 +240,40 @@ def test_accepts_tokenwise_modules() -> None:
 def test_bad_arguments(layer: Any, sp: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SequenceParallelLA(layer, sp)
+
+
+def test_what_cannot_be_seen_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper, "_said", [])
+    sp, second = SequenceParallel(world_size=2), SequenceParallel(rank=1, world_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SequenceParallelLA(nn.Sequential(nn.Linear(4, 4), SimpleGLA(4, 1)), sp)  # nobody's own code
+        SequenceParallelLA(UserModel(), second)
+        SequenceParallelLA(UserModel(), SequenceParallel())
+        SequenceParallelLA(UserModel(), sp, allow=[""])
+        SequenceParallelLA(nn.Sequential(nn.Sequential(UserModel())), sp, allow=["0.0"])
+    with pytest.warns(UserWarning, match=r"of UserModel, UserAttention calls.*flexsp\.verify.*shard_range") as told:
+        for _ in range(2):
+            SequenceParallelLA(UserModel(), sp)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+def verified(sp: SequenceParallel, block: str) -> list[bool]:
+    """Of the positions of the tutorial, and of those that know nothing of ranks."""
+    names: dict[str, Any] = {}
+    exec(block, names)  # noqa: S102
+    alone = block.replace("if sp is not None", "if False")
+    others: dict[str, Any] = {}
+    exec(alone, others)  # noqa: S102
+    x = torch.randn(1, 31, 8)
+    models = [made["Positions"](8, 40) for made in (names, others)]
+    return [verify(model, sp, x, raise_on_error=False).ok for model in models]
+
+
+def test_positions_of_the_tutorial_go_on_over_ranks(tmp_path: Path) -> None:
+    _, blocks = save_scripts("tutorial.md", tmp_path)
+    (block,) = (block for block in blocks if "class Positions" in block)
+    assert run_ranks(verified, 2, block) == [[True, False]] * 2
 
 
 def test_names_attributes_copies_and_unwrap() -> None:

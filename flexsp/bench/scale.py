@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run", "under_torchrun"]
 
+_RANKS_A_CORE = 4  # processes that one core can still run in turn
+
 Row = dict[str, Any]
 TARGETS_US = {4: {"fwd": 25.0, "fwd_bwd": 50.0}, 8: {"fwd": 45.0, "fwd_bwd": 90.0}}
 
@@ -309,11 +311,12 @@ def _close(sps: dict[str, SequenceParallel]) -> None:
 
 def under_torchrun(world_sizes: list[int], argv: list[str]) -> int:
     """The same command on so many local ranks, one world size after another; the first status that is not zero."""
-    gpus = torch.cuda.device_count()
-    wrong = [ranks for ranks in world_sizes if ranks < 1 or 0 < gpus < ranks]
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    most = gpus or _RANKS_A_CORE * cores
+    wrong = [ranks for ranks in world_sizes if not 1 <= ranks <= most]
     if wrong:
-        expected = f"1 to {gpus}, the GPUs here" if gpus else "at least 1"
-        raise ValueError(f"--ranks: expected {expected}, got {wrong[0]}")
+        of = "the GPUs here" if gpus else f"{_RANKS_A_CORE} for each of {cores} CPU cores (torchrun starts any number)"
+        raise ValueError(f"--ranks: expected 1 to {most}, {of}, got {wrong[0]}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     statuses = []
     for ranks in world_sizes:

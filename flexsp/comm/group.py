@@ -147,6 +147,8 @@ class SequenceParallel:
     def set_lengths(self, lengths: Sequence[int] | None) -> None:
         """Fix the shard lengths of all ranks (zeros allowed), so that calls need not exchange them; None forgets them.
 
+        Ops and layers then refuse any other number of tokens.
+
         Example: ``sp.set_lengths(sp.partition(total_tokens))``. Without them every call that needs lengths exchanges
         them on the CPU, which also breaks a torch.compile graph. And the tokens before a shard, which convolutions
         need, then go by torch.distributed even where a kernel could send them.
@@ -177,10 +179,8 @@ class SequenceParallel:
             rows: the lengths asked for count so many rows for each token of `set_lengths`.
         """
         if self._lengths is not None:
+            self.check_shard(T_local, rows)
             lengths = [rows * n for n in self._lengths]
-            if lengths[self.rank] != T_local:
-                of = f"{self._lengths[self.rank]} tokens (set_lengths)" + (f" of {rows} rows" if rows > 1 else "")
-                raise ValueError(f"rank {self.rank}: expected a shard of {of}, got {T_local}")
             if self.check_calls and not torch.compiler.is_compiling():
                 self.check_signature(("set_lengths", *lengths))
             return lengths
@@ -189,6 +189,18 @@ class SequenceParallel:
         from flexsp.comm.process_group import exchange_ints
 
         return exchange_ints(get_sp(self.id), T_local)
+
+    def check_shard(self, T_local: int, rows: int = 1) -> None:
+        """ValueError unless this rank has as many tokens as `set_lengths` says, if it says. Sends nothing.
+
+        Every op and layer asks it before anything else, so that a whole sequence is never taken for a shard.
+        """
+        if self._lengths is None or rows * self._lengths[self.rank] == T_local:
+            return
+        of = f"{self._lengths[self.rank]} tokens (set_lengths)" + (f" of {rows} rows" if rows > 1 else "")
+        whole = T_local == rows * sum(self._lengths)
+        hint = ", as many as all ranks have together: cut with sp.shard" if whole and self.world_size > 1 else ""
+        raise ValueError(f"rank {self.rank}: expected a shard of {of}, got {T_local}{hint}")
 
     def shard_range(self, T_local: int, rows: int = 1) -> tuple[int, int, int]:
         """(start, stop, total) of this rank's tokens in the global sequence; see `lengths_for`."""

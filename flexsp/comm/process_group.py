@@ -9,6 +9,7 @@ with another stamp becomes NaN, and the next call or sp.check() raises. A silent
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ __all__ = [
     "define_op",
     "exchange_ints",
     "group_for",
+    "lost_peer",
     "of_all_ranks",
     "peer_errors",
     "post",
@@ -41,6 +43,10 @@ _TEXT_BYTES = 384
 _FAILED = b"\1"  # first byte of a text that says which ranks disagree
 _COLLECTIVE = "collective "  # how texts of calls begin in which every rank talks to all
 _HEADER = 16  # bytes in front of data on CUDA
+# Gloo raises plain RuntimeErrors. They begin with the file of its source, in most builds.
+_OF_CONNECTIONS = re.compile(
+    r"gloo|nccl|timed? ?out|connect|socket|broken pipe|reset by peer|closed|wait.*(key|store)", re.IGNORECASE
+)
 _library = torch.library.Library("flexsp", "FRAGMENT")
 
 
@@ -58,6 +64,11 @@ def group_for(sp: SequenceParallel, tensor: torch.Tensor) -> dist.ProcessGroup |
     return sp.group if tensor.is_cuda else sp.cpu_group if sp.device.type == "cuda" else sp.group
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether torch.distributed says with it that a rank did not answer or that its connection broke."""
+    return isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error)) is not None
+
+
 @contextmanager
 def peer_errors(sp: SequenceParallel, peer: int | None, doing: str) -> Iterator[None]:
     """torch.distributed reports timeouts and lost connections as RuntimeError: say who and keep it for sp.check()."""
@@ -66,6 +77,8 @@ def peer_errors(sp: SequenceParallel, peer: int | None, doing: str) -> Iterator[
     except (PeerTimeout, PeerMismatch):
         raise
     except RuntimeError as error:
+        if not lost_peer(error):
+            raise
         sp.failure = PeerTimeout(sp.rank, peer, direction=doing, detail=str(error).splitlines()[0])
         raise sp.failure from error
 

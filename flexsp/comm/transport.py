@@ -102,6 +102,15 @@ class _Put(Transport):
     def open_heap(self, nbytes: int, **where: Any) -> SymmetricHeap:
         return create_heap("nvshmem", nbytes, **where)
 
+    def problem(self, heap: SymmetricHeap, world_size: int) -> str:
+        from flexsp.comm.nvshmem import find_device_library
+
+        try:
+            find_device_library()
+        except NotAvailable as error:
+            return str(error)
+        return ""
+
     def arena(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
         return heap.local
 

@@ -14,12 +14,12 @@ from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, sp_over
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta
 from flexsp.compiler.planning.lowering import Looks
-from flexsp.exceptions import check_dense, fail
+from flexsp.exceptions import check_dense, checks_wanted, fail
 from flexsp.scan.sequence import previous
 
 __all__ = [
     "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_initial", "looks", "no_autocast",
-    "ranks_of", "signature_of", "widest",
+    "ranks_of", "shard_of", "signature_of", "widest",
 ]  # fmt: skip
 
 
@@ -51,10 +51,21 @@ def check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> 
         raise ValueError(f"cu_seqlens: expected boundaries of one document or more, got {cu_seqlens.tolist()}")
 
 
+def shard_of(
+    T: int, rows: int, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
+) -> tuple[int, int, int]:  # fmt: skip
+    """(first, end, rows of all ranks) of this rank's T rows: of the whole sequence where there are documents."""
+    if sp is not None and cu_seqlens is not None:
+        return sp.shard_range(T, rows)
+    if sp is not None:
+        sp.check_shard(T, rows)
+    return 0, T, T
+
+
 def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool, rows: int = 1) -> list[int]:
     """The boundaries, which must end at `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1. They count
     `rows` of a token."""
-    if not look and cu_seqlens.is_cuda and os.environ.get("FLEXSP_CHECK") != "1":
+    if not look and cu_seqlens.is_cuda and not checks_wanted():
         return []
     bounds = [int(n) for n in cu_seqlens.tolist()]
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
@@ -242,6 +253,8 @@ def _check_earlier(
     check_dense(source, x, "a floating tensor of 16, 32 or 64 bits")
     if x.dim() - dims not in (0, 1) or not x.is_floating_point():
         fail(source, "a floating tensor [T, H, ...] or [B, T, H, ...]", f"{x.dtype} {list(x.shape)}")
+    if sp is not None:
+        sp.check_shard(x.shape[x.dim() - dims])
     B, N = x.shape[0] if x.dim() > dims else 1, x.shape[0] if x.dim() > dims else 1
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, B, x.device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import linecache
 import os
 import re
+import shutil
 import stat
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -346,13 +348,21 @@ class Generated:
 
 
 def _users_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
+    """In the user's cache; where that cannot be written, a folder of this process alone, which goes with it."""
+    named = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "flexsp" / "generated"
-    except RuntimeError as error:
-        raise NotAvailable(
-            f"generated kernels: this user has no folder for caches ({error}); FLEXSP_CODE_DIR or code_dir names one"
-        ) from error
+        folder = (Path(named) if named else Path.home() / ".cache") / "flexsp" / "generated"
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        return _own_folder()
+    return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()
+
+
+@cache
+def _own_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="flexsp-generated-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def write_code(path: Path, source: str) -> None:

@@ -22,7 +22,7 @@ from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMe
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named, lowering_of
-from flexsp.exceptions import check_dense, fail
+from flexsp.exceptions import check_dense, fail, kernels_on_cpu
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 
@@ -227,10 +227,8 @@ class LinearAttention:
     ) -> _Found:  # fmt: skip
         """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
-        shard, bounds = (0, call.T, call.T), None
-        if cu_seqlens is not None:
-            shard = shard if group is None else group.shard_range(call.T, self.rows)
-            bounds = boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)
+        shard = arguments.shard_of(call.T, self.rows, cu_seqlens, group)
+        bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
 
@@ -569,7 +567,7 @@ class LinearAttention:
 
 def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
     """Whether kernels are for inputs of such a kind."""
-    return wide != torch.float64 and (on_gpu or os.environ.get("FLEXSP_BACKEND") == "triton")
+    return wide != torch.float64 and (on_gpu or kernels_on_cpu())
 
 
 def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:

@@ -7,7 +7,6 @@ engines come here with a `flexsp.kernels.launches.Call`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import MOST_HEADS
+from flexsp.exceptions import checks_wanted
 from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, check_results, memory
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
@@ -278,7 +278,7 @@ class Recipe(Generic[_C]):
             workspaces.append((self.scratch, lead.new_empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
         run_steps(self.forward, frame, self.device)
-        if os.environ.get("FLEXSP_CHECK") == "1":
+        if checks_wanted():
             self.call.look(frame)
         return o, final, saved
 

@@ -7,8 +7,9 @@ variable            default    meaning
 ==================  =========  ======================================================================================
 FLEXSP_TIMEOUT_S    120        seconds until a silent peer ends in PeerTimeout (ranks that compile are late ranks)
 FLEXSP_HEAP_MIB     256        size of the symmetric heap of the transports peer, put and posix, on every rank
-FLEXSP_CHECK        0          1: compare every call's shapes between the ranks before it is launched, and check the
-                               values of CUDA arguments; the only mode that synchronises with the GPU
+FLEXSP_CHECK        0          1, true, yes or on: compare every call's shapes between the ranks before it is
+                               launched, and check the values of CUDA arguments; the only mode that synchronises with
+                               the GPU
 FLEXSP_TEST_SEED    random     seed of the tests' random inputs; a failing test prints the one it used
 ==================  =========  ======================================================================================
 
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, transport_of, transports
-from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
+from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
 from flexsp.scan.schedules import SCHEDULES
 
 __all__ = ["init_sequence_parallel"]
@@ -69,7 +70,7 @@ def init_sequence_parallel(
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
     where = _device(device)
-    check_calls = os.environ.get("FLEXSP_CHECK", "0") == "1"
+    check_calls = checks_wanted()
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
@@ -82,6 +83,10 @@ def init_sequence_parallel(
     except (ValueError, PeerMismatch):
         raise
     except RuntimeError as error:
+        from flexsp.comm.process_group import lost_peer
+
+        if not lost_peer(error):
+            raise
         me = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         detail = str(error).splitlines()[0]
         raise PeerTimeout(me, None, direction="init_sequence_parallel", detail=detail) from error
@@ -192,7 +197,7 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     if transport == PROCESS_GROUP or (transport == "auto" and sp.device.type != "cuda"):
         return
     chosen = transport_of("peer" if transport == "auto" else transport)
-    heap, problem = None, ""
+    heap, problem, near, of_put = None, "", False, ""
     try:
         if sp.device.type != chosen.device:
             memory, others = ("GPU", "; CPU ranks have 'posix'") if chosen.device == "cuda" else ("CPU", "")
@@ -201,20 +206,26 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
         heap = chosen.open_heap(
             heap_mib << 20, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
         )
-        problem = chosen.problem(heap, sp.world_size) if transport != "auto" else ""
+        if transport == "auto":
+            near = all(heap.reaches(r) for r in range(sp.world_size))
+            of_put = transport_of("put").problem(heap, sp.world_size)
+        else:
+            problem = chosen.problem(heap, sp.world_size)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         problem = f"{type(error).__name__}: {error}"
-    near = heap is not None and all(heap.reaches(r) for r in range(sp.world_size))
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (problem, near))
-    if not any(problem for problem, _ in reports):
+    dist.all_gather_object(reports, (problem, near, of_put))
+    problems = [text for text, _, _ in reports]
+    everywhere_near = all(near for _, near, _ in reports)
+    if transport == "auto" and not any(problems) and not everywhere_near:
+        problems = [text for _, _, text in reports]  # of "put", which then has to serve
+    if not any(problems):
         sp.heap = heap
-        everywhere_near = all(near for _, near in reports)
         sp.transport = transport if transport != "auto" else "peer" if everywhere_near else "put"
         return
     if heap is not None:
         heap.close()
-    report = "; ".join(f"rank {r}: {text}" for r, (text, _) in enumerate(reports) if text)
+    report = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
     if transport != "auto":
         raise NotAvailable(f"transport {transport!r} does not work here ({report})")
     if dist.get_rank() == 0:

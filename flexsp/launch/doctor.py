@@ -106,6 +106,9 @@ def software() -> list[Finding]:
     if torch is None:
         return [*found, Finding("fail", "torch", "not installed")]
     found.append(Finding("ok" if _numbers(torch) >= (2, 11) else "warn", "torch", f"{torch} (2.11 or newer expected)"))
+    numpy = _version("numpy")
+    missing = "not installed: torch.distributed needs it; pip install numpy"
+    found.append(Finding("ok" if numpy else "fail", "numpy", numpy or missing))
     found.append(Finding("info", "flexsp", _version("flexsp") or "run from its source tree"))
     for name, packages in (
         ("nvshmem4py", ("nvshmem4py-cu13", "nvshmem4py-cu12")),

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flexsp.nn.calls import Reader, mentions
 
-__all__ = ["OVER_RANKS", "Offence", "offences", "own_classes", "refusal", "runs_over_ranks"]
+__all__ = ["OVER_RANKS", "Offence", "offences", "own_classes", "refusal", "runs_over_ranks", "unseen"]
 
 OVER_RANKS = "_flexsp_over_ranks"  # an attribute of forwards that integrations give to single layers
 
@@ -382,6 +382,20 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
 def _read(module: nn.Module) -> list[type]:
     """The classes of ``module`` that the user wrote."""
     return [cls for cls in own_classes(module) if not cls.__module__.startswith("flexsp.") and _library(cls) is None]
+
+
+def unseen(layer: nn.Module, allowed: Collection[str]) -> list[str]:
+    """Names of the classes in ``layer`` whose forward a user wrote, but for submodules at and below ``allowed`` paths.
+
+    What such code calls is read, and what it computes is not: positions of its own, sums over tokens, shifts.
+    """
+    found: dict[str, None] = {}
+    for path, module in layer.named_modules():
+        parts = path.split(".") if path else []
+        if "" in allowed or any(".".join(parts[:n]) in allowed for n in range(1, len(parts) + 1)):
+            continue
+        found |= dict.fromkeys(cls.__name__ for cls in _read(module) if "forward" in vars(cls))
+    return list(found)
 
 
 def _entered(module: str) -> bool:

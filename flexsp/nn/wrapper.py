@@ -12,7 +12,7 @@ from torch import nn
 
 from flexsp.comm.group import SequenceParallel, abandon, current_sp, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks
+from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks, unseen
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,8 +23,9 @@ class SequenceParallelLA(nn.Module):
     `layer` is any module whose tokens meet only in functions of `flexsp.ops` (called without ``sp=``) or in layers of
     `flexsp.nn`: everything else must treat tokens one by one. It then takes this rank's shard [B, T_local, ...] and
     gives the shard of what the whole sequence would give; `cu_seqlens` are global. A layer that depends on the
-    position (rotary embedding, learned positions) needs the offset ``sp.shard_range(T_local)[0]``. Layers of
-    flash-linear-attention may stand in it after `flexsp.integrations.fla.parallelize`.
+    position (rotary embedding, learned positions) needs the offset ``sp.shard_range(T_local)[0]``. What forward code
+    computes cannot be seen: where a user wrote some, a warning says so once a process, and `flexsp.verify` tries it.
+    Layers of flash-linear-attention may stand in it after `flexsp.integrations.fla.parallelize`.
 
     The returned object is `layer` itself, an instance of its own class and of SequenceParallelLA: attributes,
     parameter names and state_dict keys stay as they were. It and its submodules of non-torch classes are bound to sp:
@@ -144,12 +145,34 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
         raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
-    _refuse(list(offences(layer, _allowed(layer, allow))))
+    allowed = _allowed(layer, allow)
+    _refuse(list(offences(layer, allowed)))
     apart = {part for module in layer.modules() if runs_over_ranks(module) for part in module.modules()}
     modules = [module for module in layer.modules() if module is layer or (own_classes(module) and module not in apart)]
     for module, bound in [(module, _bound_class(module)) for module in modules]:  # all of them, or none
         _bind(module, bound, sp)
+    written = unseen(layer, allowed) if sp.world_size > 1 and sp.is_first else []
+    if written:
+        _say_what_is_not_seen(", ".join(written[:4]) + (", ..." if len(written) > 4 else ""))
     return layer
+
+
+_said: list[str] = []
+
+
+def _say_what_is_not_seen(classes: str) -> None:
+    """Once a process: the classes differ from model to model, what there is to do does not."""
+    if _said:
+        return
+    _said.append(classes)
+    warnings.warn(
+        f"SequenceParallelLA has read what the forward code of {classes} calls. It cannot see what that code computes: "
+        "learned positions, rotary angles of torch.arange(x.shape[1]), running means, or tokens shifted by torch.cat "
+        "start anew on every rank, without an error. Before a long run call flexsp.verify(model, sp, x), which runs a "
+        "batch cut and whole and names the first submodule that differs. Positions on a rank begin at "
+        "sp.shard_range(x.shape[1])[0]. (Said once.)",
+        stacklevel=4,
+    )
 
 
 def _allowed(layer: nn.Module, allow: Any) -> frozenset[str]:

@@ -7,7 +7,6 @@ and on CUDA tensors only under FLEXSP_CHECK=1 because reading them synchronises;
 from __future__ import annotations
 
 import functools
-import os
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import resolve_sp
-from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
+from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -96,7 +95,7 @@ def readable(x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     kind = x.device.type
-    if kind == "meta" or (kind != "cpu" and os.environ.get("FLEXSP_CHECK") != "1"):
+    if kind == "meta" or (kind != "cpu" and not checks_wanted()):
         return False
     if type(x) not in _TENSORS or transformed():
         return False
@@ -186,7 +185,9 @@ def check_cu_seqlens(
     name: str,
     sp: SequenceParallel | None,
 ) -> None:
-    """Global document boundaries [N+1] for inputs ``x`` [1, T, ...]."""
+    """The tokens of ``x`` [B, T, ...] that `set_lengths` says; global document boundaries [N+1], for B = 1."""
+    if sp is not None:
+        sp.check_shard(x.shape[1])
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             got = getattr(cu_seqlens_cpu, "shape", None)

@@ -13,6 +13,7 @@ from flexsp.planner.step_time import exposed, time_parts
 __all__ = ["Plan", "advice", "plan", "splits"]
 
 _MOST_GPUS = 1 << 15
+_TIE = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def possible(setup: Setup) -> list[Split]:
 def plan(model: ModelSizes, setup: Setup) -> list[Plan]:
     """All splits that can be run: those that fit by tokens a second, then the others by memory.
 
+    Of rates within 1 %, which the predicted parts are not exact to, the one with less memory comes first.
+
     Raises:
         ValueError: there is none, since more sequences are needed.
     """
@@ -66,7 +69,13 @@ def plan(model: ModelSizes, setup: Setup) -> list[Plan]:
             f"rank, got {setup.sequences} sequences of {setup.tokens} tokens"
         )
     plans = [_plan(model, setup, split) for split in found]
-    return sorted(plans, key=lambda x: (not x.fits, -x.tokens_per_s if x.fits else x.bytes, x.split.sp))
+    fitting = sorted((x for x in plans if x.fits), key=lambda x: (-x.tokens_per_s, x.split.sp))
+    best: list[Plan] = []
+    while fitting:
+        tied = [x for x in fitting if x.tokens_per_s >= (1 - _TIE) * fitting[0].tokens_per_s]
+        best += sorted(tied, key=lambda x: (x.bytes, x.split.sp))
+        fitting = fitting[len(tied) :]
+    return best + sorted((x for x in plans if not x.fits), key=lambda x: (x.bytes, x.split.sp))
 
 
 def _plan(model: ModelSizes, setup: Setup, split: Split) -> Plan:
@@ -87,6 +96,7 @@ def advice(model: ModelSizes, setup: Setup) -> list[str]:
     found = []
     if not setup.checkpointing and _fits(model, replace(setup, checkpointing=True)):
         found.append("activation checkpointing (leave --no-checkpointing out)")
+    found += _in_half(model, setup)
     tokens = _largest(lambda n: _fits(model, replace(setup, tokens=n)), setup.tokens)
     if tokens:
         found.append(f"sequences of up to {tokens:,} tokens on these GPUs (--tokens {tokens})")
@@ -96,6 +106,17 @@ def advice(model: ModelSizes, setup: Setup) -> list[str]:
     if not found:
         found.append("no shorter sequence and no larger number of GPUs: GPUs with more memory")
     return found
+
+
+def _in_half(model: ModelSizes, setup: Setup) -> list[str]:
+    """AdamW's states in bfloat16, if that is enough, else with parameters and gradients."""
+    states = replace(setup, optimizer="bfloat16")
+    if states != setup and _fits(model, states):
+        return ["AdamW's states in bfloat16 (--optimizer bfloat16)"]
+    both = replace(states, parameters="bfloat16")
+    if both not in (setup, states) and _fits(model, both):
+        return ["parameters, gradients and AdamW's states in bfloat16 (--parameters bfloat16 --optimizer bfloat16)"]
+    return []
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -7,13 +7,12 @@ compiled.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.signature import facts_of
 from flexsp.comm.transport import in_kernel
+from flexsp.exceptions import kernels_on_cpu
 from flexsp.scan.transitions import Transition
 
 __all__ = ["goes_by_kernel", "incoming_by_kernel", "sends"]
@@ -24,7 +23,7 @@ _ROWS = 16  # with as many columns, of a whole tile
 
 def sends(sp: SequenceParallel, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel sends numbers of this dtype on such devices between the ranks of a group: the same on all."""
-    launches = device.type == "cuda" or os.environ.get("FLEXSP_BACKEND") == "triton"
+    launches = device.type == "cuda" or kernels_on_cpu()
     return in_kernel(sp) and launches and device.type == sp.device.type and dtype == torch.float32
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
+from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
 from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.plan import NAME, make_plan
@@ -74,7 +74,7 @@ operators.serve(4)
 def _use_triton(q: torch.Tensor) -> bool:
     if q.dtype == torch.float64:
         return False
-    return q.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton"
+    return q.is_cuda or kernels_on_cpu()
 
 
 def diagonal(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, joined, untransformed
 from flexsp.comm.group import get_sp
+from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
 from flexsp.kernels.operators import Asked, Kept
 from flexsp.kernels.selective import in_pytorch
@@ -98,7 +98,7 @@ for _tensors in range(5, 9):
 
 
 def _use_triton(u: torch.Tensor) -> bool:
-    return u.dtype != torch.float64 and (u.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton")
+    return u.dtype != torch.float64 and (u.is_cuda or kernels_on_cpu())
 
 
 def selective(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.comm.group import get_sp
+from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
 from flexsp.kernels.operators import Asked, Kept
 from flexsp.runtime.kept import keep
@@ -91,7 +91,7 @@ operators.serve(2)
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether a call of x runs kernels."""
-    return x.dtype != torch.float64 and (x.is_cuda or os.environ.get("FLEXSP_BACKEND") == "triton")
+    return x.dtype != torch.float64 and (x.is_cuda or kernels_on_cpu())
 
 
 def vector_state(

@@ -1,0 +1,108 @@
+"""Changes to how runs start: shards' lengths, the environment, what is installed, transports, plans and examples."""
+
+# ruff: noqa: E501 (texts of code are kept whole)
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["STARTING"]
+
+_GROUP = "tests/test_group.py::"
+_AUTO = "tests/test_transport.py::test_what_auto_takes"
+
+_HYBRID = "tests/test_train_hybrid.py::"
+_STEPS = "tests/test_train_hybrid_steps.py::"
+
+STARTING = [
+    *_in(
+        "flexsp/comm/group.py",
+        ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
+         "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
+    ),
+    *_in(
+        "flexsp/compiler/arguments.py",
+        ("sp.check_shard(T, rows)", "sp.check_shard(T)", "rows are taken for tokens",
+         "tests/test_input_rows.py::test_another_length_than_was_set"),
+        ("sp.check_shard(x.shape[x.dim() - dims])", "pass", "ranks exchange tokens of shards of another length",
+         "tests/test_earlier_inputs.py::test_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/ops/_validate.py",
+        ("sp.check_shard(x.shape[1])", "pass", "ops take shards of another length than was set",
+         "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
+         "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
+    ),
+    *_in(
+        "flexsp/exceptions.py",
+        ("if word and word not in _WORDS:", "if False:", "an unknown word for on is not named",
+         _GROUP + "test_other_words_are_refused"),
+        ('"yes": True, "on": True', '"yes": True, "on": False', "a usual word for on means off",
+         _GROUP + "test_words_for_on_and_off"),
+        ('if word not in ("", "triton"):', "if False:", "FLEXSP_BACKEND=cuda is ignored",
+         _GROUP + "test_other_words_are_refused"),
+    ),
+    *_in(
+        "flexsp/__init__.py",
+        ("_ = checks_wanted(), kernels_on_cpu()", "_ = None", "a misspelt variable is noticed only where it is read",
+         _GROUP + "test_other_words_are_refused"),
+    ),
+    *_in(
+        "flexsp/comm/process_group.py",
+        ("        if not lost_peer(error):\n            raise\n", "", "every error is called a silent peer",
+         _GROUP + "test_what_is_no_silence_of_a_peer"),
+        ("isinstance(error, dist.DistError) or", "", "a lost store is no silent peer",
+         _GROUP + "test_what_is_a_silence_of_a_peer"),
+    ),
+    *_in(
+        "flexsp/launch/bootstrap.py",
+        ("        if not lost_peer(error):\n            raise\n", "", "every error is called a silent peer",
+         _GROUP + "test_what_is_no_silence_of_a_peer"),
+        ('if transport == "auto" and not any(problems) and not everywhere_near:', "if False:",
+         "auto takes put where its first call fails", _AUTO),
+    ),
+    *_in(
+        "flexsp/launch/doctor.py",
+        ('"ok" if numpy else "fail"', '"ok"', "doctor takes no notice of numpy",
+         "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),
+    ),
+    *_in(
+        "flexsp/nn/exactness.py",
+        ('found |= dict.fromkeys(cls.__name__ for cls in _read(module) if "forward" in vars(cls))', "pass",
+         "nobody is told that forward code is not seen", "tests/test_wrapper.py::test_what_cannot_be_seen_is_said_once"),
+    ),
+    *_in(
+        "flexsp/bench/scale.py",
+        ("gpus or _RANKS_A_CORE * cores", "gpus or 1000", "a hundred processes start on two cores",
+         "tests/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
+    ),
+    *_in(
+        "examples/train_hybrid.py",
+        ("step * world.world_size + world.rank) %", "step * world.world_size) %", "all ranks draw the same dropout masks",
+         _STEPS + "test_dropout_differs_on_every_rank_and_in_every_step"),
+        ("setattr(model, name, getattr(model, name) / self.parts)", "pass",
+         "with several sequences a row the experts' balancing loss counts as many times",
+         _STEPS + "test_what_routers_add_is_a_mean_over_the_sequences_of_a_row"),
+        ("falls = min(self.steps - self.decay, before.steps - before.decay)", "falls = before.steps - before.decay",
+         "a run is resumed with fewer steps although the rate should have fallen already",
+         _HYBRID + "test_more_steps_may_be_added_while_the_rate_stands"),
+        ("return {**shares, **given}", "return given", "--steps 30 is refused for the defaults of others",
+         _STEPS + "test_few_steps_shorten_warmup_and_decay"),
+    ),
+    *_in(
+        "examples/pretrained.py",
+        ('_GATES = ("A_log", "dt_bias")', '_GATES = ("A_log",)', "the gates' biases are rounded to bfloat16",
+         _STEPS + "test_gates_and_routers_are_not_rounded"),
+        ("fully_shard(module, mesh=everyone, mp_policy=exact)", "pass", "routers are rounded to bfloat16",
+         _STEPS + "test_gates_and_routers_are_not_rounded"),
+    ),
+    *_in(
+        "flexsp/compiler/engine.py",
+        ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
+         "kernels' files go to a folder that cannot be written",
+         "tests/test_made_once.py::test_folders_that_are_not_named"),
+    ),
+]  # fmt: skip

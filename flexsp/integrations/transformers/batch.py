@@ -17,7 +17,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.process_group import compare_text
 from flexsp.exceptions import check_dense, check_number, fail
 
-__all__ = ["IGNORED", "KEY", "Shard", "shard"]
+__all__ = ["IGNORED", "KEY", "Running", "Shard", "shard"]
 
 KEY = "flexsp_shard"  # the keyword argument that brings a Shard to every layer
 IGNORED = -100  # a label that does not count
@@ -68,6 +68,11 @@ class Shard:
             yield self.sp
         finally:
             self.sp.set_lengths(before)
+
+
+class Running(Shard):
+    """A Shard in the forward of a parallelized model, which counts its labels and losses over the ranks. Layers take
+    no other."""
 
 
 @ranks_call

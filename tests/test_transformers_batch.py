@@ -50,21 +50,51 @@ def test_labels_move_over_the_edges() -> None:
     assert [found["about_length"] for found in shards(batch)] == [4, 4, 3]
 
 
-@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids"])
+@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids", "three rows"])
 def test_documents(known_by: str) -> None:
     batch = packed([4, 1, 6])
     batch["cu_seqlens"] = batch["cu_seq_lens_q"]
-    if known_by != "position_ids":
+    if known_by in ("position_ids", "three rows"):
+        batch["attention_mask"] = torch.ones(1, 11, dtype=torch.long)
+        batch["position_ids"] = batch["position_ids"].expand(3 if known_by == "three rows" else 1, 1, 11).squeeze(0)
+    else:
         del batch["position_ids"]
     for name in {"cu_seq_lens_q", "cu_seqlens", "seq_idx"} - {known_by}:
         del batch[name]
     if known_by != "cu_seq_lens_q":
         del batch["cu_seq_lens_k"]
     per_rank = shards(batch)
-    assert torch.cat([found["position_ids"] for found in per_rank], 1).tolist() == [[*range(4), 0, *range(6)]]
+    got = torch.cat([found["position_ids"] for found in per_rank], -1).view(-1, 11)
+    assert all(row == [*range(4), 0, *range(6)] for row in got.tolist())
     for found in per_rank:
         assert found["about_cu_seqlens"].tolist() == [0, 4, 5, 11]
         assert found["about_counted"] == 3 + 0 + 5
+
+
+ROW = torch.arange(12)
+IMAGE = torch.tensor([  # two tokens of text, an image of 2 x 3, two of text; then a text
+    [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 0, 1], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0, 1], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1],
+])  # fmt: skip
+RIGHT_PADDED = {"attention_mask": (ROW < 9).long()[None], "position_ids": torch.where(ROW < 9, ROW, 1)[None]}
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({"position_ids": (ROW + 100 * (ROW > 5))[None]}, None),  # PoSE
+        ({"position_ids": (ROW % 7 + 50 * (ROW % 7 > 2))[None]}, [0, 7, 12]),
+        ({"position_ids": IMAGE[:, None]}, [0, 10, 12]),
+        ({"position_ids": torch.stack([ROW, *IMAGE])[:, None]}, None),
+        ({"position_ids": torch.stack([ROW % 8, ROW, ROW, ROW])[:, None]}, [0, 8, 12]),
+        (RIGHT_PADDED, None),
+    ],
+    ids=["a jump ahead", "jumps ahead in documents", "image", "row for text", "documents in it", "padding"],
+)
+def test_where_positions_begin_documents(given: dict[str, torch.Tensor], bounds: list[int] | None) -> None:
+    made = shard({"input_ids": torch.ones(1, 12, dtype=torch.long), **given}, ONE)
+    found = made["flexsp_shard"].cu_seqlens
+    assert (found if found is None else found.tolist()) == bounds
+    assert torch.equal(made["position_ids"], given["position_ids"])
 
 
 def test_embeddings_keep_their_gradient() -> None:
@@ -127,6 +157,8 @@ def test_refused_documents() -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, "cu_seq_lens_q: expected integers that go from 0 up to the 8"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "position_ids: expected positions that start"),
         ({"position_ids": None, "attention_mask": torch.tensor([[1] * 7 + [0]])}, "attention_mask: expected only ones"),
+        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None, "seq_idx": None, "attention_mask": torch.tensor([[1] * 7 + [0]])},
+         "attention_mask: expected only ones"),
     ):
         with pytest.raises(ValueError, match=error):
             shard(batch | changes, ONE)

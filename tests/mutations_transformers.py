@@ -10,6 +10,7 @@ __all__ = ["TRANSFORMERS"]
 _MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
 _TRAINING = "tests/test_transformers_training.py::"
 _BATCH = "tests/test_transformers_batch.py::"
+_LATER = "tests/test_transformers_later.py::"
 _EXAMPLE = "tests/test_train_hybrid.py::"
 
 TRANSFORMERS = [
@@ -58,19 +59,35 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/forwards.py",
         ("        space = {**space, **names}\n", "        space.update(names)\n", "other models in the process change",
          _BATCH + "test_nothing_else_changes[zamba2]"),
+        ("    setattr(module, _MARK, _Kept())\n", "    setattr(module, _MARK, True)\n", "a pickle forgets parallelize",
+         _LATER + "test_a_pickle"),
+        ("    del forward.__wrapped__", "    forward.__wrapped__", "accelerate takes the wrong wrapper off",
+         _LATER + "test_accelerate_takes_its_wrapper_off"),
+        ("    if others:\n", "    if False:\n", "a model is put back by half", _LATER + "test_another_forward_takes_the_place"),
     ),
     *_in(
         "flexsp/integrations/transformers/causal.py",
         ("if sp.world_size > 1 and module.training and torch.is_grad_enabled():", "if False:",
          "training without a shard is not noticed", _BATCH + "test_training_without_a_shard"),
-        ("    if _inside.reached != mixers:", "    if False:", "a mixer that came later runs on one rank's tokens",
+        ("        if came:\n", "        if False:\n", "a mixer that came later runs on one rank's tokens",
          _BATCH + "test_a_mixer_that_came_later"),
+        ("    elif not isinstance(shard, Running):", "    elif False:", "another forward may take the place of the model's",
+         _LATER + "test_another_forward_takes_the_place"),
+        ("    if noise is not None and", "    if False and", "noise of embeddings has the length of a shard",
+         _BATCH + "test_noise_of_embeddings"),
+        ("        if shard.keep is not None and", "        if False and", "the z-loss forgets padding",
+         _BATCH + "test_padding_and_a_loss_that_counts_it"),
         ("return forward(*args) if loss_of is None else loss_of(forward, *args)",
          "return forward(*args) if loss_of is None else loss_of(head, *args)",
          "hooks of the head run for each block", _TRAINING + "test_on_a_mesh[fsdp-qwen3_next]"),
     ),
     *_in(
         "flexsp/integrations/transformers/check.py",
+        ("    found = {name: is_replaced(module) for", "    found = {name: True for", "layers that came later are taken",
+         _BATCH + "test_a_mixer_that_came_later"),
+        ("not _is_activated(module)", "True", "activated LoRA looks for its tokens in a shard", _LATER + "test_refused_adapters"),
+        ('"miss", "oft", "shira", "vera",', '"miss", "oft", "poly", "vera",', "another list of adapters",
+         _LATER + "test_refused_adapters", _LATER + "test_adapters[named]"),
         ('_BY_LENGTH = ("dynamic", "longrope")', '_BY_LENGTH = ("longrope",)', "dynamic rotary embeddings are taken",
          _BATCH + "test_refused_models_name_everything"),
     ),

@@ -121,7 +121,7 @@ def _other_batches(sp: Any) -> str:
 
 def test_ranks_with_other_batches() -> None:
     for error in run_ranks(_other_batches, 3, fresh_sp=True):
-        assert "shard of lengths [4, 4, 4], input_ids [1, 12] hash" in error
+        assert "also to evaluate) of lengths [4, 4, 4], input_ids [1, 12] hash" in error
 
 
 MASK = torch.ones(2, 6, dtype=torch.long)
@@ -151,14 +151,14 @@ def test_refused_batches(what: str) -> None:
 
 
 def test_refused_documents() -> None:
-    batch = packed([3, 5])
+    batch, padded = packed([3, 5]), torch.tensor([[1] * 7 + [0]])
+    by_positions = {"cu_seq_lens_q": None, "cu_seq_lens_k": None, "seq_idx": None}
     for changes, error in (
         ({"cu_seq_lens_k": torch.tensor([0, 4, 8])}, "cu_seq_lens_k: expected the documents of cu_seq_lens_q"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, "cu_seq_lens_q: expected integers that go from 0 up to the 8"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "position_ids: expected positions that start"),
-        ({"position_ids": None, "attention_mask": torch.tensor([[1] * 7 + [0]])}, "attention_mask: expected only ones"),
-        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None, "seq_idx": None, "attention_mask": torch.tensor([[1] * 7 + [0]])},
-         "attention_mask: expected only ones"),
+        ({"position_ids": None, "attention_mask": padded}, "attention_mask: expected only ones"),
+        ({**by_positions, "attention_mask": padded}, "attention_mask: expected only ones"),
     ):
         with pytest.raises(ValueError, match=error):
             shard(batch | changes, ONE)
@@ -235,14 +235,36 @@ def test_refused_calls() -> None:
         ({"token_type_ids": torch.ones(1, 8)}, "arguments: expected only .* got token_type_ids"),
         ({"input_ids": made["input_ids"][:, :5]}, r"input_ids: expected the shape \[1, 8\] of the shard, got \[1, 5\]"),
         ({"position_ids": None}, "position_ids: expected those that shard returned, got None"),
-        ({"flexsp_shard": made}, "flexsp_shard: expected a Shard of SequenceParallel"),
-        ({"flexsp_shard": shard(rows(1, 8), SequenceParallel())["flexsp_shard"]}, "flexsp_shard: expected a Shard of"),
+        ({"flexsp_shard": made}, "flexsp_shard: expected what shard returns, got dict"),
+        ({"flexsp_shard": shard(rows(1, 8), SequenceParallel())["flexsp_shard"]},
+         "flexsp_shard: expected a Shard by the object that parallelize was given, .* got one by another object"),
         ({"flexsp_shard": unlabelled["flexsp_shard"]}, "shift_labels: expected labels that shard made"),
     ):
         with pytest.raises(ValueError, match=error):
             model(**{**made, **changes})
     with pytest.raises(ValueError, match="arguments: expected keywords only"):
         model(made.pop("input_ids"), **made)
+
+
+def test_noise_of_embeddings() -> None:
+    """NEFTune, as trainers switch it on; in evaluation it does nothing."""
+    from transformers.integrations.neftune import activate_neftune
+
+    model, made = parallelize(make("mamba2"), ONE), shard(rows(1, 8), ONE)
+    activate_neftune(model, 5.0)
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha: expected None on a cut sequence .*, got 5\.0"):
+        model(**made)
+    model.eval()(**made)
+    made["inputs_embeds"] = model.get_input_embeddings()(made.pop("input_ids"))
+    model.train()(**made)
+
+
+def test_padding_and_a_loss_that_counts_it() -> None:
+    batch = rows(2, 6) | {"attention_mask": RIGHT}
+    batch["labels"] = batch["labels"].masked_fill(RIGHT == 0, -100)
+    with pytest.raises(ValueError, match="attention_mask: expected no zeros with z_loss_coefficient"):
+        parallelize(make("bamba"), ONE)(**shard(batch, ONE))
+    parallelize(make("bamba", z_loss_coefficient=0.0), ONE)(**shard(batch, ONE))
 
 
 def test_without_labels() -> None:
@@ -305,7 +327,7 @@ def test_a_head_that_came_later() -> None:
 def test_a_mixer_that_came_later() -> None:
     model = parallelize(make("olmo_hybrid"), ONE)
     model.model.layers[2] = make("olmo_hybrid").model.layers[2]
-    with pytest.raises(FlexspError, match=r"model.layers.2.linear_attn came, or got .*, after parallelize: restore the model"):
+    with pytest.raises(FlexspError, match=r"layers.2.linear_attn came, or got .*, after parallelize: restore the"):
         model(**shard(rows(1, 8), ONE))
 
 

@@ -299,4 +299,5 @@ def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ..
             continue
         content = b"" if name == "inputs_embeds" else x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         said.append(f"{name} {list(x.shape)} hash {zlib.crc32(content):08x}")
-    compare_text(sp, f"shard of lengths {list(lengths)}, {', '.join(said)}")
+    rule = "shard (every rank calls it with the same batch, also to evaluate)"
+    compare_text(sp, f"{rule} of lengths {list(lengths)}, {', '.join(said)}", rule)

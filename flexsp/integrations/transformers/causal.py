@@ -176,8 +176,10 @@ def _arguments(
     causal: CausalModel, model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Checked, without those of None."""
-    if not isinstance(shard, Shard) or shard.sp is not sp:
-        fail(KEY, f"a Shard of {sp}", repr(shard.sp) if isinstance(shard, Shard) else type(shard).__name__)
+    if not isinstance(shard, Shard):
+        fail(KEY, "what shard returns", type(shard).__name__)
+    if shard.sp is not sp:
+        fail(KEY, f"a Shard by the object that parallelize was given, {sp}", f"one by another object, {shard.sp}")
     if args:
         fail("arguments", "keywords only (model(**shard(batch, sp)))", f"{len(args)} by position")
     call = {name: x for name, x in kwargs.items() if x is not None}
@@ -194,8 +196,16 @@ def _arguments(
             fail(name, f"the shape {list(shape)} of the shard", list(call[name].shape))
     if "position_ids" not in call:
         fail("position_ids", "those that shard returned", None)
+    embedding = model.get_input_embeddings()
+    noise = getattr(embedding, "neftune_noise_alpha", None)
+    if noise is not None and embedding.training and "input_ids" in call:  # NEFTune's hook sees the shard alone
+        expected = "None on a cut sequence (the noise would be that of a shorter one, and the same on every rank)"
+        fail("neftune_noise_alpha", expected, noise)
     if "shift_labels" in call:
         causal.check_loss(model)
+        if shard.keep is not None and getattr(model, "z_loss_coefficient", None):
+            expected = "no zeros with z_loss_coefficient, whose loss counts padding on one rank (leave the mask out)"
+            fail("attention_mask", expected, "padding")
         if shard.counted is None and "num_items_in_batch" not in call:
             fail("shift_labels", "labels that shard made", "labels for a batch without labels")
     return call

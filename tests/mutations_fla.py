@@ -61,7 +61,9 @@ FLA = [
          _CHECKS + "test_refused_models_name_everything"),
         ("if \"forward\" in vars(module) and (name in mixers or inside or not name):", "if \"forward\" in vars(module) and not name:",
          "convolutions that are replaced are taken", _CHECKS + "test_refused_models_name_everything"),
-        ("        elif inside and kind in PARTS:", "        elif kind in PARTS:", "a convolution outside of layers is taken",
+        ("*_feature_problems(module)]", "]", "keys that a feature map widens are taken",
+         _CHECKS + "test_heads_that_the_operator_refuses"),
+        ("        part = inside and (", "        part = (", "a convolution outside of layers is taken",
          _CHECKS + "test_refused_models_name_everything"),
     ),
 ]

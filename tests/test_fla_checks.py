@@ -163,6 +163,26 @@ def test_refused_models_name_everything() -> None:
         parallelize(parallelize(make_layer("delta"), ONE), ONE)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gated", {"head_dim": 256, "expand_v": 2}, "head_v_dim is 512, and heads of more than 256 are not available"),
+        ("mamba", {"state_size": 257}, "ssm_state_size is 257, and heads of more than 256"),
+        ("hgrn2", {"expand_ratio": 258, "hidden_size": 516}, "head_f_dim is 258, and heads of more than 256"),
+        ("linear attention", {"feature_map": "dpfp", "hidden_size": 68}, "its feature map makes keys of 272"),
+    ],
+)
+def test_heads_that_the_operator_refuses(name: str, changes: dict[str, Any], said: str) -> None:
+    layer = make_layer(name, **changes)
+    with pytest.raises(ValueError, match=said):
+        parallelize(layer, ONE)
+    assert not changed(layer)
+
+
+def test_softmax_takes_any_heads() -> None:
+    parallelize(make_layer("softmax", hidden_size=1200), ONE)
+
+
 def test_layers_that_call_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer("kda")
     monkeypatch.setattr(type(layer), "forward", lambda self, x: x)

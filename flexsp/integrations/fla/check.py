@@ -20,6 +20,7 @@ from flexsp.integrations.transformers.check import (
     raise_problems,
     without_adapters,
 )  # fmt: skip
+from flexsp.ops._validate import MAX_HEAD_DIM
 
 __all__ = ["came_later", "check", "check_loss", "layer_or_model"]
 
@@ -77,8 +78,9 @@ def _problems(inner: Any) -> Iterator[tuple[str, str]]:
         if "forward" in vars(module) and (kind in MIXERS or inside or not name):
             yield name, "its forward was replaced already (by parallelize or by a hook)"
         if kind in MIXERS:
-            yield from ((name, problem) for problem in mixer_problems(module, MIXERS[kind](module)))
-        elif inside and kind in PARTS:
+            problems = [*mixer_problems(module, MIXERS[kind](module)), *_feature_problems(module)]
+            yield from ((name, problem) for problem in problems)
+        elif kind in PARTS:
             yield from ((name, problem) for problem in _part_problems(module))
     yield from _unknown(inner)
     if qualified_name(inner) in MODELS:
@@ -106,6 +108,14 @@ def came_later(mixers: int, model: nn.Module) -> Iterator[str]:
     """What came into a model after `parallelize` changed so many mixers, and would run on this rank's tokens alone."""
     yield from (f"{name} ({problem}) came" for name, problem in _unknown(model))
     yield from mixers_later(model, mixers, lambda module: qualified_name(module) in MIXERS)
+
+
+def _feature_problems(module: Any) -> Iterator[str]:
+    features = getattr(module, "feature_map_q", None)
+    times = {"HedgehogFeatureMap": 2, "DPFPFeatureMap": 2 * getattr(features, "nu", 0)}.get(type(features).__name__, 1)
+    if times > 1 and module.head_k_dim * times > MAX_HEAD_DIM:
+        size = module.head_k_dim * times
+        yield f"its feature map makes keys of {size}, and heads of more than {MAX_HEAD_DIM} are not available"
 
 
 def _part_problems(module: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
 from flexsp.integrations.transformers.causal import CausalModel
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
+from flexsp.ops._validate import MAX_HEAD_DIM
 
 __all__ = [
     "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
@@ -34,6 +35,8 @@ _AROUND = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
     "torch._dynamo.eval_frame.OptimizedModule",
 }
+_HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
+_SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # what layers call whose heads have no limit
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
 
 
@@ -200,6 +203,10 @@ def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
     missing = [name for name in replaced if name not in names]
     if missing:
         yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
+    if not _SOFTMAX & {*replaced}:
+        for name in _HEADS:
+            if getattr(module, name, 0) > MAX_HEAD_DIM:
+                yield f"{name} is {getattr(module, name)}, and heads of more than {MAX_HEAD_DIM} are not available"
     if getattr(module, "attention_dropout", 0.0):
         yield f"attention_dropout is {module.attention_dropout}, and dropout of attention weights is not available"
     if not getattr(module, "is_causal", True):

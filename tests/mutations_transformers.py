@@ -100,6 +100,10 @@ TRANSFORMERS = [
          _EXAMPLE + "test_an_epoch_takes_every_window_once"),
     ),
     *_in(
+        "examples/pretrained.py",
+        ("    if text is config:\n", "    if True:\n", "nothing is said of what images need", _EXAMPLE + "test_a_model_of_text_and_images_is_told"),
+    ),
+    *_in(
         "examples/train_hybrid.py",
         ("first = step * s.batch + self.mesh.row", "first = self.mesh.row", "every step takes the same sequences",
          _EXAMPLE + "test_steps_take_one_sequence_after_another"),

@@ -59,7 +59,7 @@ FLA = [
         "flexsp/integrations/fla/check.py",
         ("if getattr(model.config, \"use_l2warp\", False):", "if False:", "another gradient of logits is taken",
          _CHECKS + "test_refused_models_name_everything"),
-        ("if \"forward\" in vars(module) and (name in mixers or inside or not name):", "if \"forward\" in vars(module) and not name:",
+        ("if \"forward\" in vars(module) and (kind in MIXERS or inside or not name):", "if \"forward\" in vars(module) and not name:",
          "convolutions that are replaced are taken", _CHECKS + "test_refused_models_name_everything"),
         ("*_feature_problems(module)]", "]", "keys that a feature map widens are taken",
          _CHECKS + "test_heads_that_the_operator_refuses"),

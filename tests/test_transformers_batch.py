@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, UncoveredWarning
+from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout, UncoveredWarning
 from flexsp.integrations.transformers import parallelize, restore, shard
 from flexsp.integrations.transformers.functions import attention
 from flexsp.testing import run_ranks
@@ -122,6 +122,15 @@ def _other_batches(sp: Any) -> str:
 def test_ranks_with_other_batches() -> None:
     for error in run_ranks(_other_batches, 3, fresh_sp=True):
         assert "also to evaluate) of lengths [4, 4, 4], input_ids [1, 12] hash" in error
+
+
+def test_a_rank_that_evaluates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+
+    monkeypatch.setattr(torch.distributed, "all_gather", no_answer)
+    with pytest.raises(PeerTimeout, match=r"in shard \(every rank calls it with the same batch, also to evaluate\)"):
+        shard(rows(1, 9), SequenceParallel(rank=0, world_size=2))
 
 
 MASK = torch.ones(2, 6, dtype=torch.long)

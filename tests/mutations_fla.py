@@ -28,6 +28,8 @@ FLA = [
          _FUNCTIONS + "test_they_do_what_they_replace"),
         ("None if g is None else g[:, ::steps]", "None if g is None else g[:, steps - 1 :: steps]", "gates of other steps",
          _FUNCTIONS + "test_they_do_what_they_replace"),
+        ("    def __init__(self) -> None:  # not on the class: torch.compile's guards look here, on every thread\n        self.sequence: _Sequence | None = None\n", "    sequence: _Sequence | None = None\n",
+         "compiled layers fail on guards of a thread", _CHECKS + "test_layers_are_compiled"),
         ("y = module.norm(y, gate) if module.rmsnorm", "y = module.norm(y) if module.rmsnorm", "Mamba-2 has no gate",
          _FUNCTIONS + "test_mamba"),
         ("True, module.dt_limit,", "True, (0.0, float(\"inf\")),", "steps have no limits", _LAYERS),

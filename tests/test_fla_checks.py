@@ -67,6 +67,15 @@ def test_a_copy_is_parallelized_by_itself() -> None:
     assert_exact(run_shard(twin, ONE, batch), run_whole(make("KDA").double(), batch))
 
 
+def test_layers_are_compiled() -> None:
+    """Twice: guards must find what they looked at, and the functions in the place of others."""
+    model, batch = parallelize(make("GatedDeltaNet", num_hidden_layers=1, attn=None), ONE), rows(1, 9)
+    model.model.layers[0].compile(backend="eager")
+    want = make("GatedDeltaNet", num_hidden_layers=1, attn=None)(**batch).loss
+    for _ in range(2):
+        torch.testing.assert_close(model(**shard(batch, ONE)).loss, want)
+
+
 def test_a_layer_is_restored() -> None:
     layer, (x, dy) = make_layer("gated"), torch.randn(2, 2, 9, D, dtype=torch.float64)
     want = run_layer(layer, x, dy)

@@ -49,7 +49,8 @@ class CausalModel:
 class _Inside(threading.local):
     """Whether a model's forward runs on a shard at the moment."""
 
-    shard: bool = False
+    def __init__(self) -> None:  # not on the class: torch.compile's guards look here, on every thread
+        self.shard = False
 
 
 _inside = _Inside()

@@ -81,9 +81,10 @@ def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Call
     space, cells = function.__globals__, function.__closure__ or ()
     if inner is None:
         space = {**space, **names}
+        space.pop("__name__", None)  # by which torch.compile would look globals up in the module, not here
     else:
         changed = with_globals(inner, names)
         cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells or None)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     return made

@@ -340,6 +340,9 @@ def test_a_mixer_that_came_later() -> None:
     model.model.layers[2] = make("olmo_hybrid").model.layers[2]
     with pytest.raises(FlexspError, match=r"layers.2.linear_attn came, or got .*, after parallelize: restore the"):
         model(**shard(rows(1, 8), ONE))
+    model.model.layers[2].linear_attn = nn.Identity()
+    with pytest.raises(FlexspError, match="1 of 3 mixers were taken out after parallelize"):
+        model(**shard(rows(1, 8), ONE))
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -123,8 +124,16 @@ def test_another_forward_takes_the_place() -> None:
         parallelize(model, ONE)
 
 
-def test_accelerate_takes_its_wrapper_off() -> None:
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """Which keeps its settings for the whole process."""
+    module = pytest.importorskip("accelerate")
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield module
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_takes_its_wrapper_off(accelerate: Any) -> None:
     model, batch = parallelize(make("olmo_hybrid").double(), ONE), rows(1, 12)
     plain = make("olmo_hybrid")
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)

@@ -55,6 +55,17 @@ def read_config(model: str) -> Any:
         raise UserError(f"--model: {file} is no config of transformers: {one_line(error)}") from error
 
 
+def left_out(config: Any) -> str:
+    """What a run must say of a model that takes more than text: its other parts are neither trained nor exported."""
+    text = config.get_text_config()
+    if text is config:
+        return ""
+    return (
+        f"--model is a {config.model_type} that takes more than text: only its language model is trained, and exported "
+        f"as a {text.model_type}, without the rest"
+    )
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 

@@ -27,7 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint import ADVICE, Metrics, Ranks, UserError, agree, file_errors, on_first_rank, open_metrics
-from pretrained import TINY, config_digest, export, make_model, read_config, read_tokenizer, set_first_weights
+from pretrained import (
+    TINY,
+    config_digest,
+    export,
+    left_out,
+    make_model,
+    read_config,
+    read_tokenizer,
+    set_first_weights,
+)  # fmt: skip
 from sharded_checkpoint import find_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
 from token_data import DTYPES as TOKEN_DTYPES
 from token_data import IGNORED, Tokens, make_batch, open_tokens
@@ -348,6 +357,8 @@ def run(options: argparse.Namespace, mesh: Mesh) -> int:
         save_checkpoint(options.folder / "checkpoints", model, optimizer, about, options.keep, mesh.world)
 
     screen, training = Screen(enabled=mesh.world.rank == 0), TrainingRun(model, optimizer, tokens, settings, mesh)
+    if left_out(config):
+        screen.console.print(left_out(config), highlight=False, soft_wrap=True)
     screen.console.print(training.describe(), f"from step {step}" if step else "", highlight=False, soft_wrap=True)
     with screen.bar:
         step, wanted = train(training, options, step, save, metrics, screen)

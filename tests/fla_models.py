@@ -280,13 +280,13 @@ MODELS: dict[str, dict[str, Any]] = {
 def make_layer(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """With the same random parameters everywhere."""
     kind, options = LAYERS[name]
-    options = {**options, **changes}
+    options = {"hidden_size": D, **options, **changes}
     home, _, cls = kind.rpartition(".")
     in_pytorch()
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(sum(map(ord, name)))
-        layer = getattr(import_module(f"fla.layers.{home}" if home else "fla.layers"), cls)(hidden_size=D, **options)
+        layer = getattr(import_module(f"fla.layers.{home}" if home else "fla.layers"), cls)(**options)
         return _with_noise(layer).to(dtype)
 
 

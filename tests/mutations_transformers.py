@@ -10,6 +10,7 @@ __all__ = ["TRANSFORMERS"]
 _MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
 _TRAINING = "tests/test_transformers_training.py::"
 _BATCH = "tests/test_transformers_batch.py::"
+_LATER = "tests/test_transformers_later.py::"
 _EXAMPLE = "tests/test_train_hybrid.py::"
 
 TRANSFORMERS = [
@@ -17,8 +18,14 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/batch.py",
         ("F.pad(labels, (0, 1), value=IGNORED)[:, 1:]", "labels", "labels are not shifted",
          _BATCH + "test_labels_move_over_the_edges"),
-        ("positions = positions[0] if positions.shape[0] == 4 else None", "positions = positions[-1]",
-         "places of images are taken for documents", _TRAINING + "test_equals_the_whole_model[qwen3_5_text-four_rows]"),
+        ("again = again[0] if len(again) == 4 else again.all(0)", "again = again[-1]",
+         "places of images are taken for documents", _BATCH + "test_where_positions_begin_documents[image]"),
+        ("again = positions.diff(dim=-1) <= 0", "again = positions.diff(dim=-1) != 1", "a jump ahead begins a document",
+         _BATCH + "test_where_positions_begin_documents[a jump ahead]"),
+        ("set() if positions is None else _starts", "set() if positions is None or mask is None and \"attention_mask\" in given else _starts",
+         "with a mask of ones, positions say nothing", _BATCH + "test_documents[position_ids]"),
+        ("        again = again & mask[:, 1:].to(again.device)\n", "        pass\n", "positions of padding begin documents",
+         _BATCH + "test_where_positions_begin_documents[padding]"),
         ("    _compare(sp, given, lengths)\n", "", "ranks do not compare their batches",
          _BATCH + "test_ranks_with_other_batches"),
         ("positions = positions - starts[", "positions = positions - 0 * starts[", "positions go on over documents",
@@ -52,19 +59,39 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/forwards.py",
         ("        space = {**space, **names}\n", "        space.update(names)\n", "other models in the process change",
          _BATCH + "test_nothing_else_changes[zamba2]"),
+        ("        space.pop(\"__name__\", None)", "        space.pop(\"__none__\", None)", "compiled layers look functions up elsewhere",
+         "tests/test_fla_checks.py::test_layers_are_compiled"),
+        ("    setattr(module, _MARK, _Kept())\n", "    setattr(module, _MARK, True)\n", "a pickle forgets parallelize",
+         _LATER + "test_a_pickle"),
+        ("    del forward.__wrapped__", "    forward.__wrapped__", "accelerate takes the wrong wrapper off",
+         _LATER + "test_accelerate_takes_its_wrapper_off"),
+        ("    if others:\n", "    if False:\n", "a model is put back by half", _LATER + "test_another_forward_takes_the_place"),
     ),
     *_in(
         "flexsp/integrations/transformers/causal.py",
         ("if sp.world_size > 1 and module.training and torch.is_grad_enabled():", "if False:",
          "training without a shard is not noticed", _BATCH + "test_training_without_a_shard"),
-        ("    if _inside.reached != mixers:", "    if False:", "a mixer that came later runs on one rank's tokens",
+        ("        if came:\n", "        if False:\n", "a mixer that came later runs on one rank's tokens",
          _BATCH + "test_a_mixer_that_came_later"),
+        ("    elif not isinstance(shard, Running):", "    elif False:", "another forward may take the place of the model's",
+         _LATER + "test_another_forward_takes_the_place"),
+        ("    if noise is not None and", "    if False and", "noise of embeddings has the length of a shard",
+         _BATCH + "test_noise_of_embeddings"),
+        ("        if shard.keep is not None and", "        if False and", "the z-loss forgets padding",
+         _BATCH + "test_padding_and_a_loss_that_counts_it"),
         ("return forward(*args) if loss_of is None else loss_of(forward, *args)",
          "return forward(*args) if loss_of is None else loss_of(head, *args)",
          "hooks of the head run for each block", _TRAINING + "test_on_a_mesh[fsdp-qwen3_next]"),
     ),
     *_in(
         "flexsp/integrations/transformers/check.py",
+        ("    found = {name: is_replaced(module) for", "    found = {name: True for", "layers that came later are taken",
+         _BATCH + "test_a_mixer_that_came_later"),
+        ("getattr(module, name, 0) > MAX_HEAD_DIM", "False", "heads that no operator takes", _BATCH + "test_refused_models_name_everything"),
+        ("    elif len(found) < mixers:", "    elif False:", "layers that were taken out", _BATCH + "test_a_mixer_that_came_later"),
+        ("not _is_activated(module)", "True", "activated LoRA looks for its tokens in a shard", _LATER + "test_refused_adapters"),
+        ('"miss", "oft", "shira", "vera",', '"miss", "oft", "poly", "vera",', "another list of adapters",
+         _LATER + "test_refused_adapters", _LATER + "test_adapters[named]"),
         ('_BY_LENGTH = ("dynamic", "longrope")', '_BY_LENGTH = ("longrope",)', "dynamic rotary embeddings are taken",
          _BATCH + "test_refused_models_name_everything"),
     ),
@@ -74,6 +101,10 @@ TRANSFORMERS = [
          _EXAMPLE + "test_documents_of_a_window"),
         ("default_rng([seed, epoch])", "default_rng([seed])", "every epoch has the same order",
          _EXAMPLE + "test_an_epoch_takes_every_window_once"),
+    ),
+    *_in(
+        "examples/pretrained.py",
+        ("    if text is config:\n", "    if True:\n", "nothing is said of what images need", _EXAMPLE + "test_a_model_of_text_and_images_is_told"),
     ),
     *_in(
         "examples/train_hybrid.py",

@@ -67,6 +67,15 @@ def test_a_copy_is_parallelized_by_itself() -> None:
     assert_exact(run_shard(twin, ONE, batch), run_whole(make("KDA").double(), batch))
 
 
+def test_layers_are_compiled() -> None:
+    """Twice: guards must find what they looked at, and the functions in the place of others."""
+    model, batch = parallelize(make("GatedDeltaNet", num_hidden_layers=1, attn=None), ONE), rows(1, 9)
+    model.model.layers[0].compile(backend="eager")
+    want = make("GatedDeltaNet", num_hidden_layers=1, attn=None)(**batch).loss
+    for _ in range(2):
+        torch.testing.assert_close(model(**shard(batch, ONE)).loss, want)
+
+
 def test_a_layer_is_restored() -> None:
     layer, (x, dy) = make_layer("gated"), torch.randn(2, 2, 9, D, dtype=torch.float64)
     want = run_layer(layer, x, dy)
@@ -163,6 +172,26 @@ def test_refused_models_name_everything() -> None:
         parallelize(parallelize(make_layer("delta"), ONE), ONE)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gated", {"head_dim": 256, "expand_v": 2}, "head_v_dim is 512, and heads of more than 256 are not available"),
+        ("mamba", {"state_size": 257}, "ssm_state_size is 257, and heads of more than 256"),
+        ("hgrn2", {"expand_ratio": 258, "hidden_size": 516}, "head_f_dim is 258, and heads of more than 256"),
+        ("linear attention", {"feature_map": "dpfp", "hidden_size": 68}, "its feature map makes keys of 272"),
+    ],
+)
+def test_heads_that_the_operator_refuses(name: str, changes: dict[str, Any], said: str) -> None:
+    layer = make_layer(name, **changes)
+    with pytest.raises(ValueError, match=said):
+        parallelize(layer, ONE)
+    assert not changed(layer)
+
+
+def test_softmax_takes_any_heads() -> None:
+    parallelize(make_layer("softmax", hidden_size=1200), ONE)
+
+
 def test_layers_that_call_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer("kda")
     monkeypatch.setattr(type(layer), "forward", lambda self, x: x)
@@ -193,7 +222,7 @@ def test_classes_that_are_not_known() -> None:
 def test_a_mixer_that_came_later() -> None:
     model = parallelize(make("GatedDeltaNet"), ONE)
     model.model.layers[2] = make("GatedDeltaNet").model.layers[2]
-    with pytest.raises(FlexspError, match="1 of 3 mixers were replaced after parallelize: restore the model"):
+    with pytest.raises(FlexspError, match=r"model.layers.2.attn came, or got .*, after parallelize: restore the model"):
         model(**shard(rows(1, 8), ONE))
     model = parallelize(make("GatedDeltaNet"), ONE)
     model.model.layers[0].attn.v_conv1d = make("GatedDeltaNet").model.layers[0].attn.v_conv1d

@@ -216,6 +216,14 @@ def test_other_models(place: Path, name: str) -> None:
     assert run(2, arguments(place, "4", *more, model=name)) == [0, 0]  # there is nothing left to train
 
 
+def test_a_model_of_text_and_images_is_told() -> None:
+    from transformers import Qwen3_5Config
+
+    script, config = hybrid("pretrained"), Qwen3_5Config(text_config=MODELS["qwen3_5_text"])
+    assert "qwen3_5 that takes more than text: only its language model is trained, and exp" in script.left_out(config)
+    assert script.left_out(config.text_config) == script.left_out(script.read_config(script.TINY)) == ""
+
+
 @pytest.mark.slow
 def test_bfloat16_learns(place: Path) -> None:
     more = ["--dtype", "bfloat16", "--steps", "30", "--sp", "2", "--export-dtype", "bfloat16"]

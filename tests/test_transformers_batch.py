@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, UncoveredWarning
+from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout, UncoveredWarning
 from flexsp.integrations.transformers import parallelize, restore, shard
 from flexsp.integrations.transformers.functions import attention
 from flexsp.testing import run_ranks
@@ -50,21 +50,51 @@ def test_labels_move_over_the_edges() -> None:
     assert [found["about_length"] for found in shards(batch)] == [4, 4, 3]
 
 
-@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids"])
+@pytest.mark.parametrize("known_by", ["cu_seq_lens_q", "cu_seqlens", "seq_idx", "position_ids", "three rows"])
 def test_documents(known_by: str) -> None:
     batch = packed([4, 1, 6])
     batch["cu_seqlens"] = batch["cu_seq_lens_q"]
-    if known_by != "position_ids":
+    if known_by in ("position_ids", "three rows"):
+        batch["attention_mask"] = torch.ones(1, 11, dtype=torch.long)
+        batch["position_ids"] = batch["position_ids"].expand(3 if known_by == "three rows" else 1, 1, 11).squeeze(0)
+    else:
         del batch["position_ids"]
     for name in {"cu_seq_lens_q", "cu_seqlens", "seq_idx"} - {known_by}:
         del batch[name]
     if known_by != "cu_seq_lens_q":
         del batch["cu_seq_lens_k"]
     per_rank = shards(batch)
-    assert torch.cat([found["position_ids"] for found in per_rank], 1).tolist() == [[*range(4), 0, *range(6)]]
+    got = torch.cat([found["position_ids"] for found in per_rank], -1).view(-1, 11)
+    assert all(row == [*range(4), 0, *range(6)] for row in got.tolist())
     for found in per_rank:
         assert found["about_cu_seqlens"].tolist() == [0, 4, 5, 11]
         assert found["about_counted"] == 3 + 0 + 5
+
+
+ROW = torch.arange(12)
+IMAGE = torch.tensor([  # two tokens of text, an image of 2 x 3, two of text; then a text
+    [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 0, 1], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0, 1], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1],
+])  # fmt: skip
+RIGHT_PADDED = {"attention_mask": (ROW < 9).long()[None], "position_ids": torch.where(ROW < 9, ROW, 1)[None]}
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({"position_ids": (ROW + 100 * (ROW > 5))[None]}, None),  # PoSE
+        ({"position_ids": (ROW % 7 + 50 * (ROW % 7 > 2))[None]}, [0, 7, 12]),
+        ({"position_ids": IMAGE[:, None]}, [0, 10, 12]),
+        ({"position_ids": torch.stack([ROW, *IMAGE])[:, None]}, None),
+        ({"position_ids": torch.stack([ROW % 8, ROW, ROW, ROW])[:, None]}, [0, 8, 12]),
+        (RIGHT_PADDED, None),
+    ],
+    ids=["a jump ahead", "jumps ahead in documents", "image", "row for text", "documents in it", "padding"],
+)
+def test_where_positions_begin_documents(given: dict[str, torch.Tensor], bounds: list[int] | None) -> None:
+    made = shard({"input_ids": torch.ones(1, 12, dtype=torch.long), **given}, ONE)
+    found = made["flexsp_shard"].cu_seqlens
+    assert (found if found is None else found.tolist()) == bounds
+    assert torch.equal(made["position_ids"], given["position_ids"])
 
 
 def test_embeddings_keep_their_gradient() -> None:
@@ -91,7 +121,16 @@ def _other_batches(sp: Any) -> str:
 
 def test_ranks_with_other_batches() -> None:
     for error in run_ranks(_other_batches, 3, fresh_sp=True):
-        assert "shard of lengths [4, 4, 4], input_ids [1, 12] hash" in error
+        assert "also to evaluate) of lengths [4, 4, 4], input_ids [1, 12] hash" in error
+
+
+def test_a_rank_that_evaluates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+
+    monkeypatch.setattr(torch.distributed, "all_gather", no_answer)
+    with pytest.raises(PeerTimeout, match=r"in shard \(every rank calls it with the same batch, also to evaluate\)"):
+        shard(rows(1, 9), SequenceParallel(rank=0, world_size=2))
 
 
 MASK = torch.ones(2, 6, dtype=torch.long)
@@ -121,12 +160,14 @@ def test_refused_batches(what: str) -> None:
 
 
 def test_refused_documents() -> None:
-    batch = packed([3, 5])
+    batch, padded = packed([3, 5]), torch.tensor([[1] * 7 + [0]])
+    by_positions = {"cu_seq_lens_q": None, "cu_seq_lens_k": None, "seq_idx": None}
     for changes, error in (
         ({"cu_seq_lens_k": torch.tensor([0, 4, 8])}, "cu_seq_lens_k: expected the documents of cu_seq_lens_q"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, "cu_seq_lens_q: expected integers that go from 0 up to the 8"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])}, "position_ids: expected positions that start"),
-        ({"position_ids": None, "attention_mask": torch.tensor([[1] * 7 + [0]])}, "attention_mask: expected only ones"),
+        ({"position_ids": None, "attention_mask": padded}, "attention_mask: expected only ones"),
+        ({**by_positions, "attention_mask": padded}, "attention_mask: expected only ones"),
     ):
         with pytest.raises(ValueError, match=error):
             shard(batch | changes, ONE)
@@ -203,14 +244,36 @@ def test_refused_calls() -> None:
         ({"token_type_ids": torch.ones(1, 8)}, "arguments: expected only .* got token_type_ids"),
         ({"input_ids": made["input_ids"][:, :5]}, r"input_ids: expected the shape \[1, 8\] of the shard, got \[1, 5\]"),
         ({"position_ids": None}, "position_ids: expected those that shard returned, got None"),
-        ({"flexsp_shard": made}, "flexsp_shard: expected a Shard of SequenceParallel"),
-        ({"flexsp_shard": shard(rows(1, 8), SequenceParallel())["flexsp_shard"]}, "flexsp_shard: expected a Shard of"),
+        ({"flexsp_shard": made}, "flexsp_shard: expected what shard returns, got dict"),
+        ({"flexsp_shard": shard(rows(1, 8), SequenceParallel())["flexsp_shard"]},
+         "flexsp_shard: expected a Shard by the object that parallelize was given, .* got one by another object"),
         ({"flexsp_shard": unlabelled["flexsp_shard"]}, "shift_labels: expected labels that shard made"),
     ):
         with pytest.raises(ValueError, match=error):
             model(**{**made, **changes})
     with pytest.raises(ValueError, match="arguments: expected keywords only"):
         model(made.pop("input_ids"), **made)
+
+
+def test_noise_of_embeddings() -> None:
+    """NEFTune, as trainers switch it on; in evaluation it does nothing."""
+    from transformers.integrations.neftune import activate_neftune
+
+    model, made = parallelize(make("mamba2"), ONE), shard(rows(1, 8), ONE)
+    activate_neftune(model, 5.0)
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha: expected None on a cut sequence .*, got 5\.0"):
+        model(**made)
+    model.eval()(**made)
+    made["inputs_embeds"] = model.get_input_embeddings()(made.pop("input_ids"))
+    model.train()(**made)
+
+
+def test_padding_and_a_loss_that_counts_it() -> None:
+    batch = rows(2, 6) | {"attention_mask": RIGHT}
+    batch["labels"] = batch["labels"].masked_fill(RIGHT == 0, -100)
+    with pytest.raises(ValueError, match="attention_mask: expected no zeros with z_loss_coefficient"):
+        parallelize(make("bamba"), ONE)(**shard(batch, ONE))
+    parallelize(make("bamba", z_loss_coefficient=0.0), ONE)(**shard(batch, ONE))
 
 
 def test_without_labels() -> None:
@@ -235,6 +298,7 @@ def test_refused_models_name_everything() -> None:
     model = make("qwen3_next", attention_dropout=0.1, rope_parameters=rope)
     model.model.layers[0].mlp.shared_expert.act_fn = Mixing()
     model.model.layers[2].input_layernorm = nn.Conv1d(24, 24, 3)
+    model.model.layers[2].linear_attn.head_v_dim = 512
     model.loss_function = nn.functional.cross_entropy
     with pytest.raises(ValueError) as error:
         parallelize(model, ONE)
@@ -244,6 +308,7 @@ def test_refused_models_name_everything() -> None:
         "model.layers.1.self_attn: attention_dropout is 0.1",
         "model.layers.2.input_layernorm: Conv1d is not known",
         "model.rotary_emb: a rotary embedding of type 'dynamic' depends on the length",
+        "model.layers.2.linear_attn: head_v_dim is 512, and heads of more than 256 are not available",
         "the model: model.loss_function: expected transformers' ForCausalLMLoss",
     ):
         assert expected in said
@@ -273,7 +338,10 @@ def test_a_head_that_came_later() -> None:
 def test_a_mixer_that_came_later() -> None:
     model = parallelize(make("olmo_hybrid"), ONE)
     model.model.layers[2] = make("olmo_hybrid").model.layers[2]
-    with pytest.raises(FlexspError, match="1 of 3 mixers were replaced after parallelize: restore the model"):
+    with pytest.raises(FlexspError, match=r"layers.2.linear_attn came, or got .*, after parallelize: restore the"):
+        model(**shard(rows(1, 8), ONE))
+    model.model.layers[2].linear_attn = nn.Identity()
+    with pytest.raises(FlexspError, match="1 of 3 mixers were taken out after parallelize"):
         model(**shard(rows(1, 8), ONE))
 
 

@@ -110,9 +110,9 @@ def _compare(sp: SequenceParallel, text: str, value: int, doing: str) -> list[in
     return [int(row[_TEXT_BYTES:].clone().view(torch.int64)) for row in rows]
 
 
-def compare_text(sp: SequenceParallel, text: str) -> None:
+def compare_text(sp: SequenceParallel, text: str, doing: str = "comparing calls") -> None:
     """PeerMismatch unless every rank calls this with the same text. Collective on the CPU group."""
-    _compare(sp, text, 0, "comparing calls")
+    _compare(sp, text, 0, doing)
 
 
 @outside_graphs("ranks tell each other how long their shards are; sp.set_lengths spares them that")

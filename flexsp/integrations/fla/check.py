@@ -15,11 +15,14 @@ from flexsp.integrations.transformers.check import (
     class_of,
     is_common,
     mixer_problems,
+    mixers_later,
+    not_known,
     raise_problems,
     without_adapters,
 )  # fmt: skip
+from flexsp.ops._validate import MAX_HEAD_DIM
 
-__all__ = ["check", "check_loss", "layer_or_model"]
+__all__ = ["came_later", "check", "check_loss", "layer_or_model"]
 
 _OLDEST, _NEWEST = (0, 6), (0, 6)  # releases of flash-linear-attention that the tests have run with
 
@@ -71,20 +74,48 @@ def _loss_refusals(model: Any) -> Iterator[tuple[str, str, str]]:
 
 def _problems(inner: Any) -> Iterator[tuple[str, str]]:
     """(path, what is in the way)"""
-    mixers = {name for name, module in inner.named_modules() if qualified_name(module) in MIXERS}
-    for name, module in inner.named_modules():
-        kind, inside = qualified_name(module), name.rpartition(".")[0] in mixers and name not in mixers
-        if "forward" in vars(module) and (name in mixers or inside or not name):
+    for name, module, kind, inside in _with_places(inner):
+        if "forward" in vars(module) and (kind in MIXERS or inside or not name):
             yield name, "its forward was replaced already (by parallelize or by a hook)"
-        if name in mixers:
-            yield from ((name, problem) for problem in mixer_problems(module, MIXERS[kind](module)))
-        elif inside and kind in PARTS:
+        if kind in MIXERS:
+            problems = [*mixer_problems(module, MIXERS[kind](module)), *_feature_problems(module)]
+            yield from ((name, problem) for problem in problems)
+        elif kind in PARTS:
             yield from ((name, problem) for problem in _part_problems(module))
-        elif kind not in LOCAL and not is_common(module) and not (type(module) is nn.Conv1d and inside):
-            yield name, f"{class_of(module).__name__} {UNAVAILABLE.get(kind, 'is not known')}"
+    yield from _unknown(inner)
     if qualified_name(inner) in MODELS:
         for name, expected, got in _loss_refusals(inner):
             yield "", f"{name}: expected {expected}, got {got}"
+
+
+def _with_places(inner: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]:
+    """Every module: its path, itself, its class, and whether a mixer holds it as a part."""
+    kinds = {name: qualified_name(module) for name, module in inner.named_modules()}
+    for name, module in inner.named_modules():
+        inside = kinds[name] not in MIXERS and bool(name) and kinds.get(name.rpartition(".")[0]) in MIXERS
+        yield name, module, kinds[name], inside
+
+
+def _unknown(inner: nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules that may join tokens, for all that is known."""
+    for name, module, kind, inside in _with_places(inner):
+        part = inside and (kind in PARTS or type(module) is nn.Conv1d)
+        if not part and kind not in MIXERS and kind not in LOCAL and not is_common(module):
+            yield name, f"{class_of(module).__name__} {UNAVAILABLE[kind]}" if kind in UNAVAILABLE else not_known(module)
+
+
+def came_later(mixers: int, model: nn.Module) -> Iterator[str]:
+    """What came into a model after `parallelize` changed so many mixers, and would run on this rank's tokens alone."""
+    yield from (f"{name} ({problem}) came" for name, problem in _unknown(model))
+    yield from mixers_later(model, mixers, lambda module: qualified_name(module) in MIXERS)
+
+
+def _feature_problems(module: Any) -> Iterator[str]:
+    features = getattr(module, "feature_map_q", None)
+    times = {"HedgehogFeatureMap": 2, "DPFPFeatureMap": 2 * getattr(features, "nu", 0)}.get(type(features).__name__, 1)
+    if times > 1 and module.head_k_dim * times > MAX_HEAD_DIM:
+        size = module.head_k_dim * times
+        yield f"its feature map makes keys of {size}, and heads of more than {MAX_HEAD_DIM} are not available"
 
 
 def _part_problems(module: Any) -> Iterator[str]:

@@ -42,7 +42,8 @@ class _Sequence:
 
 
 class _Running(threading.local):
-    sequence: _Sequence | None = None
+    def __init__(self) -> None:  # not on the class: torch.compile's guards look here, on every thread
+        self.sequence: _Sequence | None = None
 
 
 _running = _Running()

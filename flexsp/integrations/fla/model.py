@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel, abandon
 from flexsp.exceptions import FlexspError, fail
-from flexsp.integrations.fla.check import check, check_loss, layer_or_model
+from flexsp.integrations.fla.check import came_later, check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
 from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, PARTS, qualified_name
 from flexsp.integrations.transformers.batch import KEY
@@ -68,8 +68,9 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
                 replace_forward(part, PARTS[qualified_name(part)])
         replace_forward(module, functools.partial(run, _forward_over_ranks(module), sp), over_ranks=alone)
     if not alone:
+        later = functools.partial(came_later, len(mixers))
         replace_forward(inner.get_output_embeddings(), head_forward)
-        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, sp, len(mixers)))
+        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, sp, later))
     return model
 
 

@@ -17,7 +17,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.process_group import compare_text
 from flexsp.exceptions import check_dense, check_number, fail
 
-__all__ = ["IGNORED", "KEY", "Shard", "shard"]
+__all__ = ["IGNORED", "KEY", "Running", "Shard", "shard"]
 
 KEY = "flexsp_shard"  # the keyword argument that brings a Shard to every layer
 IGNORED = -100  # a label that does not count
@@ -70,6 +70,11 @@ class Shard:
             self.sp.set_lengths(before)
 
 
+class Running(Shard):
+    """A Shard in the forward of a parallelized model, which counts its labels and losses over the ranks. Layers take
+    no other."""
+
+
 @ranks_call
 def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     """This rank's part of a batch, as keyword arguments of a model that `parallelize` has changed. Collective.
@@ -84,10 +89,10 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
             ``labels`` int [B, T], not shifted; -100 does not count. Or ``shift_labels``, where token t has the label of
             the token after it.
             ``position_ids`` [B or 1, T], or [3 or 4, B or 1, T]. Without them positions count from the start of the
-            row, or of the document.
+            row, or of the document. They may jump ahead.
             ``attention_mask`` [B, T], of ones, and zeros behind them (padding on the right).
             Packed documents (B = 1): ``cu_seq_lens_q`` or ``cu_seqlens`` [N + 1], else ``seq_idx`` [1, T], else
-            positions that start again.
+            positions that start again (that do not grow from one token to the next), with a mask of ones or without.
             ``num_items_in_batch``: divide the loss by this number rather than by the labels of this batch that count.
             ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` may be there and add nothing.
         sp: the ranks, those of `parallelize`.
@@ -112,8 +117,10 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     if min(lengths) < 1:  # which transformers' own code does not take
         fail("batch", "at least one token of each row for every rank", f"lengths {list(lengths)}")
     _check_positions(given.get("position_ids"), B, T)
-    bounds = _documents(given, B, T)
-    mask = _padding(given.get("attention_mask"), B, T, packed=bounds is not None)
+    mask = _padding(given.get("attention_mask"), B, T)
+    bounds = _documents(given, B, T, mask)
+    if bounds is not None and mask is not None:
+        fail("attention_mask", "only ones with packed documents", "zeros")
     labels = _shifted(given, B, T, mask)
     _compare(sp, given, lengths)
     stop = list(accumulate(lengths))[sp.rank]
@@ -177,12 +184,10 @@ def _check_positions(positions: Tensor | None, B: int, T: int) -> None:
         fail("position_ids", expected, f"{positions.dtype} {list(positions.shape)}")
 
 
-def _documents(given: dict[str, Any], B: int, T: int) -> list[int] | None:
+def _documents(given: dict[str, Any], B: int, T: int, mask: Tensor | None) -> list[int] | None:
     """Boundaries of the documents, or None where each row is one."""
     positions = given.get("position_ids")
-    if positions is not None and positions.dim() == 3:  # rows of images' places say nothing of documents
-        positions = positions[0] if positions.shape[0] == 4 else None
-    starts = set() if positions is None or "attention_mask" in given else _jumps(positions, 1)
+    starts = set() if positions is None else _starts(positions, mask)
     found = {name: _boundaries(name, given, B, T) for name in _BOUNDARIES}
     said = {name: bounds for name, bounds in found.items() if bounds is not None}
     if not said:
@@ -198,9 +203,24 @@ def _documents(given: dict[str, Any], B: int, T: int) -> list[int] | None:
     return bounds if len(set(bounds)) > 2 else None
 
 
-def _jumps(x: Tensor, step: int) -> set[int]:
-    """Places where some row does not go on by ``step``."""
-    return set((x.diff(dim=-1) != step).any(0).nonzero()[:, 0].add(1).tolist())
+def _starts(positions: Tensor, mask: Tensor | None) -> set[int]:
+    """Tokens whose position does not lie behind that of the token before, in some row: there a document begins. A jump
+    ahead begins none, since methods that train for longer sequences leave positions out (PoSE).
+
+    Of rows for text, time, height and width that for text counts; without it all three, of which one grows with every
+    token of an image.
+    """
+    again = positions.diff(dim=-1) <= 0
+    if positions.dim() == 3:
+        again = again[0] if len(again) == 4 else again.all(0)
+    if mask is not None:
+        again = again & mask[:, 1:].to(again.device)
+    return _places(again)
+
+
+def _places(changed: Tensor) -> set[int]:
+    """Of tokens from the second on, those at which something changed in some row."""
+    return set(changed.any(0).nonzero()[:, 0].add(1).tolist())
 
 
 def _boundaries(name: str, given: dict[str, Any], B: int, T: int) -> list[int] | None:
@@ -211,7 +231,7 @@ def _boundaries(name: str, given: dict[str, Any], B: int, T: int) -> list[int] |
         fail("batch", f"batch size 1 with {name} (documents are packed along T)", B)
     if name == "seq_idx":
         _check_rows(name, x, (B, T))
-        return [0, *sorted(_jumps(x, 0)), T]
+        return [0, *sorted(_places(x.diff(dim=-1) != 0)), T]
     bounds = x.tolist() if x.dim() == 1 and not x.is_floating_point() else []
     if not bounds or bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
         got = bounds if bounds else f"{x.dtype} {list(x.shape)}"
@@ -219,7 +239,7 @@ def _boundaries(name: str, given: dict[str, Any], B: int, T: int) -> list[int] |
     return bounds
 
 
-def _padding(mask: Tensor | None, B: int, T: int, packed: bool) -> Tensor | None:
+def _padding(mask: Tensor | None, B: int, T: int) -> Tensor | None:
     """True for tokens; None where there is no padding."""
     if mask is None:
         return None
@@ -229,8 +249,6 @@ def _padding(mask: Tensor | None, B: int, T: int, packed: bool) -> Tensor | None
         fail("attention_mask", "zeros and ones", "other numbers")
     if bool(kept.all()):
         return None
-    if packed:
-        fail("attention_mask", "only ones with packed documents", "zeros")
     if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
         fail("attention_mask", "padding on the right only", "a zero before a one (set padding_side='right')")
     return kept
@@ -281,4 +299,5 @@ def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ..
             continue
         content = b"" if name == "inputs_embeds" else x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         said.append(f"{name} {list(x.shape)} hash {zlib.crc32(content):08x}")
-    compare_text(sp, f"shard of lengths {list(lengths)}, {', '.join(said)}")
+    rule = "shard (every rank calls it with the same batch, also to evaluate)"
+    compare_text(sp, f"{rule} of lengths {list(lengths)}, {', '.join(said)}", rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel, abandon
 from flexsp.exceptions import FlexspError, fail
-from flexsp.integrations.transformers.batch import KEY, Shard
+from flexsp.integrations.transformers.batch import KEY, Running, Shard
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.loss import language_loss, router_loss
 
@@ -47,10 +47,10 @@ class CausalModel:
 
 
 class _Inside(threading.local):
-    """Whether a model's forward runs on a shard at the moment, and how many mixers it has handed it to."""
+    """Whether a model's forward runs on a shard at the moment."""
 
-    shard: bool = False
-    reached: int = 0
+    def __init__(self) -> None:  # not on the class: torch.compile's guards look here, on every thread
+        self.shard = False
 
 
 _inside = _Inside()
@@ -58,13 +58,17 @@ _inside = _Inside()
 
 def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) -> Shard | None:
     """The shard that a mixer is handed, or None where it runs on this rank alone."""
-    shard = kwargs.get(KEY)
-    if shard is not None:
-        _inside.reached += 1
-    elif _inside.shard:
-        raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
-    else:
+    shard: Shard | None = kwargs.get(KEY)
+    if shard is None:
+        if _inside.shard:
+            raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
         refuse_training(module, sp)
+    elif not isinstance(shard, Running):  # losses and gradients would be those of one rank's labels
+        raise FlexspError(
+            f"{type(module).__name__} was handed {KEY} by other code than the model's forward of parallelize. Call the "
+            "whole model, not its base model. If you do, something replaced model.forward after parallelize, such as "
+            "use_liger_kernel=True or a trainer of TRL: turn that off (docs/transformers.md, What is refused)"
+        )
     return shard
 
 
@@ -86,22 +90,32 @@ def head_forward(
 
 
 def forward_on_shard(
-    causal: CausalModel, sp: SequenceParallel, mixers: int, original: Callable[..., Any], model: Any, *args: Any,
+    causal: CausalModel,
+    sp: SequenceParallel,
+    later: Callable[[Any], Iterable[str]],
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
-    """The model's own forward where no shard is handed to it."""
+) -> Any:
+    """The model's own forward where no shard is handed to it. ``later``: what came into the model after `parallelize`
+    and would run on this rank's tokens alone."""
     shard = kwargs.pop(KEY, None)
     if shard is None:
         refuse_training(model, sp)
         return original(model, *args, **kwargs)
     try:
-        return _run(causal, model, mixers, shard, _arguments(causal, model, sp, shard, args, kwargs))
+        call = _arguments(causal, model, sp, shard, args, kwargs)
+        came = [*later(model)]
+        if came:
+            raise FlexspError(f"{', '.join(came)} {LATER}")
+        return _run(causal, model, shard, call)
     except Exception as error:
         abandon(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
 
 
-def _run(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
+def _run(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     config, head = model.config, model.get_output_embeddings()
@@ -110,7 +124,7 @@ def _run(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[
     labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
     as_dict = call.pop("return_dict", config.return_dict)
     balanced = causal.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
-    outputs = _run_layers(causal, model, mixers, shard, call)
+    outputs = _run_layers(causal, model, shard, call)
     found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
     if labels is None:
         found["logits"] = causal.logits(model, head, outputs.last_hidden_state)
@@ -127,20 +141,17 @@ def _run(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[
     return made if as_dict else made.to_tuple()
 
 
-def _run_layers(causal: CausalModel, model: Any, mixers: int, shard: Shard, call: dict[str, Any]) -> Any:
-    """What the model without its head returns; all of its mixers must have had the shard."""
+def _run_layers(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) -> Any:
+    """What the model without its head returns."""
     if causal.has_masks:
         call["attention_mask"] = {"full_attention": None, "linear_attention": None}
     else:
         del call["position_ids"]
-    _inside.shard, _inside.reached = True, 0
+    _inside.shard = True
     try:
-        outputs = model.base_model(**call, use_cache=False, return_dict=True, **{KEY: shard})
+        return model.base_model(**call, use_cache=False, return_dict=True, **{KEY: Running(**vars(shard))})
     finally:
         _inside.shard = False
-    if _inside.reached != mixers:
-        raise FlexspError(f"{mixers - _inside.reached} of {mixers} mixers were replaced {LATER}")
-    return outputs
 
 
 def _loss_of(
@@ -166,8 +177,10 @@ def _arguments(
     causal: CausalModel, model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Checked, without those of None."""
-    if not isinstance(shard, Shard) or shard.sp is not sp:
-        fail(KEY, f"a Shard of {sp}", repr(shard.sp) if isinstance(shard, Shard) else type(shard).__name__)
+    if not isinstance(shard, Shard):
+        fail(KEY, "what shard returns", type(shard).__name__)
+    if shard.sp is not sp:
+        fail(KEY, f"a Shard by the object that parallelize was given, {sp}", f"one by another object, {shard.sp}")
     if args:
         fail("arguments", "keywords only (model(**shard(batch, sp)))", f"{len(args)} by position")
     call = {name: x for name, x in kwargs.items() if x is not None}
@@ -184,8 +197,16 @@ def _arguments(
             fail(name, f"the shape {list(shape)} of the shard", list(call[name].shape))
     if "position_ids" not in call:
         fail("position_ids", "those that shard returned", None)
+    embedding = model.get_input_embeddings()
+    noise = getattr(embedding, "neftune_noise_alpha", None)
+    if noise is not None and embedding.training and "input_ids" in call:  # NEFTune's hook sees the shard alone
+        expected = "None on a cut sequence (the noise would be that of a shorter one, and the same on every rank)"
+        fail("neftune_noise_alpha", expected, noise)
     if "shift_labels" in call:
         causal.check_loss(model)
+        if shard.keep is not None and getattr(model, "z_loss_coefficient", None):
+            expected = "no zeros with z_loss_coefficient, whose loss counts padding on one rank (leave the mask out)"
+            fail("attention_mask", expected, "padding")
         if shard.counted is None and "num_items_in_batch" not in call:
             fail("shift_labels", "labels that shard made", "labels for a batch without labels")
     return call

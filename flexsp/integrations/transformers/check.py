@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
 from flexsp.integrations.transformers.causal import CausalModel
+from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
+from flexsp.ops._validate import MAX_HEAD_DIM
 
 __all__ = [
-    "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems", "mixer_problems",
-    "raise_problems", "replaced_names", "seam_of", "without_adapters",
+    "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
+    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_names", "seam_of", "without_adapters",
 ]  # fmt: skip
 
 _OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
@@ -24,6 +26,17 @@ _TORCH_MODULES = (
     nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
     nn.Sequential, nn.Dropout, nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh,
 )  # fmt: skip
+# Adapters of peft that treat tokens one by one, by their packages in peft.tuners.
+_ADAPTERS = (
+    "_buffer_dict", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "shira", "vera",
+)  # fmt: skip
+# What torch puts around a layer that it checkpoints or compiles.
+_AROUND = {
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
+    "torch._dynamo.eval_frame.OptimizedModule",
+}
+_HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
+_SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # what layers call whose heads have no limit
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
 
 
@@ -115,9 +128,25 @@ def _is_local(module: nn.Module, seam: Seam) -> bool:
 
 def is_common(module: nn.Module) -> bool:
     """A module of torch, transformers or peft that treats tokens one by one."""
+    if f"{type(module).__module__}.{type(module).__name__}" in _AROUND:
+        return True
     cls = class_of(module)
-    known = cls in _TORCH_MODULES or cls.__module__.startswith(("transformers.activations", "peft.tuners.lora."))
-    return known or (cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper")
+    if cls in _TORCH_MODULES or cls.__module__.startswith("transformers.activations"):
+        return True
+    if cls.__module__.startswith("peft.tuners."):
+        return cls.__module__.split(".")[2] in _ADAPTERS and not _is_activated(module)
+    return cls.__module__ == "peft.utils.other" and cls.__name__ == "ModulesToSaveWrapper"
+
+
+def not_known(module: nn.Module) -> str:
+    if _is_activated(module):
+        return "activated LoRA looks for its tokens in the whole sequence"
+    return f"{class_of(module).__name__} is not known"
+
+
+def _is_activated(module: nn.Module) -> bool:
+    variants = getattr(module, "lora_variant", None)
+    return isinstance(variants, dict) and any(type(x).__name__.startswith("ALora") for x in variants.values())
 
 
 def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
@@ -128,14 +157,37 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
             yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
         if name in mixers:
             yield from ((name, problem) for problem in mixer_problems(module, replaced_names(module, seam) or ()))
-        elif not _is_local(module, seam) and not (type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers):
-            yield name, f"{type(module).__name__} is not known"
         rope = getattr(module, "rope_type", None)
         if rope in _BY_LENGTH:
             yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"
+    yield from _unknown(model, seam)
     if not getattr(model.config, "is_causal", True):
         yield "", "config.is_causal is False"
     yield from loss_problems(model, seam)
+
+
+def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
+    """Modules that may join tokens, for all that is known."""
+    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    for name, module in model.named_modules():
+        inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers
+        if name not in mixers and not inside and not _is_local(module, seam):
+            yield name, not_known(module)
+
+
+def came_later(seam: Seam, mixers: int, model: nn.Module) -> Iterator[str]:
+    """What came into a model after `parallelize` changed so many mixers, and would run on this rank's tokens alone."""
+    yield from (f"{name} ({problem}) came" for name, problem in _unknown(model, seam))
+    yield from mixers_later(model, mixers, lambda module: replaced_names(module, seam) is not None)
+
+
+def mixers_later(model: nn.Module, mixers: int, is_mixer: Callable[[nn.Module], bool]) -> Iterator[str]:
+    found = {name: is_replaced(module) for name, module in model.named_modules() if is_mixer(module)}
+    late = [name for name, replaced in found.items() if not replaced]
+    if late:
+        yield f"{', '.join(late)} came, or got another forward,"
+    elif len(found) < mixers:
+        yield f"{mixers - len(found)} of {mixers} mixers were taken out"
 
 
 def loss_problems(model: Any, causal: CausalModel) -> Iterator[tuple[str, str]]:
@@ -151,6 +203,10 @@ def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
     missing = [name for name in replaced if name not in names]
     if missing:
         yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
+    if not _SOFTMAX & {*replaced}:
+        for name in _HEADS:
+            if getattr(module, name, 0) > MAX_HEAD_DIM:
+                yield f"{name} is {getattr(module, name)}, and heads of more than {MAX_HEAD_DIM} are not available"
     if getattr(module, "attention_dropout", 0.0):
         yield f"attention_dropout is {module.attention_dropout}, and dropout of attention weights is not available"
     if not getattr(module, "is_causal", True):

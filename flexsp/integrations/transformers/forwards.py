@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from flexsp.exceptions import fail
+from flexsp.exceptions import FlexspError, fail
 from flexsp.nn.exactness import OVER_RANKS
 
 __all__ = ["is_replaced", "replace_forward", "restore", "with_globals"]
 
 M = TypeVar("M", bound=nn.Module)
-_MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made
+_MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made, and of its module
+
+
+class _Kept:
+    """Stands in a parallelized module and refuses to be pickled: what is loaded would take shards and not know it."""
+
+    def __reduce__(self) -> NoReturn:
+        raise FlexspError(
+            "a parallelized model cannot be pickled, since what is loaded would run on each rank's tokens alone: save "
+            "model.state_dict(), call model.save_pretrained, or restore the model first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return self
 
 
 def restore(model: M) -> M:
     """Undoes `parallelize`, in place.
 
     Raises:
-        ValueError: the model is not parallelized.
+        ValueError: the model is not parallelized, or a forward of it was replaced once more since then.
     """
-    changed = [module for module in model.modules() if is_replaced(module)] if isinstance(model, nn.Module) else []
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    changed = {name: module for name, module in modules if _MARK in vars(module)}
     if not changed:
         fail("model", "a parallelized model", type(model).__name__)
-    for module in changed:
-        del module.__dict__["forward"]
+    others = [name or "the model" for name, module in changed.items() if not is_replaced(module)]
+    if others:
+        undo = "undo that first: accelerator.unwrap_model(model, keep_fp32_wrapper=False) does it for accelerate"
+        fail("model", "the forwards that parallelize made", f"others of {', '.join(others)} ({undo})")
+    for module in changed.values():
+        del module.__dict__["forward"], module.__dict__[_MARK]
     return model
 
 
@@ -45,10 +64,14 @@ def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(original, self, *args, **kwargs)
 
+    # Whoever takes wrappers off, as accelerate does, must stop here. Signatures are still read: trainers do.
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(forward, _MARK, True)
     if over_ranks:
         setattr(forward, OVER_RANKS, True)
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    setattr(module, _MARK, _Kept())
 
 
 def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
@@ -58,9 +81,10 @@ def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Call
     space, cells = function.__globals__, function.__closure__ or ()
     if inner is None:
         space = {**space, **names}
+        space.pop("__name__", None)  # by which torch.compile would look globals up in the module, not here
     else:
         changed = with_globals(inner, names)
         cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells or None)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     return made

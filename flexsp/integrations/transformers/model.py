@@ -11,7 +11,13 @@ from torch import nn
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import fail
 from flexsp.integrations.transformers.causal import forward_on_shard, head_forward, take_shard
-from flexsp.integrations.transformers.check import causal_model, check_model, replaced_names, seam_of
+from flexsp.integrations.transformers.check import (
+    came_later,
+    causal_model,
+    check_model,
+    replaced_names,
+    seam_of,
+)  # fmt: skip
 from flexsp.integrations.transformers.forwards import replace_forward, with_globals
 
 __all__ = ["parallelize"]
@@ -55,8 +61,9 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     mixers = {module: names for module, names in replaced.items() if names is not None}
     for module, names in mixers.items():
         replace_forward(module, functools.partial(_mixer_forward, with_globals(type(module).forward, names), sp))
+    later = functools.partial(came_later, seam, len(mixers))
     replace_forward(inner.get_output_embeddings(), head_forward)
-    replace_forward(inner, functools.partial(forward_on_shard, seam, sp, len(mixers)))
+    replace_forward(inner, functools.partial(forward_on_shard, seam, sp, later))
     return model
 
 

@@ -11,6 +11,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -92,7 +93,7 @@ def mamba2_ssd(
     )  # fmt: skip
     if D is not None:
         weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)
-        y = (y + x * weight).to(x.dtype)
+        y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
     return y, final
 
 

@@ -172,10 +172,10 @@ class Recipe(Generic[_C]):
 
     def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""
-        given, by_head = self.given, self.call.facts.by_head
+        given, facts = self.given, self.call.facts
         return {
-            grad: (given.H, given.T, 1) if name in by_head else _rows_of(given.shapes[name])
-            for name, grad in self.gradients if name in given.tokens and grad in makes
+            grad: _rows_of(given.shapes[name]) if name in {*given.tokens} - facts.by_head else (given.H, given.T, 1)
+            for name, grad in self.gradients if grad in makes and name in {*given.tokens, *facts.by_token}
         }  # fmt: skip
 
     def _tails(self, tensors: dict[str, tuple[int, ...]]) -> list[Step]:

@@ -17,7 +17,16 @@ from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import arriving, begins, ended, following, last_of_ended, running_sum, without_tail
+from flexsp.scan.sequence import (
+    arriving,
+    begins,
+    ended,
+    following,
+    last_of_ended,
+    read_here,
+    running_sum,
+    without_tail,
+)
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -124,7 +133,8 @@ def mamba3(
         given = (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
         _, *views = joined(sp, *given, *(initial or ()))
         (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
-        initial = Mamba3State(*state) if initial is not None else None
+        here = [read_here(part, sizes.T, cu_seqlens, sp) for part in state]
+        initial = Mamba3State(*here) if initial is not None else None  # type: ignore[arg-type]
     given = _Given(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
     how = _How(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
     run = _by_kernels if _has_kernels(sizes, given) else _in_pytorch

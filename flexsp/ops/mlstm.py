@@ -16,6 +16,7 @@ from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.scan import max_plus
+from flexsp.scan.sequence import read_here
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -94,6 +95,7 @@ def chunk_mlstm(
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
         _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
+        given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = has_kernels(q) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
     gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)

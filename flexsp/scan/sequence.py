@@ -21,7 +21,7 @@ from flexsp.scan.transitions import Transition
 
 __all__ = [
     "Arrived", "arriving", "begins", "ended", "following", "last", "last_of_ended", "positions", "previous",
-    "running_sum", "tokens_before", "without_tail",
+    "read_here", "running_sum", "tokens_before", "without_tail",
 ]  # fmt: skip
 
 Ranks = SequenceParallel | None
@@ -44,6 +44,21 @@ def positions(T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp:
     """Positions [T] of this rank's T tokens, from 0 at the start of the sequence, of each document where packed."""
     place, begin, _ = _places(T, device, cu_seqlens, sp)
     return place - begin
+
+
+def read_here(
+    states: torch.Tensor | None, T: int, cu_seqlens: torch.Tensor | None, sp: Ranks
+) -> torch.Tensor | None:  # fmt: skip
+    """Initial states [N, ...] with zeros in the rows of documents that start on another rank, whatever stands there.
+
+    A rank may not read these. What computes with all rows would have gradients of 0 times NaN for them.
+    """
+    if states is None or cu_seqlens is None or sp is None or sp.world_size == 1:
+        return states
+    start, stop, _ = sp.shard_range(T)
+    begin = cu_seqlens[:-1]
+    here = (begin >= start) & ((begin < stop) | sp.is_last)
+    return states.masked_fill(~here.view(-1, *[1] * (states.dim() - 1)), 0.0)
 
 
 def without_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:

@@ -100,7 +100,8 @@ def _mlstm(s: Shape, r: Random) -> Made:
 
 def _mlstm_op(initial_state: Any = (None, None, None), output_final_state: bool = False, **given: Any) -> Any:
     c, n, m = initial_state
-    return ops.chunk_mlstm(**given, c_initial=c, n_initial=n, m_initial=m, return_last_states=output_final_state, head_first=False)
+    states = {"c_initial": c, "n_initial": n, "m_initial": m, "return_last_states": output_final_state}
+    return ops.chunk_mlstm(**given, **states, head_first=False)
 
 
 def _case(op: Any, make: Any, tokens: str) -> Case:

@@ -194,7 +194,8 @@ def test_wrong_arguments_over_ranks() -> None:
     for heads, backend, bounds, shape in run_ranks(_refused, 3, fresh_sp=True):
         assert heads.startswith('exchange: expected "auto" or "keys" (4 heads do not divide by 3 ranks), got "heads"')
         assert backend.startswith('backend: expected "auto", "flex" or "blocks" where ranks exchange keys')
-        assert bounds.startswith("cu_seqlens: expected a last entry of at most 12") and shape.startswith("k: expected shape")
+        assert bounds.startswith("cu_seqlens: expected a last entry of at most 12")
+        assert shape.startswith("k: expected shape")
 
 
 def _kept(sp: Any, exchange: str) -> int:

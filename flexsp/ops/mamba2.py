@@ -11,6 +11,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = ["mamba2_ssd"]
 
 
 @ranks_call
+@one_dtype("x B C", out="x")
 def mamba2_ssd(
     x: torch.Tensor,
     dt: torch.Tensor,

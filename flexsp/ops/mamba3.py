@@ -14,6 +14,7 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.operators import plain
 from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
@@ -56,6 +57,7 @@ class Mamba3State(NamedTuple):
 
 
 @ranks_call
+@one_dtype("x B C", out="x")
 def mamba3(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -147,6 +149,7 @@ def mamba3(
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
 
 
+@one_dtype("x B C", out="x")
 def recurrent_mamba3(
     x: torch.Tensor,
     dt: torch.Tensor,

@@ -15,6 +15,7 @@ from flexsp.kernels.operators import plain
 from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 from flexsp.scan import max_plus
 from flexsp.scan.sequence import read_here
 
@@ -29,6 +30,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_mlstm(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -125,6 +127,7 @@ def chunk_mlstm(
     return h, gates.last(C, n.squeeze(-1))
 
 
+@one_dtype("q k v")
 def recurrent_mlstm(
     q: torch.Tensor,
     k: torch.Tensor,

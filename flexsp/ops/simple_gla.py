@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import backwards, one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -19,6 +20,7 @@ _MIN_LOG_DECAY = -104.0
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,6 +86,7 @@ def chunk_simple_gla(
     )  # fmt: skip
 
 
+@one_dtype("q k v")
 def recurrent_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,11 +96,16 @@ def recurrent_simple_gla(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_simple_gla` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states [B, H, K, V] included, so a prompt goes through the chunked op and
     its final state here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
+    ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -107,6 +115,17 @@ def recurrent_simple_gla(
         >>> q1, k1, v1, g1 = (x[:, -1:] for x in (q, k, v, g))  # the next token's
         >>> o1, state = recurrent_simple_gla(q1, k1, v1, g1, initial_state=state, output_final_state=True)
     """
+    turned = backwards(
+        recurrent_simple_gla, reverse, cu_seqlens, {"q": q, "k": k, "v": v, "g": g},
+        g_gamma=g_gamma, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+    )  # fmt: skip
+    if turned is not None:
+        return turned  # type: ignore[no-any-return]
+    if cu_seqlens is not None:
+        return chunk_simple_gla(
+            q=q, k=k, v=v, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     B, T, H, K, V = check.check_qkv(q, k, v)
     check.check_flag("output_final_state", output_final_state)
     check.check_decay_inputs(q, g, g_gamma)

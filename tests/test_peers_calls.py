@@ -33,7 +33,7 @@ def finals(x: Any) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_not_in_the_rows_dtype_is_taken_in_float32(name: str, seed: int) -> None:
-    """Rows in float16 beside all else in bfloat16, states among it, and one row in bfloat16 beside others in float16."""
+    """Rows in float16 beside all else in bfloat16, and one row in bfloat16 beside others in float16."""
     case, rows = ALL[name], rows_of(name)
     shape = Shape(B=1, T=5, H=4, K=4, V=4, states=1)
     drawn = {key: mapped(x, torch.bfloat16) for key, x in case.inputs(shape, seed).items()}

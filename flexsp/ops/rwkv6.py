@@ -43,6 +43,7 @@ def chunk_rwkv6(
         v: [B, T, H, V] in the same dtype; V of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -exp of what it calls w; r's dtype or float32. Values
             below -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
+            RWKV-LM hands its kernels numbers that decay by e^{-e^w}: pass -w.exp() for them.
         u: bonus [H, K]; r's dtype or float32.
         scale: factor on r; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.

@@ -42,6 +42,7 @@ def chunk_rwkv7(
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -e^{-1/2} sigmoid(.); r's dtype or float32. Values below
             -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
+            RWKV-LM hands its kernels numbers that decay by e^{-e^w}: pass -w.exp() for them.
         k: [B, T, H, K] in r's dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         a: [B, T, H, K] in the same dtype.

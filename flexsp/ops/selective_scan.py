@@ -84,7 +84,7 @@ def selective_scan(
         >>> B, C = torch.randn(2, 2, 100, 16).unbind(0)
         >>> y, state = selective_scan(u, delta, -torch.rand(256, 16), B, C, delta_softplus=True, return_last_state=True)
     """
-    if isinstance(B, torch.Tensor) and B.dim() == 4:
+    if _in_groups(B):
         return _by_groups(
             selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
             return_last_state=return_last_state, discretization=discretization, cu_seqlens=cu_seqlens,
@@ -131,7 +131,7 @@ def recurrent_selective_scan(
         >>> B, C = torch.randn(2, 2, 1, 16).unbind(0)
         >>> y, state = recurrent_selective_scan(u, delta, -torch.rand(256, 16), B, C, return_last_state=True)
     """
-    if isinstance(B, torch.Tensor) and B.dim() == 4:
+    if _in_groups(B):
         return _by_groups(
             recurrent_selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
             return_last_state=return_last_state, discretization=discretization,
@@ -147,6 +147,10 @@ def recurrent_selective_scan(
         y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
     last = (h.clone() if h is initial_state else h) if return_last_state else None
     return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+
+
+def _in_groups(B: object) -> bool:
+    return isinstance(B, torch.Tensor) and not B.is_nested and B.dim() == 4
 
 
 def _by_groups(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
-from flexsp.devices import MOST_HEADS
+from flexsp.devices import check_heads
 from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, check_results, memory
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
@@ -60,8 +60,7 @@ class Given:
         self.B = lead.shape[0] if self.batched else 1
         self.T, self.H = (max([given[x].shape[self.batched + i] for x in tokens]) for i in (0, 1))
         self.lead = (*lead.shape[: 1 + self.batched], self.H)
-        if self.B * self.H > MOST_HEADS:
-            raise ValueError(f"inputs: expected B * H <= {MOST_HEADS} (a grid's second axis), got {self.B * self.H}")
+        check_heads("inputs", self.B, self.H)
         self.copied = [name for name, x in given.items() if not self._lies_well(name, x)]
         given = given | {name: given[name].contiguous() for name in self.copied}
         self.strides = {name: self.strides_of(given[name]) for name in tokens}

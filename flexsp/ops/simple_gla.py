@@ -65,7 +65,8 @@ def chunk_simple_gla(
         Gradients of ``g_gamma`` are this rank's share; their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535:
+            pack the sequences, with ``cu_seqlens``.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)

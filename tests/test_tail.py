@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp import ops
+from flexsp import nn, ops
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape
 from flexsp.testing.ranks import run_ranks
@@ -96,3 +96,26 @@ def test_what_is_refused() -> None:
     x = torch.randn(1, 9, 2, 4)
     with pytest.raises(ValueError, match=r"cu_seqlens: expected a last entry of at most 9 .*, got 10"):
         ops.chunk_simple_gla(x, x, x, cu_seqlens=torch.tensor([0, 4, 10]))
+
+
+LAYERS = {
+    "SimpleGLA": {"num_heads": 2}, "Mamba2": {"head_dim": 8, "state_size": 4}, "Mamba": {"state_size": 4},
+    "Mamba3": {"head_dim": 8, "state_size": 4}, "MLSTM": {"num_heads": 2}, "RWKV7": {"head_dim": 8},
+    "GatedDeltaNet": {"num_heads": 2, "head_dim": 8}, "HGRN": {}, "RGLRU": {"num_heads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_learn_nothing_of_the_tail(name: str) -> None:
+    """Parameters have the gradients of the documents alone where the loss is of these."""
+    layer = getattr(nn, name)(16, **LAYERS[name]).double()
+    x, bounds, found = torch.randn(1, 7, 16, dtype=torch.float64), torch.tensor([0, 2, 4]), []
+    for length in (4, 7):
+        layer.zero_grad()
+        part = x[:, :length].clone().requires_grad_()
+        y = layer(part, cu_seqlens=bounds)
+        y[:, :4].square().sum().backward()
+        assert part.grad is not None and not part.grad[:, 4:].any()
+        found.append([y[:, :4], part.grad[:, :4], *[p.grad for p in layer.parameters() if p.grad is not None]])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

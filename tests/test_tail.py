@@ -17,6 +17,7 @@ from flexsp.testing.ranks import run_ranks
 from tests.interpreted import poisoned
 from tests.marks import quick
 from tests.op_cases import OTHER_CASES
+from tests.test_objectives import MODELS, draw_for
 
 ALL = CASES | DELTA_CASES | OTHER_CASES
 ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
@@ -38,8 +39,8 @@ def _solved(case: Case, inputs: dict[str, Any], cu: torch.Tensor, seed: int) -> 
     given = {name: leaf(x) for name, x in inputs.items()}
     o, final = case.op(**given, cu_seqlens=cu, output_final_state=True)
     finals = _leaves(final if isinstance(final, tuple) else (final,))
-    do = torch.randn(16, *o.shape[2:], generator=torch.Generator().manual_seed(seed))[: o.shape[1]]
-    loss = (o * do.to(o.dtype)).sum() + sum(x.square().sum() for x in finals)
+    do = torch.randn(999, *o.shape[2:], generator=torch.Generator().manual_seed(seed))[: o.shape[1]]
+    loss = (o * do.to(o)).sum() + sum(x.square().sum() for x in finals)
     named = [(name, x) for name, y in given.items() for x in _leaves(y if isinstance(y, tuple) else (y,))]
     grads = torch.autograd.grad(loss, [x for _, x in named])
     return [
@@ -48,13 +49,21 @@ def _solved(case: Case, inputs: dict[str, Any], cu: torch.Tensor, seed: int) -> 
     ]  # fmt: skip
 
 
-def wrong(case: Case, dtype: torch.dtype, end: int, T: int, seed: int, states: int = 3) -> list[str]:
-    """What a tail of T - end tokens changes, or leaves other than 0."""
-    bounds = torch.tensor([0, 2, 2, end])
+def wrong(
+    case: Case, dtype: torch.dtype, end: int, T: int, seed: int, states: int = 3, size: int = 4, device: str = "cpu"
+) -> list[str]:  # fmt: skip
+    """What a tail of T - end tokens changes, or leaves other than 0. Heads of ``size`` channels."""
+    bounds = torch.tensor([0, 2, 2, end], device=device)
     heads = 4 if case is CASES["mamba2_groups"] else 2
-    inputs = case.inputs(Shape(B=1, T=T, H=heads, K=4, V=4, states=states), seed)
-    rounded = {key: tuple(y.to(dtype) for y in x) if isinstance(x, tuple) else x.to(dtype) if torch.is_tensor(x) else x
-               for key, x in inputs.items()}  # fmt: skip
+    inputs = case.inputs(Shape(B=1, T=T, H=heads, K=size, V=size, states=states), seed)
+    wide = torch.promote_types(dtype, torch.float32)  # of states
+
+    def _cast(key: str, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(_cast(key, y) for y in x)
+        return x.to(device, wide if key == "initial_state" else dtype) if torch.is_tensor(x) else x
+
+    rounded = {key: _cast(key, x) for key, x in inputs.items()}
     short = {key: x[:, :end] if key in case.tokens else x for key, x in rounded.items()}
     found = []
     for (what, want), (_, got) in zip(*(_solved(case, x, bounds, seed) for x in (short, rounded)), strict=True):
@@ -119,3 +128,12 @@ def test_layers_learn_nothing_of_the_tail(name: str) -> None:
         found.append([y[:, :4], part.grad[:, :4], *[p.grad for p in layer.parameters() if p.grad is not None]])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["mamba3, read", "rows", "read", "difference", "information", "contrastive"])
+def test_objectives(name: str, seed: int) -> None:
+    model = MODELS[name]()
+    inputs = draw_for(model, 1, 7, seed)
+    tokens = tuple(key for key, x in inputs.items() if x.dim() > 1 and x.shape[1] == 7 and key != "mimo_x")
+    case = Case(model, None, lambda s, r: inputs, tokens=tokens)  # type: ignore[arg-type]
+    assert not wrong(case, torch.float64, 4, 7, seed, states=0)

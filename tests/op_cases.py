@@ -42,7 +42,7 @@ def _rwkv6(s: Shape, r: Random) -> Made:
 
 def _rwkv7(s: Shape, r: Random) -> Made:
     made = _rows(s, r, "rkvab", "w")
-    return made | {x: 0.3 * made[x] for x in "ab"}
+    return made | {x: 0.7 * F.normalize(made[x], dim=-1) for x in "ab"}  # the state does not grow
 
 
 def _vector(s: Shape, r: Random, lru: bool = False) -> Made:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "REGISTERS", "Device", "check_shared",
-    "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
+    "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "REGISTERS", "Device", "check_heads",
+    "check_shared", "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
 ]  # fmt: skip
 
 MOST_HEADS = 65535
@@ -188,6 +188,13 @@ def reads_shared(arch: int) -> bool:
 def shared_of_arch(arch: int) -> int:
     """Bytes of shared memory that a block may have; of a capability that is not known yet, the least of all."""
     return _SHARED.get(arch, min(_SHARED.values())) * _KIB
+
+
+def check_heads(name: str, B: int, H: int) -> None:
+    """ValueError where there are more than `MOST_HEADS`."""
+    if B * H > MOST_HEADS:
+        limit = f"B * H <= {MOST_HEADS} (a grid's second axis)"
+        raise ValueError(f"{name}: expected {limit}, got {B * H}. Pack the sequences, with cu_seqlens.")
 
 
 def check_shared(kernel: str, needed: int, arch: int, sizes: str, advice: str = _ADVICE) -> None:

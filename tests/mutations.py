@@ -13,6 +13,7 @@ from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
 from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
+from tests.mutations_ops import OPS
 from tests.mutations_planner import PLANNER
 from tests.mutations_programs import PROGRAMS
 from tests.mutations_starting import STARTING
@@ -589,6 +590,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING,
+    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -460,7 +460,7 @@ def test_more_heads_than_a_grid_has() -> None:
 
     code = variants.load("linear").make(2, 16, 16, torch.bfloat16).kernels
     given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
-    with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000"):
+    with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000. Pack"):
         recipe_of(code, given, None, None, None)
 
 

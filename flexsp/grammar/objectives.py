@@ -17,7 +17,7 @@ from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import following, last, previous, running_sum
+from flexsp.scan.sequence import following, last, previous, running_sum, without_tail
 
 if TYPE_CHECKING:
     from flexsp.grammar.decay import Decay
@@ -167,6 +167,7 @@ class Rows(Objective):
         o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}")
         if self.rank > 1 or self.trapezoidal:
             o = o + own_products(call.scale * reads, written, x, gamma, eta)
+            o = without_tail(o, call.cu_seqlens, call.group)
         final = None
         if call.want_final:
             o, final = self._together(call, o, S, P, keys, last_keys, last_v)
@@ -390,7 +391,7 @@ class Contrastive(Objective):
         bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
         for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):
             into = start - max(x for x in bounds if x <= start)
-            if length and into % self.block:
+            if length and into % self.block and (start < bounds[-1] or call.cu_seqlens is None):
                 check.fail(
                     "sp", f"shards that start on edges of blocks of {self.block} tokens, which are part of the model",
                     f"rank {rank} from token {into} of the sequence or document",

@@ -91,7 +91,10 @@ def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Opti
             shape, dims = (heads.numel(),), "[HV * K]"
         check.check_tensor("dt_bias", dt_bias, shape, dims, dtypes=dtypes, device=g.device)
     if A_log is not None:
-        check.check_tensor("A_log", A_log, (heads[0],), "[HV]", dtypes=dtypes, device=g.device)
+        shape, dims = ((heads[0],), "[HV]")
+        if isinstance(A_log, Tensor) and A_log.dim() == 4:
+            shape, dims = (1, 1, heads[0], 1), "[1, 1, HV, 1]"
+        check.check_tensor("A_log", A_log, shape, dims, dtypes=dtypes, device=g.device)
     elif not bounded:
         check.fail("A_log", "a tensor [HV] with use_gate_in_kernel", None)
 
@@ -131,7 +134,7 @@ def activated(
     heads = g.shape[2:]
     raw = _wide(g, like) if dt_bias is None else g + _wide(dt_bias, like).view(heads)  # as wide as the wider one
     if A_log is not None:
-        slope = _wide(A_log, like).exp()
+        slope = _wide(A_log, like).exp().flatten()
         slope = slope if len(heads) == 1 else slope.unsqueeze(-1)
         if lower_bound is None:
             return -slope * F.softplus(raw)

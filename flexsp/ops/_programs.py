@@ -152,17 +152,19 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
 
 
 def matrix_loop(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Optional, bonus: Optional = None
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Optional, bonus: Optional = None, columns: Optional = None
 ) -> tuple[Tensor, Tensor]:
     """S_t = decay_t S_{t-1} + k_t v_t^T, one token after the other; o_t = q_t S_t in v's dtype.
 
-    With ``bonus`` [H, K], o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
+    ``columns`` [B, T, H, V] are factors of the state's columns beside those of its rows. With ``bonus`` [H, K],
+    o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
     """
     (B, T, H, K), V = q.shape, v.shape[-1]
     S, v_t, o = q.new_zeros(B, H, K, V) if state is None else state, v.to(q.dtype), []
     for t in range(T):
         written = k[:, t, :, :, None] * v_t[:, t, :, None, :]
-        new = S * decay[:, t, :, :, None] + written
+        kept = S * decay[:, t, :, :, None]
+        new = (kept if columns is None else kept * columns[:, t, :, None, :]) + written
         read = new if bonus is None else S + bonus[:, :, None] * written
         o.append((q[:, t, :, :, None] * read).sum(-2))  # no matmul: autocast would round the state
         S = new

@@ -8,6 +8,7 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -16,6 +17,7 @@ __all__ = ["chunk_delta_rule", "recurrent_delta_rule"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,6 +68,7 @@ def chunk_delta_rule(
     return _delta.run("deltanet", heads, tokens, call)
 
 
+@one_dtype("q k v")
 def recurrent_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,11 +78,14 @@ def recurrent_delta_rule(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_delta_rule` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -91,6 +97,11 @@ def recurrent_delta_rule(
         >>> q1, k1, v1, beta1 = (x[:, -1:] for x in (q, k, v, beta))  # the next token's
         >>> o1, state = recurrent_delta_rule(q1, k1, v1, beta1, initial_state=state, output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_delta_rule(
+            q=q, k=k, v=v, beta=beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     heads, tokens = _delta.prepared(q, k, v, beta, None, use_qk_l2norm_in_kernel)
     call = _delta.Call(scale, initial_state, output_final_state)
     return _delta.recurrent(heads, tokens, call)

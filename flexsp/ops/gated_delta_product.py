@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -17,6 +18,7 @@ __all__ = ["chunk_gated_delta_product", "recurrent_gated_delta_product"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_gated_delta_product(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -75,6 +77,7 @@ def chunk_gated_delta_product(
     return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, call, steps=n)
 
 
+@one_dtype("q k v")
 def recurrent_gated_delta_product(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,11 +89,14 @@ def recurrent_gated_delta_product(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gated_delta_product` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -100,6 +106,12 @@ def recurrent_gated_delta_product(
         >>> k, v = torch.randn(2, 2, 3, 4, 64).unbind(0)
         >>> o, state = recurrent_gated_delta_product(q, k, v, g, torch.rand(2, 3, 4), 3, output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_gated_delta_product(
+            q=q, k=k, v=v, g=g, beta=beta, num_householder=num_householder, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
     call = _delta.Call(scale, initial_state, output_final_state)

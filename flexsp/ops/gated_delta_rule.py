@@ -8,6 +8,7 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _delta
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -16,6 +17,7 @@ __all__ = ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -57,7 +59,7 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: the step sizes are sigmoid(beta).
         allow_neg_eigval: they are 2 sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
         use_gate_in_kernel: the gates are -e^{A_log} softplus(g + dt_bias).
-        A_log: [HV], q's dtype or float32; needed by ``use_gate_in_kernel``.
+        A_log: [HV] or [1, 1, HV, 1], q's dtype or float32; needed by ``use_gate_in_kernel``.
         dt_bias: [HV], q's dtype or float32, or None.
         state_v_first: states are [N, HV, V, K].
         sp: the ranks, as in `chunk_simple_gla`.
@@ -84,6 +86,7 @@ def chunk_gated_delta_rule(
     return _delta.run("gated_deltanet", heads, tokens, call)
 
 
+@one_dtype("q k v")
 def recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,11 +103,14 @@ def recurrent_gated_delta_rule(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gated_delta_rule` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -114,6 +120,14 @@ def recurrent_gated_delta_rule(
         >>> g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
         >>> o, state = recurrent_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_gated_delta_rule(
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,

@@ -10,6 +10,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import backwards, one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -18,6 +19,7 @@ __all__ = ["chunk_gla", "recurrent_gla"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,6 +70,7 @@ def chunk_gla(
     return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
 
 
+@one_dtype("q k v")
 def recurrent_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,11 +80,19 @@ def recurrent_gla(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    reverse: bool = False,
+    gv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gla` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
+    ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
+    ``gv`` [B, T, H, V] are natural-log gates of the columns of the state, as in that library:
+    S_t = diag(e^{g_t}) S_{t-1} diag(e^{gv_t}) + k_t v_t^T. The chunked op has none.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -90,10 +101,27 @@ def recurrent_gla(
         >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_gla(q, k, v, -torch.rand(2, 1, 4, 64), output_final_state=True)
     """
+    turned = backwards(
+        recurrent_gla, reverse, cu_seqlens, {"q": q, "k": k, "v": v, "g": g, "gv": gv},
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    if turned is not None:
+        return turned  # type: ignore[no-any-return]
+    if cu_seqlens is not None:
+        if gv is not None:
+            check.fail("gv", "None with cu_seqlens", "a tensor")
+        return chunk_gla(
+            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     B, _, H, K, V = check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
+    if gv is not None:
+        check.check_gate("gv", gv, tuple(v.shape), "[B, T, H, V]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first)
     state = programs.initial_state((H, K, V), "H, K, V", call, None, q)
     reads = programs.wide(q, q) * check.check_scale(scale, K)
-    o, state = programs.matrix_loop(reads, programs.wide(k, q), v, programs.clamped(g, q).exp(), state)
+    columns = None if gv is None else programs.clamped(gv, q).exp()
+    keys, decay = programs.wide(k, q), programs.clamped(g, q).exp()
+    o, state = programs.matrix_loop(reads, keys, v, decay, state, columns=columns)
     return o, programs.final_state(state, call)

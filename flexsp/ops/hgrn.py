@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -17,6 +18,7 @@ __all__ = ["chunk_hgrn", "recurrent_hgrn"]
 
 
 @ranks_call
+@one_dtype("x", out="x")
 def chunk_hgrn(
     x: torch.Tensor,
     g: torch.Tensor,
@@ -58,16 +60,20 @@ def chunk_hgrn(
     return programs.run_vector("hgrn", x, g, call)
 
 
+@one_dtype("x", out="x")
 def recurrent_hgrn(
     x: torch.Tensor,
     g: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_hgrn` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -75,6 +81,11 @@ def recurrent_hgrn(
     Example:
         >>> o, state = recurrent_hgrn(torch.randn(2, 1, 256), -torch.rand(2, 1, 256), output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_hgrn(
+            x=x, g=g, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            sp=False,
+        )  # fmt: skip
     check_inputs(x, g)
     call = programs.Call(initial_state, output_final_state)
     state = programs.initial_state((x.shape[2],), "D", call, None, x)

@@ -10,6 +10,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.ops import _delta
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -18,6 +19,7 @@ __all__ = ["chunk_kda", "recurrent_kda"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,13 +62,13 @@ def chunk_kda(
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
         use_gate_in_kernel: the gates are -e^{A_log} softplus(g + dt_bias), or, with ``lower_bound``,
             lower_bound sigmoid(e^{A_log} (g + dt_bias)).
-        A_log: [HV], q's dtype or float32; needed by ``use_gate_in_kernel`` without ``lower_bound``.
+        A_log: [HV] or [1, 1, HV, 1], q's dtype or float32; needed by ``use_gate_in_kernel`` without ``lower_bound``.
         dt_bias: [HV * K] or [HV, K], q's dtype or float32, or None.
         use_beta_sigmoid_in_kernel: the step sizes are sigmoid(beta).
         allow_neg_eigval: they are 2 sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
         safe_gate: the gates lie in [-5, 0); with ``use_gate_in_kernel`` it needs ``lower_bound`` in that range.
             A promise that other libraries' kernels make use of; here results do not depend on it.
-        lower_bound: see ``use_gate_in_kernel``; below 0.
+        lower_bound: see ``use_gate_in_kernel``, without which it changes nothing; below 0.
         state_v_first: states are [N, HV, V, K].
         sp: the ranks, as in `chunk_simple_gla`.
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
@@ -94,6 +96,7 @@ def chunk_kda(
     return _delta.run("vector_gated_delta", heads, tokens, call)
 
 
+@one_dtype("q k v")
 def recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -111,11 +114,14 @@ def recurrent_kda(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_kda` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -125,6 +131,14 @@ def recurrent_kda(
         >>> g, beta = -torch.rand(2, 1, 4, 64), torch.rand(2, 1, 4)
         >>> o, state = recurrent_kda(q, k, v, g, beta, output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_kda(
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     _check_bound(g, use_gate_in_kernel, False, lower_bound)
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
@@ -138,11 +152,8 @@ def recurrent_kda(
 def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:
     check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
     check.check_flag("safe_gate", safe_gate)
-    if lower_bound is not None:
-        if not use_gate_in_kernel:
-            check.fail("lower_bound", "None without use_gate_in_kernel", repr(lower_bound))
-        if check_number("lower_bound", lower_bound) >= 0:
-            check.fail("lower_bound", "a number below 0", repr(lower_bound))
+    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
+        check.fail("lower_bound", "a number below 0", repr(lower_bound))
     if not safe_gate:
         return
     if use_gate_in_kernel and (lower_bound is None or lower_bound < -5):

@@ -10,6 +10,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -23,6 +24,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_linear_attn(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 from flexsp.ops.simple_gla import chunk_simple_gla
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = ["chunk_retention"]
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_retention(
     q: torch.Tensor,
     k: torch.Tensor,

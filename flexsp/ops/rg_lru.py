@@ -11,6 +11,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -19,6 +20,7 @@ __all__ = ["recurrent_rg_lru", "rg_lru"]
 
 
 @ranks_call
+@one_dtype("x", out="x")
 def rg_lru(
     x: torch.Tensor,
     r: torch.Tensor,
@@ -68,6 +70,7 @@ def rg_lru(
     return o.to(x.dtype), state
 
 
+@one_dtype("x", out="x")
 def recurrent_rg_lru(
     x: torch.Tensor,
     r: torch.Tensor,

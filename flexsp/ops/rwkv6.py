@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import backwards, one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -17,6 +18,7 @@ __all__ = ["chunk_rwkv6", "recurrent_rwkv6"]
 
 
 @ranks_call
+@one_dtype("r k v")
 def chunk_rwkv6(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -41,6 +43,7 @@ def chunk_rwkv6(
         v: [B, T, H, V] in the same dtype; V of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -exp of what it calls w; r's dtype or float32. Values
             below -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
+            RWKV-LM hands its kernels numbers that decay by e^{-e^w}: pass -w.exp() for them.
         u: bonus [H, K]; r's dtype or float32.
         scale: factor on r; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
@@ -67,6 +70,7 @@ def chunk_rwkv6(
     return programs.run_matrix("rwkv6", sizes, inputs, scale, call, first="r")
 
 
+@one_dtype("r k v")
 def recurrent_rwkv6(
     r: torch.Tensor,
     k: torch.Tensor,
@@ -76,11 +80,16 @@ def recurrent_rwkv6(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_rwkv6` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
+    ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -89,6 +98,17 @@ def recurrent_rwkv6(
         >>> r, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_rwkv6(r, k, v, -torch.rand(2, 1, 4, 64), torch.randn(4, 64), output_final_state=True)
     """
+    turned = backwards(
+        recurrent_rwkv6, reverse, cu_seqlens, {"r": r, "k": k, "v": v, "w": w},
+        u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+    )  # fmt: skip
+    if turned is not None:
+        return turned  # type: ignore[no-any-return]
+    if cu_seqlens is not None:
+        return chunk_rwkv6(
+            r=r, k=k, v=v, w=w, u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     _, _, H, K, V = _checked(r, k, v, w, u)
     call = programs.Call(initial_state, output_final_state)
     state = programs.initial_state((H, K, V), "H, K, V", call, None, r)

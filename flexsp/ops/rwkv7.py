@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -17,6 +18,7 @@ __all__ = ["chunk_rwkv7", "recurrent_rwkv7"]
 
 
 @ranks_call
+@one_dtype("r k v a b")
 def chunk_rwkv7(
     r: torch.Tensor,
     w: torch.Tensor,
@@ -40,6 +42,7 @@ def chunk_rwkv7(
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -e^{-1/2} sigmoid(.); r's dtype or float32. Values below
             -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
+            RWKV-LM hands its kernels numbers that decay by e^{-e^w}: pass -w.exp() for them.
         k: [B, T, H, K] in r's dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         a: [B, T, H, K] in the same dtype.
@@ -70,6 +73,7 @@ def chunk_rwkv7(
     return programs.run_matrix("rwkv7", sizes, inputs, scale, call, first="r")
 
 
+@one_dtype("r k v a b")
 def recurrent_rwkv7(
     r: torch.Tensor,
     w: torch.Tensor,
@@ -80,11 +84,14 @@ def recurrent_rwkv7(
     scale: float | None = 1.0,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_rwkv7` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
     here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -94,6 +101,11 @@ def recurrent_rwkv7(
         >>> kk, w = torch.nn.functional.normalize(x, dim=-1), -0.6 * torch.rand(2, 1, 4, 64)
         >>> o, state = recurrent_rwkv7(r, w, k, v, -kk, kk * torch.rand_like(kk), output_final_state=True)
     """
+    if cu_seqlens is not None:
+        return chunk_rwkv7(
+            r=r, w=w, k=k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     B, T, H, K, V = _checked(r, w, k, v, a, b)
     call = programs.Call(initial_state, output_final_state)
     initial = programs.initial_state((H, K, V), "H, K, V", call, None, r)

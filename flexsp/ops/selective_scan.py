@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,7 @@ from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.op import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -23,6 +25,7 @@ Optional = torch.Tensor | None
 
 
 @ranks_call
+@one_dtype("u B C z", out="u")
 def selective_scan(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -52,8 +55,9 @@ def selective_scan(
         u: [batch, T, D], float16, bfloat16, float32 or float64, any strides.
         delta: step sizes [batch, T, D], >= 0 after ``delta_bias`` and ``delta_softplus``; u's dtype or float32.
         A: [D, N] <= 0, usually -exp(A_log); u's dtype or float32; N of 1..256. delta A is a natural-log gate.
-        B: [batch, T, N] in u's dtype, the same for all channels.
-        C: [batch, T, N] in u's dtype, the same for all channels.
+        B: [batch, T, N] in u's dtype, the same for all channels; or [batch, T, G, N] with G a divisor of D: channel d
+            uses group d // (D / G), and every group is a call of its own.
+        C: [batch, T, N] or [batch, T, G, N], as B.
         D: [D] skip weights, or None; u's dtype or float32.
         z: [batch, T, D] in u's dtype, a gate: y is multiplied by silu(z); or None.
         delta_bias: [D] added to delta first, or None; u's dtype or float32.
@@ -80,6 +84,12 @@ def selective_scan(
         >>> B, C = torch.randn(2, 2, 100, 16).unbind(0)
         >>> y, state = selective_scan(u, delta, -torch.rand(256, 16), B, C, delta_softplus=True, return_last_state=True)
     """
+    if _in_groups(B):
+        return _by_groups(
+            selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
+            return_last_state=return_last_state, discretization=discretization, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, sp=sp,
+        )  # fmt: skip
     batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
     sp = check.resolve(sp, u)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, u, "u", sp)
@@ -93,6 +103,7 @@ def selective_scan(
     )  # fmt: skip
 
 
+@one_dtype("u B C z", out="u")
 def recurrent_selective_scan(
     u: torch.Tensor,
     delta: torch.Tensor,
@@ -120,6 +131,11 @@ def recurrent_selective_scan(
         >>> B, C = torch.randn(2, 2, 1, 16).unbind(0)
         >>> y, state = recurrent_selective_scan(u, delta, -torch.rand(256, 16), B, C, return_last_state=True)
     """
+    if _in_groups(B):
+        return _by_groups(
+            recurrent_selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
+            return_last_state=return_last_state, discretization=discretization,
+        )  # fmt: skip
     batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
     check.check_state("initial_state", initial_state, (batch, width, N), "[batch, D, N]", u, None, None)
     dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
@@ -131,6 +147,41 @@ def recurrent_selective_scan(
         y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
     last = (h.clone() if h is initial_state else h) if return_last_state else None
     return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+
+
+def _in_groups(B: object) -> bool:
+    return isinstance(B, torch.Tensor) and not B.is_nested and B.dim() == 4
+
+
+def _by_groups(
+    op: Callable[..., Any], u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: Optional, z: Optional, delta_bias: Optional, initial_state: Optional, **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """A call for each group of channels, whose B and C are [batch, T, G, N]."""
+    check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
+    (batch, T, width), (G, N) = u.shape, B.shape[2:]
+    if G < 1 or width % G:
+        check.fail("B", f"a number of groups G that divides the {width} channels", G)
+    for name, x in (("B", B), ("C", C)):
+        check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
+    wholes: dict[str, tuple[Optional, int]] = {
+        "delta": (delta, 2), "A": (A, 0), "D": (D, 0), "z": (z, 2), "delta_bias": (delta_bias, 0),
+        "initial_state": (initial_state, 1),
+    }  # fmt: skip
+    for name, (whole, axis) in wholes.items():
+        if whole is None:
+            continue
+        if not isinstance(whole, torch.Tensor) or whole.dim() <= axis or whole.shape[axis] != width:
+            got = list(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__
+            check.fail(name, f"a tensor with {width} channels along axis {axis}", got)
+    parts = []
+    n = width // G
+    for g in range(G):
+        at = g * n
+        mine = {name: None if x is None else x.narrow(axis, at, n) for name, (x, axis) in wholes.items()}
+        parts.append(op(u.narrow(2, at, n), B=B[:, :, g], C=C[:, :, g], **mine, **others))
+    last = None if parts[0][1] is None else torch.cat([x for _, x in parts], 1)
+    return torch.cat([y for y, _ in parts], 2), last
 
 
 def _checked(

@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.ops._peers import backwards, one_dtype
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -19,6 +20,7 @@ _MIN_LOG_DECAY = -104.0
 
 
 @ranks_call
+@one_dtype("q k v")
 def chunk_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,7 +50,9 @@ def chunk_simple_gla(
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N + 1] boundaries of N documents packed along T; B must be 1. Documents may be
-            empty. Under ``sp`` they count tokens over all ranks.
+            empty. Under ``sp`` they count tokens over all ranks. They may end before the tokens do, as where documents
+            are padded to a capacity: outputs and gradients of the tokens behind are 0. What stands there must be
+            finite, since parameters have sums over all tokens of gradients times inputs.
         sp: the ranks among which the sequence is cut. None: those of the enclosing ``sequence_parallel``, if any;
             False: none. The tensors are then this rank's shard (which may be empty).
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, whose values can be checked without synchronising.
@@ -61,7 +65,8 @@ def chunk_simple_gla(
         Gradients of ``g_gamma`` are this rank's share; their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535:
+            pack the sequences, with ``cu_seqlens``.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
@@ -82,6 +87,7 @@ def chunk_simple_gla(
     )  # fmt: skip
 
 
+@one_dtype("q k v")
 def recurrent_simple_gla(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -91,11 +97,16 @@ def recurrent_simple_gla(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    reverse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_simple_gla` token by token: decoding, T = 1 a step.
 
     Takes and returns the same tensors, states [B, H, K, V] included, so a prompt goes through the chunked op and
     its final state here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
+
+    With ``cu_seqlens`` it is the chunked op on one rank.
+    ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -105,6 +116,17 @@ def recurrent_simple_gla(
         >>> q1, k1, v1, g1 = (x[:, -1:] for x in (q, k, v, g))  # the next token's
         >>> o1, state = recurrent_simple_gla(q1, k1, v1, g1, initial_state=state, output_final_state=True)
     """
+    turned = backwards(
+        recurrent_simple_gla, reverse, cu_seqlens, {"q": q, "k": k, "v": v, "g": g},
+        g_gamma=g_gamma, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+    )  # fmt: skip
+    if turned is not None:
+        return turned  # type: ignore[no-any-return]
+    if cu_seqlens is not None:
+        return chunk_simple_gla(
+            q=q, k=k, v=v, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
+        )  # fmt: skip
     B, T, H, K, V = check.check_qkv(q, k, v)
     check.check_flag("output_final_state", output_final_state)
     check.check_decay_inputs(q, g, g_gamma)

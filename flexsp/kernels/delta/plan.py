@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexsp.devices import MOST_HEADS, Device, of_device
+from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.launches import Launch
 
 __all__ = ["LONG", "MOST", "Part", "Plan", "Tiles", "engine_runs", "plan_of"]
@@ -173,8 +173,7 @@ def plan_of(
 
     gluon: whether kernels in Gluon may be launched.
     """
-    if B * H > MOST_HEADS:
-        raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
+    check_heads("q", B, H)
     n_chunks = -(-T // _chunk(dtype)) + docs
     cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
     tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)

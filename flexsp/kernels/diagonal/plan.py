@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexsp.devices import MOST_HEADS, Device, of_device
+from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
@@ -46,8 +46,7 @@ def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Plan:
     """As `make_plan`, of sizes."""
-    if B * H > MOST_HEADS:
-        raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
+    check_heads("q", B, H)
     choice = tiles.choose(dtype, K, V, device, docs > 0)
     n_chunks = -(-T // choice.chunk) + docs
     per_seg = tiles.segment_length(n_chunks, B * H, device.programs)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
-from flexsp.devices import MOST_HEADS
+from flexsp.devices import check_heads
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
@@ -163,8 +163,7 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     """
     untransformed(_NAME, IN_PYTORCH)
     batch, _, H, _ = angles.shape
-    if batch * H > MOST_HEADS:
-        raise ValueError(f"x: expected B * H <= {MOST_HEADS} (a grid's second axis), got {batch} * {H}")
+    check_heads("x", batch, H)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
     return found
 

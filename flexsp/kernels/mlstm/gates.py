@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
 from flexsp.comm.group import SequenceParallel
-from flexsp.devices import MOST_HEADS
+from flexsp.devices import check_heads
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
 from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
@@ -219,8 +219,7 @@ def _given(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> tuple[dic
 def blocks(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> Blocks:
     """Of gates [B, T, H], any strides."""
     B, T, H = f.shape
-    if B * H > MOST_HEADS:
-        raise ValueError(f"q: expected B * H <= {MOST_HEADS} (a grid's second axis), got {B} * {H}")
+    check_heads("q", B, H)
     n = triton.cdiv(T, _TOKENS)
     each_a, each_c, a, c = torch.empty(4, B, n, H, dtype=torch.float64, device=f.device).unbind(0)
     total_a, total_c = torch.empty(2, B, H, dtype=torch.float64, device=f.device).unbind(0)

@@ -1,0 +1,95 @@
+"""What calls of other libraries have that an op's own checks would refuse: mixed dtypes, and tokens backwards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from flexsp.exceptions import check_flag, fail
+
+__all__ = ["backwards", "one_dtype"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_HALVES = (torch.float16, torch.bfloat16)
+_MIXED = (*_HALVES, torch.float32)
+_STATES = ("initial_state", "c_initial", "n_initial", "m_initial")
+
+
+def one_dtype(rows: str, out: str = "v") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator of an op whose arguments named in ``rows`` must have one dtype.
+
+    Where they differ among float16, bfloat16 and float32, all are taken in float32, and outputs have the dtype of the
+    argument ``out``. States in half precision are taken in float32, and so is what else is in another half precision
+    than the rows. Gradients have the dtypes of the arguments.
+    """
+    together = rows.split()
+
+    def decorate(op: Callable[_P, _R]) -> Callable[_P, _R]:
+        names = tuple(inspect.signature(op).parameters)
+
+        @functools.wraps(op)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+            changed = _in_one_dtype(given, together)
+            if not changed or len(given) != len(args) + len(kwargs):  # of what is given twice Python tells
+                return op(*args, **kwargs)
+            made: Any = op(**given | changed)  # type: ignore[call-arg]
+            if out in changed:
+                made = made[0].to(given[out].dtype), made[1]
+            return made  # type: ignore[no-any-return]
+
+        return run
+
+    return decorate
+
+
+def _in_one_dtype(given: dict[str, Any], together: list[str]) -> dict[str, Any]:
+    """The arguments that have another dtype then."""
+    rows = {name: given[name] for name in together if isinstance(given.get(name), torch.Tensor)}
+    if not rows:
+        return {}
+    lead = next(iter(rows.values())).dtype
+    changed = {}
+    if any([x.dtype != lead for x in rows.values()]):
+        if not all([x.dtype in _MIXED for x in rows.values()]):
+            return {}
+        lead, changed = torch.float32, {name: x.float() for name, x in rows.items()}
+    for name, x in given.items():
+        if name in rows:
+            continue
+        if name in _STATES:
+            if any([_is_half(y) for y in (x if isinstance(x, tuple) else (x,))]):
+                wide = torch.promote_types(lead, torch.float32)
+                changed[name] = _widened(x, wide)
+        elif _is_half(x) and x.dtype != lead:
+            changed[name] = x.float()
+    return changed
+
+
+def _is_half(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in _HALVES
+
+
+def _widened(state: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(state, tuple):
+        return state.to(dtype)
+    parts = [x.to(dtype) if _is_half(x) else x for x in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def backwards(op: Callable[..., Any], reverse: object, cu_seqlens: torch.Tensor | None, tokens: dict[str, Any],
+              **others: Any) -> Any:  # fmt: skip
+    """``op`` from the last token to the first if ``reverse``; None if not. ``tokens`` are [B, T, ...] or None."""
+    check_flag("reverse", reverse)
+    if not reverse:
+        return None
+    if cu_seqlens is not None:
+        fail("reverse", "False with cu_seqlens", True)
+    turned = {name: x.flip(1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for name, x in tokens.items()}
+    o, final = op(**turned, **others)
+    return o.flip(1), final

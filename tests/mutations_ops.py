@@ -1,0 +1,119 @@
+"""The changes of tests/mutate.py to public operators: the tail of packed documents, layouts, dtypes, edges of kernels."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["OPS"]
+
+_TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
+_LOOKS = "looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)"
+_BLIND = "looks = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0)"
+
+OPS = [
+    *_in(
+        "flexsp/kernels/recipe.py",
+        ('*self._tails({"@o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",
+         _TAIL + "test_in_kernels[hgrn]"),
+        (", *self._tails(self._gradients_of_tokens(makes))", "", "gradients behind the last document are not written",
+         _TAIL + "test_in_kernels[hgrn]"),
+        ("name in {*given.tokens, *facts.by_token}", "name in given.tokens", "a decay's gradient sums what no document holds",
+         _TAIL + "test_in_kernels[gamma]"),
+        ("facts.T // x[1])", "1)", "queries with fewer rows than keys have another tail", _TAIL + "test_in_kernels[gated_delta_product]"),
+    ),
+    *_in(
+        "flexsp/kernels/tail.py",
+        ("mask=at < left)", "mask=at < left - 1)", "the last number of the tail is not written", _TAIL + "test_in_kernels[hgrn]"),
+    ),
+    *_in(
+        "flexsp/kernels/table.py",
+        ("torch.where(used[:, None], rows, tail)", "torch.where(used[:, None], rows, 0)", "slots do not say where the tail begins",
+         "tests/test_table.py::test_empty_documents_at_both_ends"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/in_pytorch.py",
+        (".masked_fill(nowhere, 0.0)", "", "tokens of no document have an output", _TAIL + "test_in_pytorch[linear]"),
+    ),
+    *_in(
+        "flexsp/compiler/frontend/functions.py",
+        ("min(T, max(0, stop - bounds[-1]))", "min(T, max(0, T - bounds[-1]))", "ranks take the tail of the first",
+         "tests/test_sp_ops.py::test_documents_that_end_before_the_tokens[gla]"),
+    ),
+    *_in(
+        "flexsp/ops/mamba2.py",
+        ("without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)", "(y + x * weight).to(x.dtype)", "a skip reaches the tail",
+         _TAIL + "test_in_pytorch[mamba2]"),
+        ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/test_validation.py::test_mamba2"),
+    ),
+    *_in(
+        "flexsp/nn/attention/local.py",
+        (", (0, 1), value=self.total)", ", (0, 0))", "the tail sees the last document", _TAIL + "test_attention[False-2]"),
+    ),
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("o = without_tail(o, call.cu_seqlens, call.group)", "pass", "what tokens read of themselves reaches the tail",
+         _TAIL + "test_objectives[rows]"),
+    ),
+    *_in(
+        "flexsp/scan/sequence.py",
+        ("return states.masked_fill(~here", "return states.masked_fill(here & ~here", "rows of other ranks reach gradients",
+         "tests/test_sp_ops.py::test_documents_that_end_before_the_tokens[mlstm]"),
+    ),
+    *_in(
+        "flexsp/ops/_peers.py",
+        ("elif _is_half(x) and x.dtype != lead:", "elif False:", "gates of another half precision are refused",
+         _PEERS + "test_what_is_not_in_the_rows_dtype_is_taken_in_float32[simple_gla]"),
+        ("made = made[0].to(given[out].dtype), made[1]", "pass", "outputs have the dtype that was computed in",
+         _PEERS + "test_gradients_have_the_dtypes_of_the_arguments"),
+        ("return o.flip(1), final", "return o, final", "outputs from right to left stay so",
+         _PEERS + "test_from_the_last_token_to_the_first[gla]"),
+    ),
+    *_in(
+        "flexsp/ops/mlstm.py",
+        ("m[:, -1] if T else entering)", "m[:, -1] if T else begun)", "a last rank without tokens has the first rank's maxima",
+         _EDGES + "test_mlstm_with_a_last_rank_without_tokens"),
+        ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
+    ),
+    *_in(
+        "flexsp/kernels/vector/op.py",
+        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
+    ),
+    *_in(
+        "flexsp/kernels/selective/op.py",
+        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_selective_scan"),
+    ),
+    *_in(
+        "flexsp/kernels/selective/launches.py",
+        ("        to[..., N:].zero_()\n", "", "columns behind the last number are read as they lie", _EDGES + "test_selective_scan"),
+    ),
+    *_in(
+        "flexsp/kernels/selective/grads.py",
+        ("tl.store(to_state, g, mask=inside & first)", "tl.store(to_state, g, mask=inside)", "each segment writes gradients of initial states",
+         _EDGES + "test_selective_scan"),
+    ),
+    *_in(
+        "flexsp/kernels/selective/walks.py",
+        ("tl.where(there, slope, 0.0)", "slope", "places without a token have a gradient", _EDGES + "test_selective_scan"),
+    ),
+    *_in(
+        "flexsp/kernels/mlstm/rows.py",
+        ("tl.where(x > 200.0, 200.0, x)", "tl.where(x > 20.0, 20.0, x)", "the least normaliser is cut off", _EDGES + "test_mlstm_quotients"),
+        ("tl.abs(below) == least, 0.5, 1.0)", "tl.abs(below) == least, 1.0, 1.0)", "ties do not share a gradient",
+         _EDGES + "test_mlstm_quotients"),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/op.py",
+        ("-(-least // _STEP) * _STEP)", "least)", "tokens at segments' edges count twice", _EDGES + "test_mamba3"),
+        ("heads = _divisor(H // B.shape[2], _HEADS)", "heads = min(H // B.shape[2], _HEADS)", "the last heads are left out", _EDGES + "test_mamba3"),
+        ("z if z.stride(-1) == 1 else z.contiguous() for z in (x, B, C)", "z for z in (x, B, C)", "channels are taken to lie side by side",
+         _EDGES + "test_mamba3"),
+        ("None if z is None else z.contiguous() for z in (B_bias,", "z for z in (B_bias,", "biases are taken to be contiguous",
+         _EDGES + "test_mamba3"),
+    ),
+    *_in(
+        "flexsp/ops/mamba3.py",
+        ("return angle - _TURN * (angle.detach() / _TURN).round()", "return angle", "decoding keeps whole turns",
+         _EDGES + "test_decoding_of_mamba3_keeps_no_whole_turns"),
+    ),
+]
+# ruff: noqa: E501 (texts of code are kept whole)

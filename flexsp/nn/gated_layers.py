@@ -309,6 +309,17 @@ class _RealGates(nn.Module):
         self.input_gate_bias = nn.Parameter(torch.empty(num_heads, block))
         self.recurrent_gate_weight = nn.Parameter(torch.empty(num_heads, block, block))
         self.recurrent_gate_bias = nn.Parameter(torch.empty(num_heads, block))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' initialisation of Lambda, a^8 uniform in 0.9..0.999 for open gates, and of the gates' maps."""
+        most = torch.empty_like(self.recurrent_param).uniform_(0.9, 0.999)
+        self.recurrent_param.copy_(torch.log(torch.expm1(-most.log() / 8)))  # 8 softplus of it is -log(most)
+        for weight in (self.input_gate_weight, self.recurrent_gate_weight):
+            weight.normal_(std=1 / math.sqrt(weight.shape[1]))
+        self.input_gate_bias.zero_()
+        self.recurrent_gate_bias.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, W] -> the recurrence and the input gates before their sigmoids, [B, T, W]."""
@@ -355,18 +366,6 @@ class RGLRU(RecurrentLayer):
         self.linear_out = nn.Linear(width, hidden_size)
         self.conv_1d = ShortConvolution(width, conv_size, bias=True, activation=None)
         self.rg_lru = _RealGates(width, num_heads)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The authors' initialisation of Lambda, a^8 uniform in 0.9..0.999 for open gates, and of the gates' maps."""
-        unit = self.rg_lru
-        with torch.no_grad():
-            most = torch.empty_like(unit.recurrent_param).uniform_(0.9, 0.999)
-            unit.recurrent_param.copy_(torch.log(torch.expm1(-most.log() / 8)))  # 8 softplus of it is -log(most)
-            for weight in (unit.input_gate_weight, unit.recurrent_gate_weight):
-                weight.normal_(std=1 / math.sqrt(weight.shape[1]))
-            unit.input_gate_bias.zero_()
-            unit.recurrent_gate_bias.zero_()
 
     def _projections(self) -> list[nn.Linear]:
         return [self.linear_x]

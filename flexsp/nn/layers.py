@@ -17,6 +17,7 @@ from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_eps, check_input
+from flexsp.nn.start import start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -277,10 +278,8 @@ class Mamba2(nn.Module):
 
     def reset_parameters(self) -> None:
         """The authors' initialisation of dt_bias, A_log and D."""
-        low, high = (math.log(bound) for bound in self._dt_range)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+            start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
             self.A_log.uniform_(*self._A_init_range).log_()
             self.D.fill_(1.0)
 

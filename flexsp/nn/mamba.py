@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ from flexsp.nn.layers import (
     _wide,
 )
 from flexsp.nn.norm import accumulation_dtype, check_choice, check_input
+from flexsp.nn.start import StartedLinear, assign, start_steps
 from flexsp.ops import recurrent_selective_scan, selective_scan
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -81,30 +83,26 @@ class Mamba(nn.Module):
         _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
         check_choice("dt_init", dt_init, ("random", "constant"))
         self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
-        self._dt_range, self._dt_init_floor = (dt_min, dt_max), dt_init_floor
-        self._dt_init, self._dt_scale = dt_init, _positive("dt_scale", dt_scale)
+        most = _positive("dt_scale", dt_scale) / math.sqrt(rank)
+        if dt_init == "random":
+            weight = functools.partial(nn.init.uniform_, a=-most, b=most)
+        else:
+            weight = functools.partial(nn.init.constant_, val=most)
+        steps = functools.partial(start_steps, low=dt_min, high=dt_max, floor=dt_init_floor)
         self.in_proj = nn.Linear(hidden_size, 2 * width, bias=bias)
         self.conv1d = ShortConvolution(width, conv_size, bias=conv_bias)
         self.x_proj = nn.Linear(width, rank + 2 * state_size, bias=False)
-        self.dt_proj = nn.Linear(rank, width)
+        self.dt_proj = StartedLinear(rank, width, weight, steps)
         self.A_log = nn.Parameter(torch.empty(width, state_size))
-        self.D = nn.Parameter(torch.ones(width))
+        self.D = nn.Parameter(torch.empty(width))
         self.out_proj = nn.Linear(width, hidden_size, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The authors' initialisation of dt_proj, D and A_log: -A is 1..N in every channel (S4D-Real)."""
-        low, high = (math.log(bound) for bound in self._dt_range)
-        weight, bias, most = self.dt_proj.weight, self.dt_proj.bias, self._dt_scale / math.sqrt(self.dt_rank)
+        """The authors' initialisation of D and A_log: -A is 1..N in every channel (S4D-Real)."""
+        rates = torch.arange(1, self.state_size + 1, dtype=self.A_log.dtype, device=self.A_log.device)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
-            if self._dt_init == "random":
-                weight.uniform_(-most, most)
-            else:
-                weight.fill_(most)
-            rates = torch.arange(1, self.state_size + 1, dtype=self.A_log.dtype, device=self.A_log.device)
-            self.A_log.copy_(rates.log().expand_as(self.A_log))
+            assign(self.A_log, rates.log().expand(self.A_log.shape))
             self.D.fill_(1.0)
 
     def forward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.layers import _check_initialisation, _check_token, _expanded, _project, _refuse_cache_under_sp, _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, accumulation_dtype, check_eps, check_input
+from flexsp.nn.start import start_steps
 from flexsp.ops import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -108,10 +108,8 @@ class Mamba3(nn.Module):
 
     def reset_parameters(self) -> None:
         """The authors' initialisation of dt_bias, the biases of B and C, D and the factors of MIMO."""
-        low, high = (math.log(bound) for bound in self._dt_range)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+            start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
             for ones in (self.B_bias, self.C_bias, self.D):
                 ones.fill_(1.0)
             if self.is_mimo:

@@ -60,7 +60,12 @@ class RMSNorm(nn.Module):
         self.dim, self.eps, self.group_size = dim, check_eps("eps", eps), group_size or dim
         if dim % self.group_size:
             raise ValueError(f"group_size: expected a divisor of dim={dim}, got {group_size}")
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim] in x's dtype."""

@@ -65,6 +65,10 @@ GATES = [
         "flexsp/ops/rg_lru.py",
         ("-torch.expm1(2 * g)", "-torch.expm1(g)", "inputs are weighed by another root", _OPS),
         ("torch.where(closed, 1.0, x).sqrt()", "x.sqrt()", "a gate that underflowed has no gradient", _SIZES),
+        ("(positions(T, x.device, None, group) == 0)", "(positions(T, x.device, None, None) == 0)",
+         "every rank's first token has a weight of 1", "tests/test_gated_layers.py::test_recurrent_gemma"),
+        ("here = here & unit_start[document", "here = here | unit_start[document",
+         "documents that go on have a first token", "tests/test_vector_gates.py::test_unit_start"),
     ),
     *_in(
         "flexsp/nn/recurrent.py",
@@ -82,6 +86,8 @@ GATES = [
         ("(F.silu(_wide(i)) * -g.expm1())", "(_wide(i) * -g.expm1())", "HGRN's inputs are not activated", _LAYERS),
         ('F.silu(q), "v"', 'q, "v"', "HGRN2's queries are not activated", _LAYERS),
         ("heads @ self.input_gate_weight", "heads @ self.recurrent_gate_weight", "both gates have one map", _LAYERS),
+        ("torch.ones_like(begun) if", "begun if", "every call with a cache begins a text",
+         "tests/test_gated_layers.py::test_decoding"),
         ("-most.log() / 8", "-most.log() / 4", "the initial decays are other ones",
          "tests/test_gated_layers.py::test_initialisation"),
     ),
@@ -99,6 +105,18 @@ GATES = [
          "decoding reads the decayed state", "tests/test_vector_gates.py::test_token_by_token"),
     ),
     *_in(
+        "flexsp/nn/start.py",
+        ("source = 0 if drawn else None", "source = None", "ranks hold parts of different matrices",
+         "tests/test_start.py::test_deferred_under_fsdp[rwkv7]"),
+        ("            bias(self.bias)", "            pass", "biases that begin as numbers of their own are not reset",
+         "tests/test_start.py::test_deferred_is_as_constructed[mlstm]"),
+    ),
+    *_in(
+        "flexsp/nn/norm.py",
+        ("nn.init.ones_(self.weight)", "pass", "weights of norms are not reset",
+         "tests/test_start.py::test_deferred_is_as_constructed[norm]"),
+    ),
+    *_in(
         "flexsp/nn/rwkv7.py",
         ("before.masked_fill((since < 1)[None, :, None], 0.0)", "before", "the token before a document is mixed in",
          "tests/test_rwkv7_layer.py::test_decoding_and_documents"),
@@ -108,7 +126,8 @@ GATES = [
         ("-math.exp(-0.5)", "-math.exp(-0.6)", "decays have another bound", _RWKV7),
         ("(1 + (a - 1) * self.k_a)", "(1 + a * self.k_a)", "keys have other strengths", _RWKV7),
         ("eps = self.head_dim * check_eps", "eps = check_eps", "the norm's epsilon does not grow with heads", _RWKV7),
-        ("channel / D) ** (power * left)", "channel / D) ** power", "first weights do not depend on the layer",
+        ("channel / self.hidden_size) ** (power * left)", "channel / self.hidden_size) ** power",
+         "first weights do not depend on the layer",
          "tests/test_rwkv7_layer.py::test_initialisation"),
     ),
     *_in(

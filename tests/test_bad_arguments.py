@@ -276,7 +276,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "HGRN()": (HGRN, {}, {"hidden_size": "size", "expand_ratio": "share", **CONVOLVED}, {"hidden_size": D}),
     "RGLRU()": (
-        RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
+        RGLRU, {},
+        {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size", "unit_start": "flag"},
         {"hidden_size": D},
     ),
     "RWKV7()": (

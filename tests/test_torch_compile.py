@@ -23,7 +23,8 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
-from tests.marks import slow
+from tests.marks import quick, slow
+from tests.test_layers import LAYERS, make
 
 EXACT = 1e-12
 ALL = CASES | DELTA_CASES
@@ -101,6 +102,19 @@ def test_decoding_step() -> None:
         return ops.recurrent_simple_gla(**kwargs, output_final_state=True)
 
     assert_same(results(compiled(f), inputs), results(f, inputs))
+
+
+@pytest.mark.parametrize("name", quick(LAYERS, "conv", "gla", "mamba2", "hgrn"))
+def test_one_graph_of_a_layer(name: str) -> None:
+    """Nothing breaks it, at other lengths and batches neither. Layers that run a program have one for each of these."""
+    layer, width = make(name, 0), LAYERS[name][2]
+    torch._dynamo.reset()
+    before, f = counters["stats"]["unique_graphs"], torch.compile(layer, fullgraph=True, backend="eager")
+    for B, T in ((2, 9), (2, 13), (3, 21)):
+        x = torch.randn(B, T, width, dtype=torch.float64)
+        torch._dynamo.maybe_mark_dynamic(x, [0, 1])
+        assert_same([f(x).detach()], [layer(x).detach()])
+    assert counters["stats"]["unique_graphs"] - before <= 3
 
 
 # Variants -------------------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_wrong_arguments() -> None:
         ({"k": x["k"].double()}, "k: expected dtype float32, got torch.float64"),
         ({"v": x["v"][:, :, :1]}, r"v: expected shape \[B, T, HK, V\] = \[1, 6, 2, 5\], got \[1, 6, 1, 5\]"),
         ({"window": 0}, "window: expected an integer >= 1, got 0"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens: expected a last entry of 6"),
+        ({"cu_seqlens": torch.tensor([0, 7])}, "cu_seqlens: expected a last entry of at most 6"),
         ({"dropout_p": 0.1}, r"dropout_p: expected 0.0 \(dropout of attention weights is not available\), got 0.1"),
         ({"softcap": 30.0}, r"softcap: expected None \(not available\), got a float"),
         ({"sinks": torch.ones(4)}, r"sinks: expected None \(not available\), got a Tensor"),

@@ -183,7 +183,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)}, RECURRENT, {},
     ),
     "mamba2_ssd": (
-        ops.mamba2_ssd, {**SSD, **PACKED}, {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp"}, {},
+        ops.mamba2_ssd, {**SSD, **PACKED},
+        {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp", "state_v_first": "flag"},
+        {"state_v_first": False},
     ),
     "mamba3": (
         ops.mamba3, {**SSD3, "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
@@ -236,7 +238,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(2, H, K, V),
          "n_initial": torch.zeros(2, H, K), "m_initial": torch.zeros(2, H, 1), "cu_seqlens": bounds(),
          "cu_seqlens_cpu": bounds()},
-        {"scale": "number", "return_last_states": "flag", "eps": "not negative", "sp": "sp"}, {},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative", "sp": "sp", "head_first": "flag"},
+        {"head_first": False},
     ),
     "selective_scan": (
         ops.selective_scan, {**SELECTIVE, "initial_state": torch.zeros(2, D, K), "cu_seqlens": bounds(),
@@ -257,7 +260,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.recurrent_mlstm,
         {**qkv(), "i": torch.rand(B, T, H), "f": torch.rand(B, T, H), "c_initial": torch.zeros(B, H, K, V),
          "n_initial": torch.zeros(B, H, K), "m_initial": torch.zeros(B, H, 1)},
-        {"scale": "number", "return_last_states": "flag", "eps": "not negative"}, {},
+        {"scale": "number", "return_last_states": "flag", "eps": "not negative", "head_first": "flag"},
+        {"head_first": False},
     ),
     "recurrent_gla": (
         ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},

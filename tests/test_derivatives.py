@@ -123,7 +123,7 @@ def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
 def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = [leaf(1, 6, 2, 4, dtype=torch.float32) for _ in range(3)]
     x += [leaf(1, 6, 2, dtype=torch.float32) for _ in range(2)]
-    return ops.chunk_mlstm(*x)[0], x
+    return ops.chunk_mlstm(*x, head_first=False)[0], x
 
 
 def of_mamba3() -> tuple[torch.Tensor, list[torch.Tensor]]:

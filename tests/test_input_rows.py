@@ -331,7 +331,7 @@ def test_wrong_calls_are_named(seed: int) -> None:
         with pytest.raises(ValueError, match=text):
             product(2)(**x | changed, sp=False)
     for cu, text in (
-        (torch.tensor([0, 4]), r"cu_seqlens: expected non-decreasing boundaries from 0 to 5, got \[0, 4\]"),
+        (torch.tensor([0, 6]), r"cu_seqlens: expected non-decreasing boundaries from 0 to 5, got \[0, 6\]"),
         (torch.tensor([0.0, 5.0]), "cu_seqlens: expected a tensor .* of int32 or int64"),
         ([0, 5], "cu_seqlens: expected a tensor .* of int32 or int64, got list"),
     ):

@@ -123,7 +123,7 @@ def drawn() -> Tensors:
 
 BAD: dict[str, tuple[Callable[[Tensors], dict[str, Any]], str]] = {
     "gates": (lambda x: {"g": x["g"] + 2}, "g: expected natural-log gates"),
-    "boundaries": (lambda x: {"cu_seqlens": torch.tensor([0, 9, 19])}, "cu_seqlens: expected a last entry of 20"),
+    "boundaries": (lambda x: {"cu_seqlens": torch.tensor([0, 9, 21])}, "cu_seqlens: expected a last entry of at most 20"),
     "a flag": (lambda x: {"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel: expected True or False"),
     "a scale": (lambda x: {"scale": True}, "scale: expected a finite number"),
     "a type": (lambda x: {"beta": x["beta"].double()}, "beta: expected dtype"),

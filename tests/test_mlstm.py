@@ -107,7 +107,7 @@ def call(op: Any, output_final_state: bool = False, **given: Any) -> Any:
     return h, differentiable(states)
 
 
-chunk, step = partial(call, ops.chunk_mlstm), partial(call, ops.recurrent_mlstm)
+chunk, step = (partial(call, op, head_first=False) for op in (ops.chunk_mlstm, ops.recurrent_mlstm))
 
 
 def draw(B: int, T: int, states: int = 0, K: int = 9, V: int = 7, seed: int | None = None) -> Tensors:
@@ -212,7 +212,7 @@ def test_no_tokens() -> None:
 def test_parts_equal_the_whole() -> None:
     """A text in two calls and then token by token: states and gradients pass through them."""
     inputs = with_gradients(draw(2, 75, 2))
-    whole = ops.chunk_mlstm(**inputs, return_last_states=True)
+    whole = ops.chunk_mlstm(**inputs, return_last_states=True, head_first=False)
     cotangents, cut = cotangents_of(whole), random.randrange(1, 70)
     states, h = [inputs[name] for name in STATES], []
     prompt = [(slice(0, cut), ops.chunk_mlstm), (slice(cut, 70), ops.chunk_mlstm)]
@@ -272,7 +272,7 @@ def test_what_is_not_finite_stays_in_its_document() -> None:
     for name in ("i", "f", "k", "m_initial"):
         inputs = {key: x.clone() for key, x in clean.items()}
         inputs[name][1 if name == "m_initial" else (0, 30)] = torch.nan
-        found, want = (ops.chunk_mlstm(**x, cu_seqlens=bounds, return_last_states=True) for x in (inputs, clean))
+        found, want = (ops.chunk_mlstm(**x, cu_seqlens=bounds, return_last_states=True, head_first=False) for x in (inputs, clean))
         assert torch.equal(found[0][:, :20], want[0][:, :20]) and torch.equal(found[0][:, 45:], want[0][:, 45:])
         assert found[0][:, 30:45].isnan().any()
         for a, b in zip(found[1], want[1], strict=True):
@@ -283,8 +283,8 @@ def test_float16_holds_sums_over_many_tokens() -> None:
     """Numerator and denominator pass its largest number long before h does."""
     T, ones = 300, torch.ones(1, 300, 1, 64, dtype=torch.float16)
     i, f = torch.zeros(1, T, 1), torch.full((1, T, 1), 30.0)
-    h, _ = ops.chunk_mlstm(ones, ones, 1000 * ones, i, f)
-    want, _ = ops.recurrent_mlstm(ones, ones, 1000 * ones, i, f)
+    h, _ = ops.chunk_mlstm(ones, ones, 1000 * ones, i, f, head_first=False)
+    want, _ = ops.recurrent_mlstm(ones, ones, 1000 * ones, i, f, head_first=False)
     assert h.isfinite().all() and relative_error(h.double(), want.double()) < 1e-2
 
 
@@ -295,11 +295,11 @@ def test_states_that_are_forgotten_are_finite(T: int) -> None:
     closed = torch.full((1, T, 1), -torch.inf)
     ones = {"c_initial": torch.ones(1, 1, 4, 4), "n_initial": torch.ones(1, 1, 4), "m_initial": torch.ones(1, 1, 1)}
     for given in ({}, ones):
-        h, states = ops.chunk_mlstm(q, k, v, closed, closed, return_last_states=True, **given)
+        h, states = ops.chunk_mlstm(q, k, v, closed, closed, return_last_states=True, **given, head_first=False)
         assert h.isfinite().all() and all(x.isfinite().all() for x in states) and not states[0].any()
         after = dict(zip(("c_initial", "n_initial", "m_initial"), states, strict=True))
-        found = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed), **after)[0]
-        want = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed))[0]
+        found = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed), **after, head_first=False)[0]
+        want = ops.chunk_mlstm(q, k, v, torch.zeros_like(closed), torch.zeros_like(closed), head_first=False)[0]
         assert relative_error(found.double(), want.double()) < 1e-5
 
 
@@ -319,8 +319,8 @@ def test_a_large_maximum() -> None:
     """C and n belong to the m that is returned, which float32 rounds by 1e-4 and more here."""
     inputs = {key: x.float() for key, x in draw(1, 300, 1, K=4, V=3).items()}
     inputs["i"] += 5000
-    want = ops.recurrent_mlstm(**{key: x.double() for key, x in inputs.items()}, return_last_states=True)
-    got = ops.chunk_mlstm(**inputs, return_last_states=True)
+    want = ops.recurrent_mlstm(**{key: x.double() for key, x in inputs.items()}, return_last_states=True, head_first=False)
+    got = ops.chunk_mlstm(**inputs, return_last_states=True, head_first=False)
     assert relative_error(got[0], want[0]) < 1e-3  # of a small q n
     (C, n, m), (C_want, n_want, m_want) = got[1], want[1]
     apart = (m - m_want).exp()
@@ -372,7 +372,7 @@ def over_ranks(sp: SequenceParallel, seed: int, kinds: list[str], dtype: torch.d
             mine = {key: x for key, x in mine.items() if key in TOKENS}
         sp.set_lengths(lengths if "documents" in kind else None)
         cu = None if bounds is None else torch.tensor(bounds)
-        h, states = ops.chunk_mlstm(**mine, cu_seqlens=cu, return_last_states=True, sp=sp)
+        h, states = ops.chunk_mlstm(**mine, cu_seqlens=cu, return_last_states=True, sp=sp, head_first=False)
         assert (states is None) == (bounds is None and not sp.is_last)
         drawn = rank_cotangents(seed, whole)
         outputs, cotangents = [h, *(states or ())[:2]], [drawn[0][:, at], *drawn[1:]]
@@ -405,7 +405,7 @@ def test_ranks_equal_one_rank(kinds: list[str], dtype: torch.dtype, how: dict[st
         B, n = (2, 2) if bounds is None else (1, len(bounds) - 1)
         whole = with_gradients(draw(B, 75, n, seed=seed))
         cu = None if bounds is None else torch.tensor(bounds)
-        want = ops.chunk_mlstm(**whole, cu_seqlens=cu, return_last_states=True, sp=False)
+        want = ops.chunk_mlstm(**whole, cu_seqlens=cu, return_last_states=True, sp=False, head_first=False)
         for key, x in results(want, whole, rank_cotangents(seed, whole)).items():
             parts = [answer[kind][key] for answer in answers if key in answer[kind]]
             error = relative_error(torch.cat(parts, 1) if key in (*TOKENS, "h") else sum(parts), x)
@@ -420,7 +420,7 @@ def test_ranks_equal_one_rank(kinds: list[str], dtype: torch.dtype, how: dict[st
 def test_a_wrong_argument_is_named() -> None:
     inputs = draw(1, 6, 2)
     cu = torch.tensor([0, 2, 6])
-    ops.chunk_mlstm(**inputs, cu_seqlens=cu)
+    ops.chunk_mlstm(**inputs, cu_seqlens=cu, head_first=False)
     for op, given in ((ops.chunk_mlstm, inputs | {"cu_seqlens": cu}), (ops.recurrent_mlstm, draw(1, 6, 1))):
         for key in inputs:
             for bad in (given[key].to(torch.complex64), given[key].tolist(), given[key][None]):

@@ -78,7 +78,7 @@ def mlstm(x: Tensors, cu: Tensor | None, sp: Any, **options: Any) -> tuple[Tenso
 
 
 def by_op(x: Tensors, cu: Tensor | None, sp: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    h, states = chunk_mlstm(**x, return_last_states=True, cu_seqlens=cu, sp=sp)
+    h, states = chunk_mlstm(**x, return_last_states=True, cu_seqlens=cu, sp=sp, head_first=False)
     if states is None:
         return h, None, None
     return h, torch.cat([states[0], states[1].unsqueeze(-1)], -1), states[2]

@@ -58,7 +58,7 @@ QKV = [
     (packed(cu_seqlens=torch.tensor([0])), r"cu_seqlens: expected at least two entries .*, got 1"),
     (packed(cu_seqlens=torch.tensor([1, T])), "cu_seqlens: expected a first entry of 0, got 1"),
     (packed(cu_seqlens=torch.tensor([0, 6, 4, T])), "cu_seqlens: expected non-decreasing .* 6 then 4 at position 2"),
-    (packed(cu_seqlens=torch.tensor([0, 3, T - 1])), r"cu_seqlens: expected a last entry of 8 .*, got 7"),
+    (packed(cu_seqlens=torch.tensor([0, 3, T + 1])), r"cu_seqlens: expected a last entry of at most 8 .*, got 9"),
     (packed(cu_seqlens=torch.tensor([0, T], device="meta")), "cu_seqlens: expected .* with values, got one on"),
     (packed(cu_seqlens_cpu=torch.tensor([0, T])), r"cu_seqlens_cpu: expected shape \[N \+ 1\] = \[3\], got \[2\]"),
     (packed(cu_seqlens_cpu=torch.tensor([0, 9, T])), "cu_seqlens_cpu: expected non-decreasing entries, got 9 then 8"),
@@ -151,13 +151,44 @@ def test_plain_state() -> None:
         (ssd(D=torch.ones(H, K)), r"D: expected shape \[H, P\] = \[4, 5\], got \[4, 6\]"),
         (ssd(D=1.0), r"D: expected a tensor \[H\] or \[H, P\], got float"),
         (ssd(dt_bias=torch.ones(1)), r"dt_bias: expected shape \[H\] = \[4\], got \[1\]"),
-        (ssd(initial_state=torch.zeros(B, H, V, K)), r"initial_state: expected shape \[B, H, N, P\] = \[2, 4, 6, 5\]"),
+        (
+            ssd(initial_state=torch.zeros(B, H, V, K), state_v_first=False),
+            r"initial_state: expected shape \[B, H, N, P\] = \[2, 4, 6, 5\]",
+        ),
+        (
+            ssd(initial_state=torch.zeros(B, H, K, V), state_v_first=True),
+            r"initial_state: expected shape \[B, H, P, N\] = \[2, 4, 5, 6\]",
+        ),
+        (ssd(initial_state=torch.zeros(B, H, V, K)), r"state_v_first: expected True for states \[B, H, P, N\]"),
+        (ssd(output_final_state=True), "state_v_first: expected True for states"),
         (ssd(cu_seqlens=torch.tensor([0, T])), "x: expected batch size 1 with cu_seqlens"),
     ],
 )
 def test_mamba2(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         ops.mamba2_ssd(**arguments)
+
+
+def test_mamba2_with_states_of_mamba_ssm() -> None:
+    given, state = ssd(), torch.randn(B, H, K, V)
+    y, final = ops.mamba2_ssd(**given, initial_state=state, output_final_state=True, state_v_first=False)
+    turned = ops.mamba2_ssd(**given, initial_state=state.mT, output_final_state=True, state_v_first=True)
+    assert torch.equal(y, turned[0]) and torch.equal(final, turned[1].mT)
+
+
+def test_mlstm_with_heads_first() -> None:
+    """And mlstm_kernels' own call, which has no head_first, is no call."""
+    q, k, v = torch.randn(3, 2, 5, 3, 4).unbind(0)
+    given = [q, k, v, *torch.randn(2, 2, 5, 3).unbind(0)]
+    for op in (ops.chunk_mlstm, ops.recurrent_mlstm):
+        want, states = op(*given, head_first=False, return_last_states=True)
+        got, others = op(*[x.transpose(1, 2) for x in given], head_first=True, return_last_states=True)
+        assert torch.equal(got.transpose(1, 2), want)
+        assert all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
+        with pytest.raises(TypeError, match="head_first"):
+            op(*given)
+        with pytest.raises(TypeError, match="positional"):
+            op(*given, None, head_first=True)
 
 
 def test_state_on_a_rank_that_is_not_the_first() -> None:
@@ -171,8 +202,8 @@ def test_state_on_a_rank_that_is_not_the_first() -> None:
 def test_boundaries_that_disagree_with_the_shards() -> None:
     sp = SequenceParallel(rank=1, world_size=2)
     sp.set_lengths([4, T])
-    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a last entry of 12 .*, got 8"):
-        ops.chunk_simple_gla(**packed(), sp=sp)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a last entry of at most 12 .*, got 13"):
+        ops.chunk_simple_gla(**packed(cu_seqlens=torch.tensor([0, 13])), sp=sp)
     sp.set_lengths([4, 5])
     with pytest.raises(ValueError, match="expected a shard of 5 tokens"):
         ops.chunk_simple_gla(**packed(), sp=sp)

@@ -473,8 +473,8 @@ def test_a_wrong_argument_is_named(name: str) -> None:
                 call(**above)
         with pytest.raises(ValueError, match=r"^output_final_state: expected"):
             call(**given, output_final_state=1)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a last entry of 6"):
-        op.chunk(**inputs, cu_seqlens=torch.tensor([0, 2, 5]))
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a last entry of at most 6"):
+        op.chunk(**inputs, cu_seqlens=torch.tensor([0, 2, 7]))
     with pytest.raises(ValueError, match=r"^initial_state: expected shape \[N, "):
         op.chunk(**inputs)
     if name == "rg_lru":

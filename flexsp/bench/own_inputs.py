@@ -135,7 +135,7 @@ _XL_CHUNK = _theirs(
 OWN = (
     Case("hgrn", _ours("chunk_hgrn"), _theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
     Case(
-        "mlstm", _ours("chunk_mlstm"), None, draw=_mlstm,
+        "mlstm", _ours("chunk_mlstm", head_first=False), None, draw=_mlstm,
         others={"mlstm_kernels": Peer("mlstm_kernels", _XL_CHUNK, _heads_first)},
     ),
     Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7"), draw=_rwkv7),

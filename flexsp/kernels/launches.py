@@ -118,6 +118,7 @@ class Facts:
         keeps_final: the backward pass reads the final states.
         optional: inputs whose gradients are left out where nobody wants them.
         by_head: inputs with one number a token, whose gradients kernels write in float32 as [B, H, T].
+        by_token: parameters [H] whose gradients kernels leave for every token, in float32 as [B, H, T].
         vectors: the gradient of the outputs lies in vectors of 16 bytes, or is copied so that it does.
         sure: a block has the shared memory that each kernel needs; else only compiling them tells.
     """
@@ -137,6 +138,7 @@ class Facts:
     keeps_final: bool = False
     optional: frozenset[str] = frozenset()
     by_head: frozenset[str] = frozenset()
+    by_token: frozenset[str] = frozenset()
     vectors: bool = False
     sure: bool = True
 

@@ -7,8 +7,9 @@ engines come here with a `flexsp.kernels.launches.Call`.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import MOST_HEADS
 from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, check_results, memory
+from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
@@ -130,7 +132,7 @@ class Recipe(Generic[_C]):
         check_results(call, launches, ["@o", *(["@final"] if call.facts.ends else [])])
         self._kept = frozenset(name for name in check_order(call, launches) if call.saved(name))
         self._reserve(launches, lambda name: self.saved if call.saved(name) else self.scratch)
-        self.forward = self._steps(launches, (0, 0, 0))
+        self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"@o": _rows_of(self.out[given.batched :])})]
         self.backwards: dict[Any, Backward] = {}
         self.precompiled = 0  # passes: the forward one, and the backward one
 
@@ -168,6 +170,21 @@ class Recipe(Generic[_C]):
         shape = facts.B, facts.n_seg, facts.H, rows, cols
         return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, facts.text)
 
+    def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""
+        given, facts = self.given, self.call.facts
+        return {
+            grad: _rows_of(given.shapes[name]) if name in {*given.tokens} - facts.by_head else (given.H, given.T, 1)
+            for name, grad in self.gradients if grad in makes and name in {*given.tokens, *facts.by_token}
+        }  # fmt: skip
+
+    def _tails(self, tensors: dict[str, tuple[int, ...]]) -> list[Step]:
+        """What writes zeros behind the last document in these tensors [heads, tokens, row]."""
+        facts = self.call.facts
+        if not facts.docs or not facts.T:
+            return []
+        return [*tail_launches(facts.n_chunks, [(name, x, facts.T // x[1]) for name, x in tensors.items()])]
+
     def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Recipe[_C]:
         """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
         layout = _layout_of(tensors, initial)
@@ -198,7 +215,8 @@ class Recipe(Generic[_C]):
             check_results(self.call, launches, [*results, *(["@dinitial"] if dinitial else [])])
             self._reserve(launches, lambda name: workspace)
             makes = frozenset(name for x in launches for name in x.writes)
-            found = self.backwards[key] = Backward(self._steps(launches, self.given.strides_of(do)), workspace, makes)
+            steps = [*self._steps(launches, self.given.strides_of(do)), *self._tails(self._gradients_of_tokens(makes))]
+            found = self.backwards[key] = Backward(steps, workspace, makes)
         return found
 
     # Calls
@@ -348,6 +366,11 @@ class Recipe(Generic[_C]):
             dx = found.transpose(1, 2).to(x.dtype)
             return dx if self.given.batched else dx[0]
         return found if name in self.given.tokens else found.sum((0, 2)).to(x.dtype)
+
+
+def _rows_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """A tensor of one sequence, tokens first, as [heads, tokens, row] of one head."""
+    return 1, shape[0], math.prod(shape[1:])
 
 
 def _in_pytorch(spec: LaunchSpec) -> Step:

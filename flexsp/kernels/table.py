@@ -13,7 +13,8 @@ def chunk_table(cu_seqlens: torch.Tensor, start: int, stop: int, C: int, last_ra
     Built with tensor operations on the device of ``cu_seqlens`` from host integers only: nothing synchronises.
 
     Args:
-        cu_seqlens: int32 or int64 [N+1], non-decreasing global document boundaries, first entry 0.
+        cu_seqlens: int32 or int64 [N+1], non-decreasing global document boundaries, first entry 0. Tokens from the last
+            entry on belong to no document: they are the tail, which no slot has.
         start, stop: the shard's token range in the packed sequence; ``start == stop`` is an empty shard.
         C: largest chunk length.
         last_rank: whether this shard owns the empty documents that lie at the very end of the sequence.
@@ -23,7 +24,8 @@ def chunk_table(cu_seqlens: torch.Tensor, start: int, stop: int, C: int, last_ra
         ``(t0, length, doc, first, last)``. ``t0`` is the slot's first token, counted from ``start``; ``length`` is
         0..C; ``first`` (``last``) is 1 where the document starts (ends) in this slot. An empty document has one
         slot of length 0 with first = last = 1 on the shard that holds its position. Slots that are not needed come
-        last and are all zero: length 0, first = last = 0, so a state passes through them unchanged.
+        last: they have length 0 and first = last = 0, so a state passes through them unchanged, and ``t0`` is the
+        shard's first token of the tail. A shard with tokens has at least one of them, the last one.
     """
     device = cu_seqlens.device
     bounds = cu_seqlens.to(torch.int64)
@@ -48,4 +50,5 @@ def chunk_table(cu_seqlens: torch.Tensor, start: int, stop: int, C: int, last_ra
     first = (chunk == 0) & (begin[doc] >= start)
     last = (chunk == n_chunks[doc] - 1) & (end[doc] <= stop)
     rows = torch.stack([t0, length, doc, first.to(torch.int64), last.to(torch.int64)], dim=1)
-    return torch.where(used[:, None], rows, 0).to(torch.int32)
+    tail = torch.nn.functional.pad((bounds[-1:].clamp(start, stop) - start), (0, 4))
+    return torch.where(used[:, None], rows, tail).to(torch.int32)

@@ -317,6 +317,7 @@ class Mamba2(nn.Module):
             initial_state=None if cache is None else cache.state,
             output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
+            state_v_first=False,
         )
         out = self._output(y, z, x.dtype)
         if cache is None:

@@ -21,7 +21,7 @@ from flexsp.ops import chunk_mlstm, recurrent_mlstm
 def _with_states(op: Any, initial_state: Any, output_final_state: bool, **given: Any) -> tuple[Tensor, Any]:
     c, n, m = (None, None, None) if initial_state is None else initial_state
     states = {"c_initial": c, "n_initial": n, "m_initial": m, "return_last_states": output_final_state}
-    return op(**given, **states)  # type: ignore[no-any-return]
+    return op(**given, **states, head_first=False)  # type: ignore[no-any-return]
 
 
 def _chunk(**given: Any) -> tuple[Tensor, Any]:

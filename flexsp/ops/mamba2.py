@@ -11,6 +11,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
+from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -33,6 +34,8 @@ def mamba2_ssd(
     cu_seqlens: torch.Tensor | None = None,
     sp: SequenceParallel | bool | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
+    *,
+    state_v_first: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T, y_t = C_t S_t + D x_t.
 
@@ -49,14 +52,17 @@ def mamba2_ssd(
         D: [H] or [H, P] skip weights, or None; x's dtype or float32.
         dt_bias: [H] added to dt first, or None; x's dtype or float32.
         dt_softplus: dt becomes softplus(dt + dt_bias).
-        initial_state: [B, H, N, P] in float32 (float64 for float64 inputs); with ``cu_seqlens`` one a document.
+        initial_state: [B, H, N, P] in float32 (float64 for float64 inputs); with ``cu_seqlens`` one a document. With
+            ``state_v_first`` [B, H, P, N].
         output_final_state: also return the state after the last token.
         cu_seqlens: packed documents, as in `chunk_simple_gla`.
         sp: the ranks, as in `chunk_simple_gla`.
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
+        state_v_first: True for states [B, H, P, N], as mamba_ssm has them, False for [B, H, N, P]. Must be given where
+            a state comes in or goes out: the two cannot be told apart where N = P.
 
     Returns:
-        y [B, T, H, P] in x's dtype and the final state [B, H, N, P], or None, by the same rules as
+        y [B, T, H, P] in x's dtype and the final state, laid out as the initial one, or None, by the same rules as
         `chunk_simple_gla`. Under ``sp`` the gradients of A, D and dt_bias are this rank's share;
         their sum over ranks is the gradient.
 
@@ -66,7 +72,7 @@ def mamba2_ssd(
     Example:
         >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 8), -torch.rand(8)
         >>> B, C = torch.randn(2, 2, 100, 1, 128).unbind(0)
-        >>> y, state = mamba2_ssd(x, dt, A, B, C, D=torch.ones(8), dt_softplus=True, output_final_state=True)
+        >>> y, _ = mamba2_ssd(x, dt, A, B, C, D=torch.ones(8), dt_softplus=True)
     """
     batch, H, P, N = _check_shapes(x, dt, A, B, C, D, dt_bias)
     check.check_flag("dt_softplus", dt_softplus)
@@ -74,11 +80,15 @@ def mamba2_ssd(
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
     n_states = check.number_of_states(batch, cu_seqlens)
-    check.check_state("initial_state", initial_state, (n_states, H, N, P), "[B, H, N, P]", x, cu_seqlens, sp)
+    sizes, dims = ((n_states, H, P, N), "[B, H, P, N]") if state_v_first else ((n_states, H, N, P), "[B, H, N, P]")
+    _check_layout(state_v_first, initial_state is not None or output_final_state)
+    check.check_state("initial_state", initial_state, sizes, dims, x, cu_seqlens, sp)
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
     if sp is not None and D is not None:  # which does not lead to the exchange of states
         x, dt, A, B, C, D, dt_bias, initial_state = joined(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
     dtype = check.accumulation_dtype(x)
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
@@ -92,8 +102,15 @@ def mamba2_ssd(
     )  # fmt: skip
     if D is not None:
         weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)
-        y = (y + x * weight).to(x.dtype)
-    return y, final
+        y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
+    return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
+
+
+def _check_layout(state_v_first: bool | None, states: bool) -> None:
+    if state_v_first is None and states:
+        check.fail("state_v_first", "True for states [B, H, P, N] (mamba_ssm) or False for [B, H, N, P]", None)
+    if state_v_first is not None:
+        check.check_flag("state_v_first", state_v_first)
 
 
 def _heads(x: torch.Tensor, H: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
@@ -16,7 +17,16 @@ from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import arriving, begins, ended, following, last_of_ended, running_sum
+from flexsp.scan.sequence import (
+    arriving,
+    begins,
+    ended,
+    following,
+    last_of_ended,
+    read_here,
+    running_sum,
+    without_tail,
+)
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -123,11 +133,13 @@ def mamba3(
         given = (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
         _, *views = joined(sp, *given, *(initial or ()))
         (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
-        initial = Mamba3State(*state) if initial is not None else None
+        here = [read_here(part, sizes.T, cu_seqlens, sp) for part in state]
+        initial = Mamba3State(*here) if initial is not None else None  # type: ignore[arg-type]
     given = _Given(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
     how = _How(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
     run = _by_kernels if _has_kernels(sizes, given) else _in_pytorch
     y, ssm, ends = run(sizes, given, how)
+    y = without_tail(y, cu_seqlens, sp)
     if sp is not None:
         y = tie(y, ends[0]) if ends else y  # the backward pass of y answers for the exchange of ends
         _, y, ssm, *views = joined(sp, y, ssm, *ends)
@@ -328,7 +340,7 @@ def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
     eta, eta_first = following((1 - share) * step, *at)
     start = None if initial is None else initial.angle / _TURN
     resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, how.sp)
-    turns, mine = kernels.turns(given.angles, given.dt, start, resets)
+    turns, mine = kernels.turns(given.angles, given.dt, _with_tail(start, resets), resets)
     arrived, more, until = arriving(mine, sizes.T, *at, start), None, None
     if arrived is not None:
         more = arrived.sum.squeeze(1)
@@ -346,6 +358,11 @@ def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
     found, B, v = ended(*at, turns, given.B, x)
     found = found if arrived is None else arrived.onto(found, arrived.documents, True)
     return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), how)
+
+
+def _with_tail(start: Optional, resets: Optional) -> Optional:
+    """What sums of documents begin with, and zeros for what follows the last one."""
+    return start if start is None or resets is None else F.pad(start, (0, 0, 0, 0, 0, 1))
 
 
 def _wrapped(angle: Tensor) -> Tensor:

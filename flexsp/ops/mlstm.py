@@ -16,6 +16,7 @@ from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.scan import max_plus
+from flexsp.scan.sequence import read_here
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -34,6 +35,8 @@ def chunk_mlstm(
     v: torch.Tensor,
     i: torch.Tensor,
     f: torch.Tensor,
+    *,
+    head_first: bool,
     scale: float | None = None,
     c_initial: torch.Tensor | None = None,
     n_initial: torch.Tensor | None = None,
@@ -48,8 +51,8 @@ def chunk_mlstm(
 
     Beck et al. 2024, xLSTM (arXiv 2405.04517), eq. 19-27, stabilised as there by m_t = max(log f_t + m_{t-1}, i_t):
     f'_t = e^{log f_t + m_{t-1} - m_t} with log f = logsigmoid(f), i'_t = e^{i_t - m_t}, and
-    h_t = scale q_t C_t / (max(|scale q_t n_t|, e^{-m_t}) + eps). The arguments have the names of mlstm_kernels and the
-    layout of flexsp.
+    h_t = scale q_t C_t / (max(|scale q_t n_t|, e^{-m_t}) + eps). The arguments have the names of mlstm_kernels, which
+    has heads before tokens: so ``head_first`` must be given, and all arguments behind f by name.
 
     C e^m and n e^m, and with ``eps`` = 0 h, do not depend on m. So m is a constant to the backward pass: the final m
     has no gradient, and with ``eps`` > 0 what h depends on m has none.
@@ -63,6 +66,7 @@ def chunk_mlstm(
             nothing.
         f: forget gates before their sigmoid, [B, T, H]; q's dtype or float32. Below -1e6 they act as that. Where f'_t
             is less than e^-104 it acts as that and has no gradient.
+        head_first: True where heads come before tokens in q, k, v, i and f, and then in h too: [B, H, T, ...].
         scale: factor on q; None means K**-0.5.
         c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. Given
             together with the other two, or None for zeros.
@@ -76,6 +80,7 @@ def chunk_mlstm(
 
     Returns:
         h [B, T, H, V] in the inputs' dtype and the final (C, n, m), or None, by the same rules as `chunk_simple_gla`.
+        A pair in every case.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -83,8 +88,9 @@ def chunk_mlstm(
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)
         >>> i, f = torch.randn(2, 100, 4), torch.randn(2, 100, 4) + 3
-        >>> h, (C, n, m) = chunk_mlstm(q, k, v, i, f, return_last_states=True)
+        >>> h, (C, n, m) = chunk_mlstm(q, k, v, i, f, head_first=False, return_last_states=True)
     """
+    q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     sp = check.resolve(sp, q)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
@@ -94,6 +100,7 @@ def chunk_mlstm(
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
         _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
+        given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = has_kernels(q) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
     gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
@@ -110,6 +117,7 @@ def chunk_mlstm(
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
     h = _quotients(numerator, denominator, gates.m, eps, v.dtype, in_kernels)
+    h = h.transpose(1, 2) if head_first else h
     if C is None or n is None:
         return h, None
     if sp is not None:
@@ -123,6 +131,8 @@ def recurrent_mlstm(
     v: torch.Tensor,
     i: torch.Tensor,
     f: torch.Tensor,
+    *,
+    head_first: bool,
     scale: float | None = None,
     c_initial: torch.Tensor | None = None,
     n_initial: torch.Tensor | None = None,
@@ -141,8 +151,9 @@ def recurrent_mlstm(
     Example:
         >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> i, f = torch.randn(2, 2, 1, 4).unbind(0)
-        >>> h, (C, n, m) = recurrent_mlstm(q, k, v, i, f, return_last_states=True)
+        >>> h, (C, n, m) = recurrent_mlstm(q, k, v, i, f, head_first=False, return_last_states=True)
     """
+    q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
     gates = _stabilised(q, i, f, m, B, None, None)
@@ -152,6 +163,7 @@ def recurrent_mlstm(
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
     h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
+    h = h.transpose(1, 2) if head_first else h
     return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None
 
 
@@ -283,6 +295,14 @@ class _Documents(NamedTuple):
             found = m[0].index_select(1, self.end.clamp(0, m.shape[-1] - 1)).t()
             begun = torch.where(self.empty.unsqueeze(-1), begun, found)
         return begun.masked_fill(~self.here.unsqueeze(-1), 0.0)
+
+
+def _tokens_first(head_first: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views [B, T, H, ...]; what is no tensor of so many dimensions is left for the checks."""
+    check.check_flag("head_first", head_first)
+    if not head_first:
+        return tensors
+    return tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() > 2 else x for x in tensors)
 
 
 def _states(c: Optional, n: Optional, m: Optional) -> tuple[Optional, Optional, Optional]:

@@ -1,6 +1,7 @@
 """Where this rank's tokens stand in the whole sequence, and what reaches them from tokens before and behind.
 
-Sums and positions go on over the ranks (``sp``) and start anew with every document (``cu_seqlens``). All but
+Sums and positions go on over the ranks (``sp``) and start anew with every document (``cu_seqlens``), and where the
+last one ends: tokens behind it are taken for one more document, of which nothing else is known. All but
 `positions` are collective over ``sp``. Values of whole sequences, [N, H, ...], follow the rules of the ops' states:
 without documents the first rank gives initial ones and the last one has final ones, with documents every rank has a
 row for each, and uses those that start, or fills those that end, in its shard.
@@ -20,7 +21,7 @@ from flexsp.scan.transitions import Transition
 
 __all__ = [
     "Arrived", "arriving", "begins", "ended", "following", "last", "last_of_ended", "positions", "previous",
-    "running_sum", "tokens_before",
+    "read_here", "running_sum", "tokens_before", "without_tail",
 ]  # fmt: skip
 
 Ranks = SequenceParallel | None
@@ -43,6 +44,28 @@ def positions(T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp:
     """Positions [T] of this rank's T tokens, from 0 at the start of the sequence, of each document where packed."""
     place, begin, _ = _places(T, device, cu_seqlens, sp)
     return place - begin
+
+
+def read_here(
+    states: torch.Tensor | None, T: int, cu_seqlens: torch.Tensor | None, sp: Ranks
+) -> torch.Tensor | None:  # fmt: skip
+    """Initial states [N, ...] with zeros in the rows of documents that start on another rank, whatever stands there.
+
+    A rank may not read these. What computes with all rows would have gradients of 0 times NaN for them.
+    """
+    if states is None or cu_seqlens is None or sp is None or sp.world_size == 1:
+        return states
+    start, stop, _ = sp.shard_range(T)
+    begin = cu_seqlens[:-1]
+    here = (begin >= start) & ((begin < stop) | sp.is_last)
+    return states.masked_fill(~here.view(-1, *[1] * (states.dim() - 1)), 0.0)
+
+
+def without_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> torch.Tensor:
+    """x [B, T, ...] with zeros behind the last document, and with a gradient of zeros there."""
+    if cu_seqlens is None:
+        return x
+    return _where(_places(x.shape[1], x.device, None, sp)[0] < cu_seqlens[-1], x)
 
 
 def running_sum(
@@ -112,7 +135,7 @@ def arriving(
 
 
 def begins(T: int, cu_seqlens: torch.Tensor, sp: Ranks) -> torch.Tensor:
-    """The document that begins with each token of this rank, or -1: [T] in int32."""
+    """The document that begins with each token of this rank, or -1: [T] in int32. N where the last one has ended."""
     place, begin, _ = _places(T, cu_seqlens.device, cu_seqlens, sp)
     document = torch.searchsorted(cu_seqlens, place, right=True) - 1
     return torch.where(place == begin, document, -1).to(torch.int32)
@@ -123,7 +146,8 @@ def _initial(
 ) -> torch.Tensor:  # fmt: skip
     """``initial`` [N, H, ...] of each token's document where ``here`` [T] holds, else 0."""
     document = torch.searchsorted(cu_seqlens, place, right=True) - 1
-    return _where(here, initial.index_select(0, document).unsqueeze(0))
+    known = document < initial.shape[0]
+    return _where(here & known, initial.index_select(0, document.clamp(max=initial.shape[0] - 1)).unsqueeze(0))
 
 
 def _fraction(x: torch.Tensor) -> torch.Tensor:

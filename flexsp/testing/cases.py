@@ -123,6 +123,7 @@ def _product_oracle(**x: Any) -> Any:
 
 
 _LIGHTNING = {"layer_idx": 1, "num_layers": 4}
+_ssd = partial(ops.mamba2_ssd, state_v_first=False)
 _MAMBA_TOKENS = ("x", "dt", "B", "C")
 
 CASES: dict[str, Case] = {
@@ -132,9 +133,9 @@ CASES: dict[str, Case] = {
     "gamma": Case(ops.chunk_simple_gla, oracles.simple_gla, _gamma, shared=("g_gamma",)),
     "retention": Case(ops.chunk_retention, oracles.retention, _qkv),
     "lightning": Case(ops.chunk_lightning_attn, oracles.lightning_attn, _qkv, constants=_LIGHTNING),
-    "mamba2": Case(ops.mamba2_ssd, oracles.mamba2_ssd, _mamba2, tokens=_MAMBA_TOKENS, shared=("A", "D")),
+    "mamba2": Case(_ssd, oracles.mamba2_ssd, _mamba2, tokens=_MAMBA_TOKENS, shared=("A", "D")),
     "mamba2_groups": Case(
-        ops.mamba2_ssd,
+        _ssd,
         oracles.mamba2_ssd,
         partial(_mamba2, groups=2, full=True),
         tokens=_MAMBA_TOKENS,

@@ -108,7 +108,7 @@ def _mamba2(x: Tensors, initial: Any, common: Mapping[str, Any]) -> Any:
 
     return ops.mamba2_ssd(
         x["x"], x["dt"], x["A"], x["B"], x["C"], x["D"], x["dt_bias"], dt_softplus=True,
-        initial_state=initial and initial[0], **common,
+        initial_state=initial and initial[0], state_v_first=False, **common,
     )  # fmt: skip
 
 

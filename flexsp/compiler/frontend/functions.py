@@ -320,9 +320,11 @@ def run(
         anchor, initial, *given = joined(sp, initial, *tokens.values(), *params.values())
         tokens = dict(zip(tokens, given, strict=False))
         params = dict(zip(params, given[len(tokens) :], strict=True))
-    chunks, documents = _cut(T, C), None
+    chunks, documents, tail = _cut(T, C), None, 0
     if bounds is not None:
         start, stop = (0, T) if sp is None else sp.shard_range(T, rows)[:2]
+        tail = min(T, max(0, stop - bounds[-1]))
+        tokens = {name: y[:, : T - tail] for name, y in tokens.items()} if tail else tokens
         table = chunk_table(torch.tensor(bounds), start, stop, C, sp is None or sp.is_last)
         found = [_Chunk(*row) for row in table.tolist()]
         chunks = [chunk for chunk in found if chunk.length or chunk.first]
@@ -330,12 +332,10 @@ def run(
     zero = x.new_zeros(B, H, *state)
     local = _Local(program, tokens, params, program.meta.numbers, chunks, zero, documents)
     local.contribute()
-    if program.transition != "max-plus":
-        return executor.run(local, zero, initial, documents, sp, anchor, call_text)
-    local.find_maxima(initial, sp)
-    assert local.maxima is not None
-    initial = None if initial is None else finite(initial)
+    if program.transition == "max-plus":
+        local.find_maxima(initial, sp)
+        initial = None if initial is None else finite(initial)
     o, final = executor.run(local, zero, initial, documents, sp, anchor, call_text)
-    if final is not None:
+    if local.maxima is not None and final is not None:
         final = settled(final, executor.final_states(local.maxima.around, documents))
-    return o, final
+    return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, tail)) if tail else o, final

@@ -123,7 +123,7 @@ class Layout(NamedTuple):
     C: int
     documents: Documents | None = None  # the rest of packed tokens only
     token_of: Optional = None  # [chunks * C] token at each place, T where there is none
-    place_of: Optional = None  # [T] place of each token
+    place_of: Optional = None  # [T] place of each token, -1 where it is of no document
 
     def chunks(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x = x.to(dtype)
@@ -138,7 +138,10 @@ class Layout(NamedTuple):
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(2, 3).transpose(1, 2)
-        return x[:, : self.T] if self.place_of is None else x.index_select(1, self.place_of)
+        if self.place_of is None:
+            return x[:, : self.T]
+        nowhere = (self.place_of < 0).view(1, -1, 1, 1)
+        return x.index_select(1, self.place_of.clamp(min=0)).masked_fill(nowhere, 0.0)
 
 
 def chunk_layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, rows: int = 1) -> Layout:
@@ -151,7 +154,7 @@ def chunk_layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | No
     t0, length = table[:, 0, None].to(torch.int64), table[:, 1, None]
     inside = torch.arange(C, device=table.device)
     token_of = torch.where(inside < length, t0 + inside, T).flatten()
-    place_of = torch.zeros(T + 1, dtype=torch.int64, device=table.device)
+    place_of = torch.full((T + 1,), -1, dtype=torch.int64, device=table.device)
     place_of = place_of.scatter(0, token_of, torch.arange(token_of.numel(), device=table.device))[:T]
     return Layout(T, C, Documents(table, n), token_of, place_of)
 

@@ -77,6 +77,7 @@ class DiagonalCall:
             p.tiles.chunk, p.n_chunks, p.n_seg, (kind, p.K, p.V), self.ends,
             sparse=p.packed, keeps_final=p.packed and self.ends and self.gate is not None,
             optional=frozenset(() if self.gate is None else (self.gate,)), by_head=frozenset({"g"}),
+            by_token=frozenset({"g_gamma"}),
         )  # fmt: skip
 
     def kernel(self, spec: LaunchSpec) -> Any:

@@ -13,6 +13,7 @@ from flexsp.kernels import operators
 from flexsp.kernels.operators import Asked, Kept
 from flexsp.kernels.selective import in_pytorch
 from flexsp.runtime.kept import keep
+from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -123,7 +124,7 @@ def selective(
         with torch.autocast(u.device.type, enabled=False):
             dt = in_pytorch.steps(delta, delta_bias, softplus, A.dtype)
             y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial_state, cu_seqlens, sp, call, output_final_state)
-            return in_pytorch.gated(y, u, D, z), last
+            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
     from flexsp.kernels.selective.launches import channels_of_head
 
     untransformed(NAME, IN_PYTORCH)

@@ -12,6 +12,7 @@ from flexsp.nn.attention.local import BACKENDS, Sight, attend
 from flexsp.nn.attention.over_ranks import EXCHANGES, attend_over_ranks, choose_exchange
 from flexsp.nn.norm import check_choice
 from flexsp.ops import _validate as check
+from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -48,7 +49,8 @@ def scaled_dot_product_attention(
         window: a token sees itself and the ``window - 1`` tokens before it; without ``is_causal`` as many after it too.
             None: no limit.
         cu_seqlens: int32 or int64 [N + 1] boundaries of N documents packed along T; B must be 1. A token sees its own
-            document only. Documents may be empty. Under ``sp`` they count tokens over all ranks.
+            document only. Documents may be empty. Under ``sp`` they count tokens over all ranks. Behind the last one
+            outputs and gradients are 0.
         sp: the ranks among which the sequence is cut. None: those of the enclosing ``sequence_parallel``, if any;
             False: none. The tensors are then this rank's shard (which may be empty).
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, whose values can be checked without synchronising.
@@ -91,7 +93,8 @@ def scaled_dot_product_attention(
     sp = check.resolve(sp, q)
     if sp is None or sp.world_size == 1:
         check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
-        return attend(q, k, v, Sight(is_causal, window, cu_seqlens, T), scale, backend)
+        o = attend(q, k, v, Sight(is_causal, window, cu_seqlens, T), scale, backend)
+        return without_tail(o, cu_seqlens, None)
     if exchange == "heads" and H % sp.world_size:
         check.fail("exchange", f'"auto" or "keys" ({H} heads do not divide by {sp.world_size} ranks)', '"heads"')
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q, "q", sp)
@@ -104,7 +107,8 @@ def scaled_dot_product_attention(
     if exchange == "keys" and backend == "sdpa" and is_causal:
         check.fail("backend", '"auto", "flex" or "blocks" where ranks exchange keys and is_causal', '"sdpa"')
     sight = Sight(is_causal, window, cu_seqlens, sum(lengths))
-    return attend_over_ranks(q, k, v, sight, scale, backend, exchange, call, sp, lengths)
+    o = attend_over_ranks(q, k, v, sight, scale, backend, exchange, call, sp, lengths)
+    return without_tail(o, cu_seqlens, sp)
 
 
 @check.once

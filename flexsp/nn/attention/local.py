@@ -48,9 +48,9 @@ class Sight(NamedTuple):
         at = torch.arange(queries, device=device) + self.start
         begin, end = torch.zeros_like(at), torch.full_like(at, self.total)
         if self.cu_seqlens is not None:
-            bounds = self.cu_seqlens.to(torch.int64)
+            bounds = torch.nn.functional.pad(self.cu_seqlens.to(torch.int64), (0, 1), value=self.total)
             document = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.numel() - 2)
-            begin, end = bounds[document], bounds[document + 1]
+            begin, end = bounds[document], bounds[document + 1]  # what follows the last document is one more
         if self.is_causal:
             end = at + 1
         if self.window is not None:

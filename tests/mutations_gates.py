@@ -120,6 +120,8 @@ GATES = [
         "flexsp/nn/rwkv7.py",
         ("before.masked_fill((since < 1)[None, :, None], 0.0)", "before", "the token before a document is mixed in",
          "tests/test_rwkv7_layer.py::test_decoding_and_documents"),
+        ("without_tail(y, cu_seqlens, resolve_sp(None))", "y", "tokens behind the last document read themselves",
+         "tests/test_layers.py::test_tokens_behind_the_last_document"),
         ("first = tokens_before(x, 1, sp)", "first = 0 * tokens_before(x, 1, sp)",
          "a shard's first token is mixed with 0",
          "tests/test_rwkv7_layer.py::test_ranks_equal_one_rank"),

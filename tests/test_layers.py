@@ -48,7 +48,10 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
         32,
     ),
     "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
-    "mamba3-bare": (Mamba3, {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2}, 16),
+    "mamba3-bare": (
+        Mamba3,
+        {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2, "use_bias": True}, 16,
+    ),
     "delta": (DeltaNet, {"hidden_size": 16, "num_heads": 2, "expand_v": 1.25, "use_gate": True}, 16),
     "delta-bare": (
         DeltaNet, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False, "qk_activation": "elu"}, 16,
@@ -62,8 +65,8 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
-    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4}, 16),
-    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}, 16),
+    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4, "bias": True}, 16),
+    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True, "use_bias": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "rwkv7": (RWKV7, {"hidden_size": 16, "head_dim": 8, "value_dim": 24}, 16),
     "attention": (
@@ -99,7 +102,8 @@ def random_documents(total: int, seed: int) -> torch.Tensor:
     """Boundaries of documents of any length, empty ones and one-token ones included."""
     source = random.Random(seed)
     cuts = sorted(source.randint(0, total) for _ in range(source.randint(1, 6)))
-    return torch.tensor([0, *cuts, *cuts[:1], total]).sort().values
+    last = source.choice((total, total - total // 7))  # what is behind the last document is 0
+    return torch.tensor([0, *cuts, *cuts[:1], last]).sort().values.clamp(max=last)
 
 
 def forward_backward(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor, cu: torch.Tensor | None) -> dict[str, Any]:
@@ -120,7 +124,8 @@ class Separately(nn.Module):
         if cu_seqlens is None:
             return self.layer(x)
         bounds = cu_seqlens.tolist()
-        return torch.cat([self.layer(x[:, a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b], 1)
+        found = [self.layer(x[:, a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
+        return torch.cat([*found, torch.zeros_like(x[:, bounds[-1] :])], 1)
 
 
 def cut_cases(sp: Any, name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,6 +173,20 @@ def test_documents_are_separate(name: str) -> None:
     layer, cu = make(name, seed), random_documents(90, seed)
     x = torch.randn(1, 90, LAYERS[name][2], dtype=torch.float64)
     torch.testing.assert_close(layer(x, cu_seqlens=cu), Separately(layer)(x, cu), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tokens_behind_the_last_document(name: str) -> None:
+    """They are 0, outputs and gradients, and nothing else knows of them, the gradients of parameters neither."""
+    layer, cu = make(name, random.randrange(1 << 30)), torch.tensor([0, 3, 3, 11])
+    x, dy = torch.randn(2, 1, 16, LAYERS[name][2], dtype=torch.float64).unbind(0)
+    found = forward_backward(layer, x, dy, cu)
+    layer.zero_grad()
+    want = forward_backward(layer, x[:, :11], dy[:, :11], cu)
+    for key in ("y", "dx"):
+        assert not found[key][:, 11:].any()
+        torch.testing.assert_close(found[key][:, :11], want[key], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["grads"], want["grads"], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias", [False, True])

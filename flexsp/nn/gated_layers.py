@@ -154,9 +154,9 @@ class _LowerBounded(RecurrentLayer):
     ) -> Tensor | tuple[Tensor, LayerCache]:  # fmt: skip
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. `lower_bound`
-        is the least gate of each channel, [forget channels] from 0 to 1; None means 0, as models have it in their
-        first layer.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0. `lower_bound` is the least gate of each channel, [forget channels] from 0
+        to 1; None means 0, as models have it in their first layer.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.

@@ -20,6 +20,7 @@ from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_eps, check_in
 from flexsp.nn.start import start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.sequence import without_tail
 
 
 class LayerCache(NamedTuple):
@@ -141,7 +142,8 @@ class SimpleGLA(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -166,7 +168,7 @@ class SimpleGLA(nn.Module):
         )
         y = self._output(o, x)
         if cache is None:
-            return y
+            return without_tail(y, cu_seqlens, resolve_sp(None))
         assert state is not None
         return y, LayerCache(state, conv_cache)
 
@@ -288,7 +290,8 @@ class Mamba2(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -321,7 +324,7 @@ class Mamba2(nn.Module):
         )
         out = self._output(y, z, x.dtype)
         if cache is None:
-            return out
+            return without_tail(out, cu_seqlens, resolve_sp(None))
         assert state is not None
         return out, LayerCache(state, conv_cache)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.layers import (
@@ -27,6 +28,7 @@ from flexsp.nn.norm import accumulation_dtype, check_choice, check_input
 from flexsp.nn.start import StartedLinear, assign, start_steps
 from flexsp.ops import recurrent_selective_scan, selective_scan
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.sequence import without_tail
 
 
 class Mamba(nn.Module):
@@ -110,7 +112,8 @@ class Mamba(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -132,7 +135,9 @@ class Mamba(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         out = self.out_proj(y.to(x.dtype))
-        return out if cache is None else (out, LayerCache(state, conv_cache))
+        if cache is None:
+            return without_tail(out, cu_seqlens, resolve_sp(None))
+        return out, LayerCache(state, conv_cache)
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""

@@ -19,7 +19,7 @@ from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
-from flexsp.scan.sequence import tokens_before
+from flexsp.scan.sequence import tokens_before, without_tail
 
 __all__ = ["RWKV7"]
 
@@ -166,7 +166,8 @@ class RWKV7(nn.Module):
     ) -> Any:  # fmt: skip
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Args:
             v_first: the first layer's values [B, T, value_dim] of these tokens; None in the first layer.
@@ -193,7 +194,8 @@ class RWKV7(nn.Module):
             **arguments, initial_state=None if cache is None else cache.state, output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        results = [self._output(o, arguments, g, x.dtype)]
+        y = self._output(o, arguments, g, x.dtype)
+        results = [without_tail(y, cu_seqlens, resolve_sp(None))]
         if cache is not None:
             assert state is not None
             results.append(LayerCache(state, kept))  # type: ignore[arg-type]

@@ -74,6 +74,8 @@ GATES = [
         "flexsp/nn/recurrent.py",
         ("*self._taps(), cu_seqlens)", "*self._taps())", "convolutions reach across documents",
          "tests/test_gated_layers.py::test_documents_are_separate"),
+        ("initial_state=cache.state, output_final", "initial_state=cache.state.detach(), output_final",
+         "a step has no gradient through the state", "tests/test_layers.py::test_decoding_equals_parallel[hgrn]"),
         ("return y, LayerCache(state, conv_cache)", "return y, LayerCache(state, cache.conv)",
          "a prompt leaves no inputs to the convolutions", "tests/test_gated_layers.py::test_decoding"),
     ),
@@ -103,6 +105,17 @@ GATES = [
         "flexsp/ops/rwkv7.py",
         ("removed = (removes[:, t] * state)", "removed = (removes[:, t] * decay[:, t].unsqueeze(-1) * state)",
          "decoding reads the decayed state", "tests/test_vector_gates.py::test_token_by_token"),
+    ),
+    *_in(
+        "flexsp/nn/attention/layer.py",
+        ("torch.arange(cache.seen, cache.seen + T,", "torch.arange(kept, kept + T,",
+         "positions stop growing once the window is full",
+         "tests/test_layers.py::test_decoding_equals_parallel[attention-window]"),
+    ),
+    *_in(
+        "flexsp/nn/delta_layers.py",
+        ("torch.full_like(q[..., 0], largest)", "torch.ones_like(q[..., 0])", "a rate of 2 without beta is 1",
+         "tests/test_delta_layers.py::test_formulas[delta, relu]"),
     ),
     *_in(
         "flexsp/nn/start.py",

@@ -272,15 +272,19 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_decoding_equals_parallel(name: str) -> None:
-    """Token by token, and a prompt in two parts followed by tokens, against the parallel pass."""
+    """Token by token, with gradients, and a prompt in two parts followed by tokens, against the parallel pass."""
     layer = make(name, random.randrange(1 << 30))
-    x = torch.randn(3, 21, LAYERS[name][2], dtype=torch.float64)
-    expected = layer(x)
+    x, dy = torch.randn(2, 3, 21, LAYERS[name][2], dtype=torch.float64).unbind(0)
+    expected = layer(x.requires_grad_())
     cache, steps = layer.init_cache(3), []
     for token in x.unbind(1):
         y, cache = layer.step(token, cache)
         steps.append(y)
     torch.testing.assert_close(torch.stack(steps, 1), expected, rtol=1e-10, atol=1e-12)
+    wanted = [x, *layer.parameters()]
+    grads = (torch.autograd.grad(o, wanted, dy) for o in (torch.stack(steps, 1), expected))
+    for found, of in zip(*grads, strict=True):
+        torch.testing.assert_close(found, of, rtol=1e-9, atol=1e-10)
 
     first, again = layer(x[:, :2], cache=layer.init_cache(3))
     second, again = layer(x[:, 2:20], cache=again)

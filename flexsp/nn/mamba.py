@@ -164,8 +164,7 @@ class Mamba(nn.Module):
     def _arguments(self, mixed: Tensor, z: Tensor) -> dict[str, Any]:
         r, B, C = self.x_proj(mixed).split([self.dt_rank, self.state_size, self.state_size], dim=-1)
         delta = F.linear(r, self.dt_proj.weight)  # the bias is added in the accumulation dtype
-        u, z, B, C = (t.to(delta.dtype) for t in (mixed, z, B, C))  # under autocast
         return {
-            "u": u, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
+            "u": mixed, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
             "delta_bias": _wide(self.dt_proj.bias), "delta_softplus": True, "discretization": self.discretization,
         }  # fmt: skip

@@ -71,7 +71,19 @@ GATES = [
          "documents that go on have a first token", "tests/test_vector_gates.py::test_unit_start"),
     ),
     *_in(
+        "flexsp/nn/layers.py",
+        ("else dt.clamp(low, high)", "else dt", "steps of Mamba-2 have no limits", "tests/test_layer_formulas.py"),
+        ("gate_first=not norm_before_gate", "gate_first=True", "the gate is always first", "tests/test_layer_formulas.py"),
+    ),
+    *_in(
+        "flexsp/nn/conv.py",
+        ("y.masked_fill((since < 0)[None, :, None], 0.0)", "y", "biases stand behind the last document",
+         "tests/test_layers.py::test_tokens_behind_the_last_document"),
+    ),
+    *_in(
         "flexsp/nn/recurrent.py",
+        ("without_tail(y, cu_seqlens, resolve_sp(None))", "y", "a bias stands behind the last document",
+         "tests/test_layers.py::test_tokens_behind_the_last_document"),
         ("*self._taps(), cu_seqlens)", "*self._taps())", "convolutions reach across documents",
          "tests/test_gated_layers.py::test_documents_are_separate"),
         ("initial_state=cache.state, output_final", "initial_state=cache.state.detach(), output_final",

@@ -48,6 +48,11 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
         32,
     ),
     "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
+    "mamba2-options": (
+        Mamba2,
+        {"hidden_size": 32, "head_dim": 16, "state_size": 8, "use_bias": True, "hidden_act": "gelu", "conv_init": 0.4,
+         "D_has_hdim": True, "rmsnorm": False, "dt_limit": (0.01, 0.05)}, 32,
+    ),
     "mamba3-bare": (
         Mamba3,
         {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2, "use_bias": True}, 16,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
-from flexsp.exceptions import check_flag, check_integer, fail
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
 from flexsp.scan.sequence import tokens_before
@@ -150,17 +150,21 @@ class ShortConvolution(nn.Module):
         width: taps W, at least 1.
         bias: add a bias [D].
         activation: ``"silu"`` or None.
+        init: the weight is initialised uniformly in +- this number above 0; None: 1/sqrt(W).
 
     The weight is [D, 1, W], as that of ``nn.Conv1d``; [D, W] loads too. Sums are float32 (float64 stays).
     """
 
-    def __init__(self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu") -> None:
+    def __init__(
+        self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu", init: float | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
         dim, width = check_integer("dim", dim, least=1), check_integer("width", width, least=1)
         check_flag("bias", bias)
         if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
         self.dim, self.width, self.activation = dim, width, activation
+        self._init = None if init is None else check_number("init", init, above=0)
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters()
@@ -171,9 +175,10 @@ class ShortConvolution(nn.Module):
         return self.weight.squeeze(1)
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group."""
+        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group, but for a weight with another start."""
         bound = 1 / math.sqrt(self.width)
-        nn.init.uniform_(self.weight, -bound, bound)
+        reach = bound if self._init is None else self._init
+        nn.init.uniform_(self.weight, -reach, reach)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 

@@ -73,7 +73,8 @@ GATES = [
     *_in(
         "flexsp/nn/layers.py",
         ("else dt.clamp(low, high)", "else dt", "steps of Mamba-2 have no limits", "tests/test_layer_formulas.py"),
-        ("gate_first=not norm_before_gate", "gate_first=True", "the gate is always first", "tests/test_layer_formulas.py"),
+        ("gate_first=not norm_before_gate", "gate_first=True", "the gate is always first",
+         "tests/test_layer_formulas.py"),
     ),
     *_in(
         "flexsp/nn/conv.py",

@@ -59,8 +59,10 @@ class _HeadNorm(nn.Module):
 
 
 class MLSTM(RecurrentLayer):
-    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), with the parameters of xLSTM 7B's
-    (arXiv 2503.13427; ``mLSTMLayer`` of the package xlstm, ``weight_mode="single"``).
+    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), for heads of up to 256 channels.
+
+    Its parameters have the names of those of ``mLSTMLayer`` in the package xlstm (arXiv 2503.13427), with
+    ``weight_mode="single"``. The heads of xLSTM 7B, K = 256 and V = 512, are larger than this layer takes.
 
     ``h`` is `flexsp.ops.chunk_mlstm` of q, k, v from projections and of gates ``i = cap(W_i x + b_i)`` (a natural
     logarithm) and ``f = cap(W_f x + b_f)`` (before a sigmoid), with ``cap(z) = gate_soft_cap tanh(z / gate_soft_cap)``,

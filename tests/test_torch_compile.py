@@ -117,7 +117,8 @@ def test_one_graph_of_a_layer(name: str) -> None:
         x = torch.randn(B, T, width, dtype=torch.float64)
         torch._dynamo.maybe_mark_dynamic(x, [0, 1])
         assert_same([f(x).detach()], [layer(x).detach()])
-    assert counters["stats"]["unique_graphs"] - before == (3 if name in RUN_PROGRAMS else 1)
+    wanted = 3 if name in RUN_PROGRAMS else 2 if name == "mlstm" else 1  # whose maxima have one a power of two
+    assert counters["stats"]["unique_graphs"] - before == wanted
 
 
 # Variants -------------------------------------------------------------------------------------------------------------

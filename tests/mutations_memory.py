@@ -163,6 +163,9 @@ MEMORY = [
     *_in(
         "flexsp/nn/mamba.py",
         ('"D": _wide(self.D)', '"D": None', "the skip has no effect", _MAMBA),
+    ),
+    *_in(
+        "flexsp/nn/start.py",
         ("dt + torch.log(-torch.expm1(-dt))", "dt", "steps begin as other ones", _SCAN + "test_initialisation"),
     ),
     *_in(

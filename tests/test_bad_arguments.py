@@ -68,6 +68,10 @@ OPTIONAL = {
         3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (0, 1), (True, 2), ("a", 2), (1, float("nan")),
         (float("nan"), 1), (1, 1e300), (1e-300, 1), torch.tensor([1.0, 2.0]), {1: 2, 3: 4},
     ],
+    "limits": [
+        3, None, "ab", (), (1.0,), (1, 2, 3), (5, 1), (-1, 1), (True, 2), ("a", 2), (float("inf"), float("inf")),
+        (1, float("nan")), (0, "inf"), torch.tensor([1.0, 2.0]), {1: 2, 3: 4},
+    ],
     "choice": ["tanh", True, None, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0])],
     "value heads": [*SIZE, 3], "bound": [*NUMBER, 0, 1.0], "share": [*POSITIVE, 1e-3, 1e308, 0.3],
     "activation": ["relu", True, 0, 1.5, "SiLU", ["silu"], torch.tensor([1.0, 2.0]), numpy.array(["silu", "relu"])],
@@ -280,7 +284,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "HGRN()": (HGRN, {}, {"hidden_size": "size", "expand_ratio": "share", **CONVOLVED}, {"hidden_size": D}),
     "RGLRU()": (
-        RGLRU, {}, {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size"},
+        RGLRU, {},
+        {"hidden_size": "size", "lru_width": "limit", "num_heads": "size", "conv_size": "size", "unit_start": "flag"},
         {"hidden_size": D},
     ),
     "RWKV7()": (
@@ -332,7 +337,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "Mamba2()": (
         Mamba2, {}, {"hidden_size": "size", "head_dim": "head size", "state_size": "head size", "n_groups": "size",
         "expand": "expand", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative", "dt_min": "initial",
-        "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range"},
+        "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range", "use_bias": "flag",
+        "conv_init": "base", "hidden_act": "choice", "D_has_hdim": "flag", "rmsnorm": "flag",
+        "norm_before_gate": "flag", "dt_limit": "limits"},
         {"hidden_size": D, "head_dim": 16, "state_size": 16},
     ),
     "Mamba3()": (
@@ -364,7 +371,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         "num_householder": "size"}, HEADS,
     ),
     "ShortConvolution()": (
-        ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag", "activation": "activation"}, {"dim": D},
+        ShortConvolution, {}, {"dim": "size", "width": "size", "bias": "flag", "activation": "activation",
+        "init": "base"}, {"dim": D},
     ),
     "RMSNorm()": (RMSNorm, {}, {"dim": "size", "eps": "not negative", "group_size": "size"}, {"dim": D}),
     "GatedRMSNorm()": (

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         {"num_heads": 3, "expand_k": 0.5, "expand_v": 1.25, "use_gate": True, "qk_activation": "elu", "qk_norm": "sum",
          "allow_neg_eigval": True, "conv_bias": True, "conv_size": 3, "norm_eps": 1e-2},
     ),
-    "delta, relu": (DeltaNet, {"num_heads": 2, "qk_activation": "relu", "use_beta": False}),
+    "delta, relu": (DeltaNet, {"num_heads": 2, "qk_activation": "relu", "use_beta": False, "allow_neg_eigval": True}),
     "delta, bare": (DeltaNet, {"num_heads": 1, "qk_activation": "identity", "use_short_conv": False}),
     "delta, silu, bare": (DeltaNet, {"num_heads": 1, "use_short_conv": False, "qk_norm": "sum"}),
     "gated": (GatedDeltaNet, GROUPS),

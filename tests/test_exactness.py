@@ -70,7 +70,7 @@ def refused(layer: nn.Module, **options: Any) -> str:
         ("FalconMambaMixer", "transformers.models.falcon_mamba.modeling_falcon_mamba", "flexsp.ops.selective_scan"),
         ("JambaMambaMixer", "transformers.models.jamba.modeling_jamba", "flexsp.ops.selective_scan"),
         ("Mamba", "mamba_ssm.modules.mamba_simple", "flexsp.nn.Mamba is that layer"),
-        ("mLSTMLayer", "xlstm.xlstm_large.model", "flexsp.nn.MLSTM is the layer"),
+        ("mLSTMLayer", "xlstm.xlstm_large.model", "flexsp.nn.MLSTM is that layer"),
         ("LlamaAttention", "transformers.models.llama.modeling_llama", "between sp.gather and sp.shard"),
         ("LlamaRotaryEmbedding", "transformers.models.llama.modeling_llama", "from global positions"),
         ("LlamaDecoderLayer", "transformers.models.llama.modeling_llama", "into a module of your own"),

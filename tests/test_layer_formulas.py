@@ -3,18 +3,22 @@ says little about either."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from flexsp.nn import Mamba2, SimpleGLA
 
 
-def convolved(x: torch.Tensor, conv: torch.nn.Module) -> torch.Tensor:
-    """silu(bias + sum_j weight[:, 0, W - 1 - j] x_{t - j}) of x [T, D]."""
+def convolved(x: torch.Tensor, conv: torch.nn.Module, act: Callable[..., torch.Tensor] = F.silu) -> torch.Tensor:
+    """act(bias + sum_j weight[:, 0, W - 1 - j] x_{t - j}) of x [T, D]."""
     width = conv.weight.shape[2]
     padded = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
     y = torch.stack([sum(padded[t + j] * conv.weight[:, 0, j] for j in range(width)) for t in range(len(x))])
-    return F.silu(y if conv.bias is None else y + conv.bias)
+    return act(y if conv.bias is None else y + conv.bias)
 
 
 def recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -45,21 +49,48 @@ def test_simple_gla() -> None:
     torch.testing.assert_close(layer(x)[0], want, rtol=1e-9, atol=1e-9)
 
 
-def test_mamba2() -> None:
-    layer = Mamba2(32, head_dim=16, state_size=16, n_groups=2, norm_eps=1e-2).double()
-    torch.nn.init.normal_(layer.norm.weight)
-    torch.nn.init.normal_(layer.D)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_gate": True, "use_bias": True, "D_has_hdim": True, "hidden_act": "gelu", "dt_limit": (0.02, 0.05)},
+    {"rmsnorm": False, "hidden_act": "relu", "dt_limit": (0.01, float("inf")), "conv_bias": False},
+    {"hidden_act": "swish", "dt_limit": [0, 0.03]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_mamba2(options: dict[str, Any]) -> None:
+    layer = Mamba2(32, head_dim=16, state_size=16, n_groups=2, norm_eps=1e-2, **options).double()
+    for x in (layer.D, *([] if layer.norm is None else [layer.norm.weight])):
+        torch.nn.init.normal_(x)
+    act = {"relu": F.relu, "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}.get(layer.hidden_act, F.silu)
+    low, high = options.get("dt_limit", (0, torch.inf))
     u = torch.randn(1, 9, 32, dtype=torch.float64)
     inner, shared = layer.inner_size, 2 * 16
     z, mixed, dt = layer.in_proj(u[0]).split([inner, inner + 2 * shared, layer.num_heads], -1)
-    x, B, C = convolved(mixed, layer.conv1d).split([inner, shared, shared], -1)
-    dt = F.softplus(dt + layer.dt_bias)
+    x, B, C = convolved(mixed, layer.conv1d, act).split([inner, shared, shared], -1)
+    dt = torch.log1p((dt + layer.dt_bias).exp())
+    assert not options.get("dt_limit") or ((dt < low) | (dt > high)).any()
+    dt = torch.where(dt < low, low, torch.where(dt > high, high, dt))
+    D = layer.D.view(layer.num_heads, -1)
     y = []
     for h in range(layer.num_heads):
         group, at = h // (layer.num_heads // 2), slice(16 * h, 16 * h + 16)
         of_group = slice(16 * group, 16 * group + 16)
         decay = (-dt[:, h] * layer.A_log[h].exp()).exp()
-        y.append(recurrent(C[:, of_group], B[:, of_group], dt[:, h, None] * x[:, at], decay) + layer.D[h] * x[:, at])
-    gated = (torch.cat(y, -1) * F.silu(z)).unflatten(-1, (2, -1))
-    normed = rms(gated, layer.norm.weight.view(2, -1), 1e-2).flatten(-2)
-    torch.testing.assert_close(layer(u)[0], layer.out_proj(normed), rtol=1e-9, atol=1e-9)
+        y.append(recurrent(C[:, of_group], B[:, of_group], dt[:, h, None] * x[:, at], decay) + D[h] * x[:, at])
+    first, last = F.silu(z), torch.ones_like(z)
+    if options.get("norm_before_gate"):
+        first, last = last, first
+    o = (torch.cat(y, -1) * first).unflatten(-1, (2, -1))
+    o = o if layer.norm is None else rms(o, layer.norm.weight.view(2, -1), 1e-2)
+    want, dy = layer.out_proj(o.flatten(-2) * last), torch.randn(9, 32, dtype=torch.float64)
+    torch.testing.assert_close(layer(u)[0], want, rtol=1e-9, atol=1e-9)
+    parameters = list(layer.parameters())
+    grads = (torch.autograd.grad(y, parameters, dy) for y in (layer(u)[0], want))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
+def test_initial_convolutions_of_mamba2() -> None:
+    weight = Mamba2(64, conv_init=1e-3).conv1d.weight
+    assert 9e-4 < weight.abs().max() <= 1e-3

@@ -49,7 +49,15 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
         32,
     ),
     "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
-    "mamba3-bare": (Mamba3, {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2}, 16),
+    "mamba2-options": (
+        Mamba2,
+        {"hidden_size": 32, "head_dim": 16, "state_size": 8, "use_bias": True, "hidden_act": "gelu", "conv_init": 0.4,
+         "D_has_hdim": True, "rmsnorm": False, "dt_limit": (0.01, 0.05)}, 32,
+    ),
+    "mamba3-bare": (
+        Mamba3,
+        {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2, "use_bias": True}, 16,
+    ),
     "delta": (DeltaNet, {"hidden_size": 16, "num_heads": 2, "expand_v": 1.25, "use_gate": True}, 16),
     "delta-bare": (
         DeltaNet, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False, "qk_activation": "elu"}, 16,
@@ -63,8 +71,8 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
     "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
-    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4}, 16),
-    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}, 16),
+    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4, "bias": True}, 16),
+    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True, "use_bias": True}, 16),
     "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
     "rwkv7": (RWKV7, {"hidden_size": 16, "head_dim": 8, "value_dim": 24}, 16),
     "attention": (
@@ -100,7 +108,8 @@ def random_documents(total: int, seed: int) -> torch.Tensor:
     """Boundaries of documents of any length, empty ones and one-token ones included."""
     source = random.Random(seed)
     cuts = sorted(source.randint(0, total) for _ in range(source.randint(1, 6)))
-    return torch.tensor([0, *cuts, *cuts[:1], total]).sort().values
+    last = source.choice((total, total - total // 7))  # what is behind the last document is 0
+    return torch.tensor([0, *cuts, *cuts[:1], last]).sort().values.clamp(max=last)
 
 
 def forward_backward(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor, cu: torch.Tensor | None) -> dict[str, Any]:
@@ -121,7 +130,8 @@ class Separately(nn.Module):
         if cu_seqlens is None:
             return self.layer(x)
         bounds = cu_seqlens.tolist()
-        return torch.cat([self.layer(x[:, a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b], 1)
+        found = [self.layer(x[:, a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
+        return torch.cat([*found, torch.zeros_like(x[:, bounds[-1] :])], 1)
 
 
 def cut_cases(sp: Any, name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,6 +179,20 @@ def test_documents_are_separate(name: str) -> None:
     layer, cu = make(name, seed), random_documents(90, seed)
     x = torch.randn(1, 90, LAYERS[name][2], dtype=torch.float64)
     torch.testing.assert_close(layer(x, cu_seqlens=cu), Separately(layer)(x, cu), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tokens_behind_the_last_document(name: str) -> None:
+    """They are 0, outputs and gradients, and nothing else knows of them, the gradients of parameters neither."""
+    layer, cu = make(name, random.randrange(1 << 30)), torch.tensor([0, 3, 3, 11])
+    x, dy = torch.randn(2, 1, 16, LAYERS[name][2], dtype=torch.float64).unbind(0)
+    found = forward_backward(layer, x, dy, cu)
+    layer.zero_grad()
+    want = forward_backward(layer, x[:, :11], dy[:, :11], cu)
+    for key in ("y", "dx"):
+        assert not found[key][:, 11:].any()
+        torch.testing.assert_close(found[key][:, :11], want[key], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["grads"], want["grads"], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -253,15 +277,19 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_decoding_equals_parallel(name: str) -> None:
-    """Token by token, and a prompt in two parts followed by tokens, against the parallel pass."""
+    """Token by token, with gradients, and a prompt in two parts followed by tokens, against the parallel pass."""
     layer = make(name, random.randrange(1 << 30))
-    x = torch.randn(3, 21, LAYERS[name][2], dtype=torch.float64)
-    expected = layer(x)
+    x, dy = torch.randn(2, 3, 21, LAYERS[name][2], dtype=torch.float64).unbind(0)
+    expected = layer(x.requires_grad_())
     cache, steps = layer.init_cache(3), []
     for token in x.unbind(1):
         y, cache = layer.step(token, cache)
         steps.append(y)
     torch.testing.assert_close(torch.stack(steps, 1), expected, rtol=1e-10, atol=1e-12)
+    wanted = [x, *layer.parameters()]
+    grads = (torch.autograd.grad(o, wanted, dy) for o in (torch.stack(steps, 1), expected))
+    for found, of in zip(*grads, strict=True):
+        torch.testing.assert_close(found, of, rtol=1e-9, atol=1e-10)
 
     first, again = layer(x[:, :2], cache=layer.init_cache(3))
     second, again = layer(x[:, 2:20], cache=again)
@@ -287,7 +315,7 @@ def test_decoding_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
         if not name.startswith("attention"):
             states = getattr(cache, "state", cache[0])
             states = states if isinstance(states, tuple) else (states,)
-            assert all(x.dtype == torch.float32 for x in states)
+            assert all(x.dtype in (torch.float32, torch.bool) for x in states)
         outputs.append(y.unsqueeze(1))
     error = (torch.cat(outputs, 1) - want).norm() / want.norm()
     parallel = (layer(x) - want).norm() / want.norm()

@@ -24,9 +24,13 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.marks import quick, slow
+from tests.test_layers import LAYERS, make
 
 EXACT = 1e-12
 ALL = CASES | DELTA_CASES
+RUN_PROGRAMS = {
+    "delta", "delta-bare", "gated-delta", "kda", "delta-product", "vector-gla", "hgrn2-bare", "hgrn", "rg-lru", "rwkv7",
+}
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -107,6 +111,20 @@ def test_decoding_step() -> None:
         return ops.recurrent_simple_gla(**kwargs, output_final_state=True)
 
     assert_same(results(compiled(f), inputs), results(f, inputs))
+
+
+@pytest.mark.parametrize("name", quick(LAYERS, "conv", "gla", "mamba2"))
+def test_one_graph_of_a_layer(name: str) -> None:
+    """Nothing breaks it, other lengths and batches neither, for which layers that run a program have others."""
+    layer, width = make(name, 0), LAYERS[name][2]
+    torch._dynamo.reset()
+    before, f = counters["stats"]["unique_graphs"], torch.compile(layer, fullgraph=True, backend="eager")
+    for B, T in ((2, 70), (2, 129), (3, 100)):
+        x = torch.randn(B, T, width, dtype=torch.float64)
+        torch._dynamo.maybe_mark_dynamic(x, [0, 1])
+        assert_same([f(x).detach()], [layer(x).detach()])
+    wanted = 3 if name in RUN_PROGRAMS else 2 if name == "mlstm" else 1  # whose maxima have one a power of two
+    assert counters["stats"]["unique_graphs"] - before == wanted
 
 
 # Variants -------------------------------------------------------------------------------------------------------------

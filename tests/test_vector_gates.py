@@ -165,12 +165,17 @@ def hgrn(x: Any, g: Any, initial_state: Any = None, cu_seqlens: Any = None, engi
     return o.to(x.dtype), last
 
 
-def rg_lru(x: Any, r: Any, i: Any, Lambda: Any, c: float = 8.0, engine: Any = None, **rest: Any) -> Any:
-    """Griffin's equations 1 to 4."""
+def rg_lru(
+    x: Any, r: Any, i: Any, Lambda: Any, c: float = 8.0, engine: Any = None, starts: Any = (), **rest: Any
+) -> Any:
+    """Griffin's equations 1 to 4; ``starts`` are (row, token) whose input has no weight."""
     x_w, r_w, i_w, of_channel = (accumulated(t) for t in (x, r, i, Lambda))
     recurrence, entry = 1 / (1 + torch.exp(-r_w)), 1 / (1 + torch.exp(-i_w))
     log_a = -c * torch.log1p(torch.exp(of_channel)) * recurrence
-    o, last = hgrn((-torch.expm1(2 * log_a)).sqrt() * entry * x_w, log_a, **rest)
+    weight = (-torch.expm1(2 * log_a)).sqrt()
+    for row, token in starts:
+        weight = weight.index_put((torch.tensor(row), torch.tensor(token)), torch.ones((), dtype=weight.dtype))
+    o, last = hgrn(weight * entry * x_w, log_a, **rest)
     return o.to(x.dtype), last
 
 
@@ -259,6 +264,33 @@ def test_no_states_and_scale(name: str) -> None:
         o, state = op.chunk(**inputs, **given)
         assert relative_error(o, want) < EXACT and state is None
         assert relative_error(op.step(**inputs, **given)[0], want) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_unit_start(dtype: torch.dtype) -> None:
+    """Of every sequence, of those that a tensor names, of every document, and of those that a tensor names."""
+    cu = torch.tensor([0, 0, 5, 6, 6, 40], dtype=dtype)
+    named = torch.tensor([True, False])
+    of_documents = torch.tensor([True, False, True, True, True])
+    cases = [
+        (draw("rg_lru", 2, 21), {"unit_start": True}, {"starts": [(0, 0), (1, 0)]}, True),
+        (draw("rg_lru", 2, 21, states=2), {"unit_start": named}, {"starts": [(0, 0)]}, True),
+        (draw("rg_lru", 1, 40), {"unit_start": True, "cu_seqlens": cu}, {"starts": [(0, 0), (0, 5), (0, 6)]}, False),
+        (draw("rg_lru", 1, 40, states=5), {"unit_start": of_documents, "cu_seqlens": cu},
+         {"starts": [(0, 5), (0, 6)]}, False),
+    ]  # fmt: skip
+    for inputs, given, oracle, both in cases:
+        inputs, rest = with_gradients(inputs), {key: x for key, x in given.items() if key == "cu_seqlens"}
+        want, last = rg_lru(**inputs, **rest, **oracle, engine=token_loop)
+        dy, dlast = torch.randn_like(want), torch.randn_like(last)
+        expected = [want, last, *gradients((want, last), inputs, [dy, dlast])]
+        for op in (ops.rg_lru, ops.recurrent_rg_lru)[: 2 if both else 1]:
+            o, state = op(**inputs, **given, output_final_state=True)
+            assert_alike([o, state, *gradients((o, state), inputs, [dy, dlast])], expected)
+    with pytest.raises(ValueError, match=r"unit_start: expected False, or which texts begin \[N\], with initial_state"):
+        ops.rg_lru(**inputs, cu_seqlens=cu, unit_start=True)
+    with pytest.raises(ValueError, match=r"unit_start: expected shape \[N\] = \[5\]"):
+        ops.rg_lru(**inputs, cu_seqlens=cu, unit_start=named)
 
 
 @every_op

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
-from flexsp.exceptions import check_flag, check_integer, fail
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
 from flexsp.scan.sequence import tokens_before
@@ -20,7 +20,8 @@ from flexsp.scan.sequence import tokens_before
 def tokens_since_start(
     length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device
 ) -> Tensor | None:
-    """int64 [T]: how many tokens of its own document precede each local token; None without documents.
+    """int64 [T]: how many tokens of its own document precede each local token, -1 for one behind the last document;
+    None without documents.
 
     Under `sp` this is collective where the shard lengths were not set (`sp.set_lengths`), so every rank must call it.
     No device synchronisation.
@@ -31,14 +32,14 @@ def tokens_since_start(
     position = torch.arange(length, device=device) + start
     boundaries = cu_seqlens.to(device=device, dtype=torch.int64)
     document = torch.searchsorted(boundaries, position, right=True) - 1
-    return position - boundaries[document]
+    return torch.where(position < boundaries[-1], position - boundaries[document], -1)
 
 
 def positions(length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device) -> Tensor:
     """int64 [T]: the place of each local token in its document, or in the whole sequence. As `tokens_since_start`."""
     since = tokens_since_start(length, cu_seqlens, sp, device)
     if since is not None:
-        return since
+        return since.clamp(min=0)
     return torch.arange(length, device=device) + (0 if sp is None else sp.shard_range(length)[0])
 
 
@@ -98,6 +99,8 @@ def convolve(
 ) -> Tensor:
     """`ShortConvolution.forward` of this weight [D, W] and bias [D], without the activation.
 
+    Behind the last document outputs and gradients are 0.
+
     The channels do not meet, so convolutions side by side are one convolution of all their weights, whose ranks
     exchange one halo.
     """
@@ -108,14 +111,13 @@ def convolve(
     else:
         check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
     reach = weight.shape[1] - 1
-    if reach == 0:
-        return _biased(_taps(x, weight, since), bias)
-    if sp is None:
-        before = x.new_zeros(x.shape[0], reach, x.shape[2])
-    else:
+    if sp is not None and reach:
         _, x, weight, bias = joined(sp, x, weight, bias)
-        before = tokens_before(x, reach, sp)
-    return _biased(_taps(torch.cat([before, x], dim=1), weight, since), bias)
+        x = torch.cat([tokens_before(x, reach, sp), x], dim=1)
+    elif reach:
+        x = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]), x], dim=1)
+    y = _biased(_taps(x, weight, since), bias)
+    return y if since is None else y.masked_fill((since < 0)[None, :, None], 0.0)
 
 
 def convolve_prompt(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -140,25 +142,29 @@ class ShortConvolution(nn.Module):
     """Causal depthwise convolution over a few tokens, exact over ranks and packed documents.
 
     ``y_t = activation(bias + sum_j weight[:, 0, W-1-j] * x_{t-j})``, with zeros before the sequence and before each
-    document. Under sequence parallelism the W-1 tokens before the shard come from the ranks that hold them
-    (several, where shards are short or empty), and their gradients go back there.
+    document, and with y = 0 behind the last document. Under sequence parallelism the W-1 tokens before the shard come
+    from the ranks that hold them (several, where shards are short or empty), and their gradients go back there.
 
     Args:
         dim: channels D.
         width: taps W, at least 1.
         bias: add a bias [D].
         activation: ``"silu"`` or None.
+        init: the weight is initialised uniformly in +- this number above 0; None: 1/sqrt(W).
 
     The weight is [D, 1, W], as that of ``nn.Conv1d``; [D, W] loads too. Sums are float32 (float64 stays).
     """
 
-    def __init__(self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu") -> None:
+    def __init__(
+        self, dim: int, width: int = 4, bias: bool = False, activation: str | None = "silu", init: float | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
         dim, width = check_integer("dim", dim, least=1), check_integer("width", width, least=1)
         check_flag("bias", bias)
         if activation is not None and not (isinstance(activation, str) and activation == "silu"):
             raise ValueError(f'activation: expected "silu" or None, got {activation!r}')
         self.dim, self.width, self.activation = dim, width, activation
+        self._init = None if init is None else check_number("init", init, above=0)
         self.weight = nn.Parameter(torch.empty(dim, 1, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters()
@@ -169,9 +175,10 @@ class ShortConvolution(nn.Module):
         return self.weight.squeeze(1)
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group."""
+        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group, but for a weight with another start."""
         bound = 1 / math.sqrt(self.width)
-        nn.init.uniform_(self.weight, -bound, bound)
+        reach = bound if self._init is None else self._init
+        nn.init.uniform_(self.weight, -reach, reach)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 

@@ -17,6 +17,7 @@ from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.layers import _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
 from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.nn.start import start_steps
 from flexsp.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
@@ -443,5 +444,4 @@ def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
 def _initialise_gate(A_log: Tensor, dt_bias: Tensor, least: float) -> None:
     with torch.no_grad():
         A_log.uniform_(least, 16.0).clamp_(min=1e-4).log_()
-        dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        start_steps(dt_bias, 1e-3, 1e-1, 0.0)

@@ -105,9 +105,10 @@ _MOVING = frozenset({
 })  # fmt: skip
 
 _IN_ITS_PLACE = (
-    (r"mLSTMLayer", "flexsp.nn.MLSTM is the layer of xLSTM 7B (the parameters have the same names)"),
-    (r"\w*RecurrentBlock",
-     "flexsp.nn.RGLRU is that block of Griffin (the parameters have the same names; it weighs the first token too)"),
+    (r"mLSTMLayer",
+     "flexsp.nn.MLSTM is that layer for heads of up to 256 channels (the parameters have the same names); those of "
+     "xLSTM 7B have 512"),
+    (r"\w*RecurrentBlock", "flexsp.nn.RGLRU is that block of Griffin (the parameters have the same names)"),
     (r"\w*(Model|LMHead\w*|For[A-Z]\w*|Block|Layer)",
      "put its parts into a module of your own, whose code treats tokens one by one"),
     (r"Mamba(Mixer)?", "flexsp.nn.Mamba is that layer of Mamba-1 (the parameters have the same names)"),

@@ -30,7 +30,7 @@ from flexsp.ops import (
     recurrent_rg_lru,
     rg_lru,
 )
-from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, check_tensor
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "sigmoid": torch.sigmoid, "silu": F.silu, "sqrelu": lambda x: F.relu(x).square(), "swish": F.silu,
@@ -154,9 +154,9 @@ class _LowerBounded(RecurrentLayer):
     ) -> Tensor | tuple[Tensor, LayerCache]:  # fmt: skip
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. `lower_bound`
-        is the least gate of each channel, [forget channels] from 0 to 1; None means 0, as models have it in their
-        first layer.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0. `lower_bound` is the least gate of each channel, [forget channels] from 0
+        to 1; None means 0, as models have it in their first layer.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -309,6 +309,17 @@ class _RealGates(nn.Module):
         self.input_gate_bias = nn.Parameter(torch.empty(num_heads, block))
         self.recurrent_gate_weight = nn.Parameter(torch.empty(num_heads, block, block))
         self.recurrent_gate_bias = nn.Parameter(torch.empty(num_heads, block))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' initialisation of Lambda, a^8 uniform in 0.9..0.999 for open gates, and of the gates' maps."""
+        most = torch.empty_like(self.recurrent_param).uniform_(0.9, 0.999)
+        self.recurrent_param.copy_(torch.log(torch.expm1(-most.log() / 8)))  # 8 softplus of it is -log(most)
+        for weight in (self.input_gate_weight, self.recurrent_gate_weight):
+            weight.normal_(std=1 / math.sqrt(weight.shape[1]))
+        self.input_gate_bias.zero_()
+        self.recurrent_gate_bias.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, W] -> the recurrence and the input gates before their sigmoids, [B, T, W]."""
@@ -318,29 +329,52 @@ class _RealGates(nn.Module):
         return r.flatten(-2), i.flatten(-2)
 
 
+def _whole_text(**given: Any) -> tuple[Tensor, Any]:
+    return _from_state(rg_lru, **given)
+
+
+def _next_token(**given: Any) -> tuple[Tensor, Any]:
+    return _from_state(recurrent_rg_lru, **given)
+
+
+def _from_state(op: Any, initial_state: Any, unit_start: bool, **given: Any) -> tuple[Tensor, Any]:
+    """The op, from and to the state of a cache of `RGLRU`, whose texts may be empty."""
+    if initial_state is None:
+        return op(**given, unit_start=unit_start)  # type: ignore[no-any-return]
+    h, begun = initial_state
+    o, h = op(**given, initial_state=h, unit_start=~begun if unit_start else False)
+    return o, (h, torch.ones_like(begun) if given["x"].shape[1] else begun)
+
+
 class RGLRU(RecurrentLayer):
     """The recurrent block of Hawk and Griffin, with the real-gated linear recurrent unit (De et al. 2024,
     arXiv 2402.19427, section 2.4 and figure 2).
 
     ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) u_t`` with ``a = exp(-8 softplus(Lambda) sigmoid(r))``; u is
     ``W_x x + b_x`` followed by a short causal convolution, r and i are block-diagonal linear maps of u, and
-    ``y = W_o (h * gelu(W_y x + b_y)) + b_o``. The first token is weighed like all others (`flexsp.ops.rg_lru`).
+    ``y = W_o (h * gelu(W_y x + b_y)) + b_o``. The first token of each text has a weight of 1 in the place of
+    sqrt(1 - a_t^2), as in the authors' code and in RecurrentGemma.
 
     Args:
         hidden_size: model width D.
         lru_width: channels of the state, by default D.
         num_heads: blocks of the gates' maps, a divisor of lru_width.
         conv_size: tokens of the convolution, which has a bias.
+        unit_start: whether the first token of each text, or document, has a weight of 1; else it is weighed like all
+            others, as in the paper's equations.
+
+    The state of its cache is (h [B, lru_width], which texts have begun [B]).
 
     Raises:
         ValueError: an argument that is none of these, which the message names.
     """
 
-    _ops = (rg_lru, recurrent_rg_lru)
+    _ops = (_whole_text, _next_token)
     _branches = ("x",)
 
     def __init__(
-        self, hidden_size: int, lru_width: int | None = None, num_heads: int = 1, conv_size: int = 4
+        self, hidden_size: int, lru_width: int | None = None, num_heads: int = 1, conv_size: int = 4,
+        unit_start: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
@@ -350,23 +384,28 @@ class RGLRU(RecurrentLayer):
             fail("num_heads", f"a divisor of lru_width={width}", num_heads)
         self._widths, self.use_short_conv = (width,), True
         self.conv_size = check_integer("conv_size", conv_size, least=1)
+        check_flag("unit_start", unit_start)
+        self.unit_start = unit_start
         self.linear_y = nn.Linear(hidden_size, width)
         self.linear_x = nn.Linear(hidden_size, width)
         self.linear_out = nn.Linear(width, hidden_size)
         self.conv_1d = ShortConvolution(width, conv_size, bias=True, activation=None)
         self.rg_lru = _RealGates(width, num_heads)
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """The authors' initialisation of Lambda, a^8 uniform in 0.9..0.999 for open gates, and of the gates' maps."""
-        unit = self.rg_lru
-        with torch.no_grad():
-            most = torch.empty_like(unit.recurrent_param).uniform_(0.9, 0.999)
-            unit.recurrent_param.copy_(torch.log(torch.expm1(-most.log() / 8)))  # 8 softplus of it is -log(most)
-            for weight in (unit.input_gate_weight, unit.recurrent_gate_weight):
-                weight.normal_(std=1 / math.sqrt(weight.shape[1]))
-            unit.input_gate_bias.zero_()
-            unit.recurrent_gate_bias.zero_()
+    def init_cache(self, batch: int) -> LayerCache:
+        """The cache of an empty text: the state, no text begun, and the inputs [B, D, W] of the convolution."""
+        h, inputs = super().init_cache(batch)
+        return LayerCache((h, torch.zeros(batch, dtype=torch.bool, device=h.device)), inputs)
+
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        if not isinstance(cache, LayerCache):
+            fail("cache", "a LayerCache, see init_cache", type(cache).__name__)
+        if not isinstance(cache.state, tuple) or len(cache.state) != 2:
+            fail("cache.state", "(h, which texts have begun), see init_cache", type(cache.state).__name__)
+        h, begun = cache.state
+        check_input("cache.state[0]", h, self._state_shape(batch))
+        check_tensor("cache.state[1]", begun, (batch,), "[B]", dtypes=(torch.bool,), device=h.device)
+        check_input("cache.conv", cache.conv, (batch, self.lru_width, self.conv_size))  # type: ignore[arg-type]
 
     def _projections(self) -> list[nn.Linear]:
         return [self.linear_x]
@@ -382,7 +421,8 @@ class RGLRU(RecurrentLayer):
 
     def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
         r, i = self.rg_lru(mixed)
-        return {"x": mixed, "r": r, "i": i, "Lambda": _wide(self.rg_lru.recurrent_param)}
+        given = {"x": mixed, "r": r, "i": i, "Lambda": _wide(self.rg_lru.recurrent_param)}
+        return {**given, "unit_start": self.unit_start}
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         return self.linear_out(o.to(x.dtype) * F.gelu(self.linear_y(x), approximate="tanh"))

@@ -7,6 +7,7 @@ Both work on packed documents, under sequence parallelism (`flexsp.nn.SequencePa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_eps, check_input
+from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_choice, check_eps, check_input
+from flexsp.nn.start import start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.sequence import without_tail
+
+_HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
 class LayerCache(NamedTuple):
@@ -140,7 +145,8 @@ class SimpleGLA(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -165,7 +171,7 @@ class SimpleGLA(nn.Module):
         )
         y = self._output(o, x)
         if cache is None:
-            return y
+            return without_tail(y, cu_seqlens, resolve_sp(None))
         assert state is not None
         return y, LayerCache(state, conv_cache)
 
@@ -229,6 +235,14 @@ class Mamba2(nn.Module):
         dt_init_floor: raises what falls below it; 0 for nothing.
         A_init_range: -A is initialised uniformly in this pair of numbers > 0.
         norm_eps: of the gated norm, over each group's channels; at least 0.
+        use_bias: biases of W_in and W_out.
+        conv_init: the convolution's weights are initialised uniformly in +- this number above 0; None: as those of
+            `ShortConvolution`.
+        hidden_act: after the convolution: ``"silu"`` or ``"swish"``, the same, ``"relu"`` or ``"gelu"``.
+        D_has_hdim: D is a number for each channel, [inner width]; else for each head.
+        rmsnorm: whether there is a norm; without it ``out = W_out (y * silu(z))``.
+        norm_before_gate: ``out = W_out (norm(y) * silu(z))``.
+        dt_limit: the least and the largest dt, after softplus: a pair of numbers from 0 to infinity.
 
     Raises:
         ValueError: an argument that is none of these, which the message names.
@@ -248,6 +262,13 @@ class Mamba2(nn.Module):
         dt_init_floor: float = 1e-4,
         A_init_range: tuple[float, float] = (1.0, 16.0),
         norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        conv_init: float | None = None,
+        hidden_act: str = "silu",
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
@@ -255,8 +276,16 @@ class Mamba2(nn.Module):
         self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
         self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
         check_integer("conv_size", conv_size, least=1)
-        check_flag("conv_bias", conv_bias)
+        for name, flag in {
+            "conv_bias": conv_bias, "use_bias": use_bias, "D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm,
+            "norm_before_gate": norm_before_gate,
+        }.items():  # fmt: skip
+            check_flag(name, flag)
         check_eps("norm_eps", norm_eps)
+        if conv_init is not None:
+            check_number("conv_init", conv_init, above=0)
+        self.hidden_act = check_choice("hidden_act", hidden_act, tuple(_HIDDEN))
+        self.dt_limit = _limits("dt_limit", dt_limit)
         _check_initialisation(dt_min, dt_max, dt_init_floor, A_init_range)
         self.inner_size = _expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
@@ -265,22 +294,24 @@ class Mamba2(nn.Module):
         if self.num_heads % n_groups:
             raise ValueError(f"n_groups: expected a divisor of the {self.num_heads} heads, got {n_groups}")
         channels = self.inner_size + 2 * n_groups * state_size
-        self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=False)
-        self.conv1d = ShortConvolution(channels, conv_size, bias=conv_bias)
+        self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=use_bias)
+        activation = "silu" if hidden_act in ("silu", "swish") else None
+        self.conv1d = ShortConvolution(channels, conv_size, conv_bias, activation, conv_init)
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
-        self.D = nn.Parameter(torch.ones(self.num_heads))
-        self.norm = GatedRMSNorm(self.inner_size, norm_eps, self.inner_size // n_groups, gate_first=True)
-        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=False)
+        self.D = nn.Parameter(torch.empty(self.inner_size if D_has_hdim else self.num_heads))
+        self.norm: GatedRMSNorm | None = None
+        if rmsnorm:
+            group = self.inner_size // n_groups
+            self.norm = GatedRMSNorm(self.inner_size, norm_eps, group, gate_first=not norm_before_gate)
+        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=use_bias)
         self._dt_range, self._dt_init_floor, self._A_init_range = (dt_min, dt_max), dt_init_floor, A_init_range
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The authors' initialisation of dt_bias, A_log and D."""
-        low, high = (math.log(bound) for bound in self._dt_range)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+            start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
             self.A_log.uniform_(*self._A_init_range).log_()
             self.D.fill_(1.0)
 
@@ -289,7 +320,8 @@ class Mamba2(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -306,15 +338,16 @@ class Mamba2(nn.Module):
             assert cache.conv is not None
             mixed, conv_cache = self.conv1d.prefill(mixed, cache.conv)
         values, B, C = self._split(mixed)
+        limited = self.dt_limit != (0.0, math.inf)
         y, state = mamba2_ssd(
             values,
-            dt,
+            self._steps(dt) if limited else dt,
             -torch.exp(_wide(self.A_log)),
             B,
             C,
-            D=self.D,
-            dt_bias=self.dt_bias,
-            dt_softplus=True,
+            D=self._skip(),
+            dt_bias=None if limited else self.dt_bias,
+            dt_softplus=not limited,
             initial_state=None if cache is None else cache.state,
             output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
@@ -322,7 +355,7 @@ class Mamba2(nn.Module):
         )
         out = self._output(y, z, x.dtype)
         if cache is None:
-            return out
+            return without_tail(out, cu_seqlens, resolve_sp(None))
         assert state is not None
         return out, LayerCache(state, conv_cache)
 
@@ -334,7 +367,7 @@ class Mamba2(nn.Module):
         assert cache.conv is not None
         mixed, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
         values, B, C = self._split(mixed.unsqueeze(1))
-        dt = F.softplus(_wide(dt) + self.dt_bias)
+        dt, skip = self._steps(dt), self._skip()
         repeats = self.num_heads // self.n_groups
         y, state = recurrent_simple_gla(
             C.repeat_interleave(repeats, dim=2),
@@ -346,7 +379,7 @@ class Mamba2(nn.Module):
             output_final_state=True,
         )
         assert state is not None
-        y = (y + self.D[:, None] * values).to(values.dtype)
+        y = (y + (skip if skip.dim() == 2 else skip[:, None]) * values).to(values.dtype)
         return self._output(y, z, x.dtype).reshape(x.shape), LayerCache(state, conv_cache)
 
     def init_cache(self, batch: int) -> LayerCache:
@@ -364,14 +397,27 @@ class Mamba2(nn.Module):
         z, mixed, dt = _project(self.in_proj, x).split(sizes, dim=-1)
         return z, mixed, dt
 
+    def _steps(self, dt: Tensor) -> Tensor:
+        """softplus(dt + dt_bias) within its limits."""
+        low, high = self.dt_limit
+        dt = F.softplus(_wide(dt) + self.dt_bias)
+        return dt if (low, high) == (0.0, math.inf) else dt.clamp(low, high)
+
+    def _skip(self) -> Tensor:
+        """D as [H] or [H, P]."""
+        return self.D if len(self.D) == self.num_heads else self.D.unflatten(0, (self.num_heads, self.head_dim))
+
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.conv1d.activation is None:
+            mixed = _HIDDEN[self.hidden_act](mixed)
         shared = self.n_groups * self.state_size
         values, B, C = mixed.split([self.inner_size, shared, shared], dim=-1)
         groups = (self.n_groups, self.state_size)
         return values.unflatten(-1, (self.num_heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
     def _output(self, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.out_proj(self.norm(y.flatten(-2), z).to(dtype))
+        y = y.flatten(-2)
+        return self.out_proj((_wide(y) * F.silu(_wide(z)) if self.norm is None else self.norm(y, z)).to(dtype))
 
 
 def _expanded(name: str, hidden_size: int, expand: Any) -> int:
@@ -401,6 +447,18 @@ def _positive(name: str, x: Any) -> float:
     if not 1e-30 <= value <= 1e30:
         fail(name, "a number of 1e-30..1e30", repr(x))
     return value
+
+
+def _limits(name: str, limits: Any) -> tuple[float, float]:
+    """A pair of numbers, of which the second may be infinite."""
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
+        fail(name, "a pair of numbers", repr(limits))
+    low, high = limits
+    least = check_number(f"{name}[0]", low)
+    most = math.inf if isinstance(high, float) and high == math.inf else check_number(f"{name}[1]", high)
+    if not 0 <= least <= most:
+        fail(name, "a pair of numbers >= 0, the smaller one first", repr(limits))
+    return least, most
 
 
 def _check_initialisation(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.layers import (
@@ -23,8 +25,10 @@ from flexsp.nn.layers import (
     _wide,
 )
 from flexsp.nn.norm import accumulation_dtype, check_choice, check_input
+from flexsp.nn.start import StartedLinear, assign, start_steps
 from flexsp.ops import recurrent_selective_scan, selective_scan
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.sequence import without_tail
 
 
 class Mamba(nn.Module):
@@ -81,30 +85,26 @@ class Mamba(nn.Module):
         _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
         check_choice("dt_init", dt_init, ("random", "constant"))
         self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
-        self._dt_range, self._dt_init_floor = (dt_min, dt_max), dt_init_floor
-        self._dt_init, self._dt_scale = dt_init, _positive("dt_scale", dt_scale)
+        most = _positive("dt_scale", dt_scale) / math.sqrt(rank)
+        if dt_init == "random":
+            weight = functools.partial(nn.init.uniform_, a=-most, b=most)
+        else:
+            weight = functools.partial(nn.init.constant_, val=most)
+        steps = functools.partial(start_steps, low=dt_min, high=dt_max, floor=dt_init_floor)
         self.in_proj = nn.Linear(hidden_size, 2 * width, bias=bias)
         self.conv1d = ShortConvolution(width, conv_size, bias=conv_bias)
         self.x_proj = nn.Linear(width, rank + 2 * state_size, bias=False)
-        self.dt_proj = nn.Linear(rank, width)
+        self.dt_proj = StartedLinear(rank, width, weight, steps)
         self.A_log = nn.Parameter(torch.empty(width, state_size))
-        self.D = nn.Parameter(torch.ones(width))
+        self.D = nn.Parameter(torch.empty(width))
         self.out_proj = nn.Linear(width, hidden_size, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The authors' initialisation of dt_proj, D and A_log: -A is 1..N in every channel (S4D-Real)."""
-        low, high = (math.log(bound) for bound in self._dt_range)
-        weight, bias, most = self.dt_proj.weight, self.dt_proj.bias, self._dt_scale / math.sqrt(self.dt_rank)
+        """The authors' initialisation of D and A_log: -A is 1..N in every channel (S4D-Real)."""
+        rates = torch.arange(1, self.state_size + 1, dtype=self.A_log.dtype, device=self.A_log.device)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
-            if self._dt_init == "random":
-                weight.uniform_(-most, most)
-            else:
-                weight.fill_(most)
-            rates = torch.arange(1, self.state_size + 1, dtype=self.A_log.dtype, device=self.A_log.device)
-            self.A_log.copy_(rates.log().expand_as(self.A_log))
+            assign(self.A_log, rates.log().expand(self.A_log.shape))
             self.D.fill_(1.0)
 
     def forward(
@@ -112,7 +112,8 @@ class Mamba(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -134,7 +135,9 @@ class Mamba(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         out = self.out_proj(y.to(x.dtype))
-        return out if cache is None else (out, LayerCache(state, conv_cache))
+        if cache is None:
+            return without_tail(out, cu_seqlens, resolve_sp(None))
+        return out, LayerCache(state, conv_cache)
 
     def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
@@ -161,8 +164,7 @@ class Mamba(nn.Module):
     def _arguments(self, mixed: Tensor, z: Tensor) -> dict[str, Any]:
         r, B, C = self.x_proj(mixed).split([self.dt_rank, self.state_size, self.state_size], dim=-1)
         delta = F.linear(r, self.dt_proj.weight)  # the bias is added in the accumulation dtype
-        u, z, B, C = (t.to(delta.dtype) for t in (mixed, z, B, C))  # under autocast
         return {
-            "u": u, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
+            "u": mixed, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
             "delta_bias": _wide(self.dt_proj.bias), "delta_softplus": True, "discretization": self.discretization,
         }  # fmt: skip

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.layers import _check_initialisation, _check_token, _expanded, _project, _refuse_cache_under_sp, _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, accumulation_dtype, check_eps, check_input
+from flexsp.nn.start import start_steps
 from flexsp.ops import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.sequence import without_tail
 
 __all__ = ["Mamba3"]
 
@@ -108,10 +110,8 @@ class Mamba3(nn.Module):
 
     def reset_parameters(self) -> None:
         """The authors' initialisation of dt_bias, the biases of B and C, D and the factors of MIMO."""
-        low, high = (math.log(bound) for bound in self._dt_range)
         with torch.no_grad():
-            dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high)).clamp(min=self._dt_init_floor)
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+            start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
             for ones in (self.B_bias, self.C_bias, self.D):
                 ones.fill_(1.0)
             if self.is_mimo:
@@ -124,7 +124,8 @@ class Mamba3(nn.Module):
     ) -> Tensor | tuple[Tensor, Mamba3State]:
         """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -139,7 +140,7 @@ class Mamba3(nn.Module):
         )  # fmt: skip
         out = self._output(y, z, x.dtype)
         if cache is None:
-            return out
+            return without_tail(out, cu_seqlens, resolve_sp(None))
         assert state is not None
         return out, state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from flexsp.nn.gated_layers import _head_size
 from flexsp.nn.layers import LayerCache, _wide
 from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
 from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.nn.start import StartedLinear, assign
 from flexsp.ops import chunk_mlstm, recurrent_mlstm
 
 
@@ -30,14 +32,25 @@ def _recurrent(**given: Any) -> tuple[Tensor, Any]:
     return _with_states(recurrent_mlstm, **given)
 
 
+def _start_forget_gates(bias: Tensor) -> None:
+    """From 3 to 6 over the heads, as in xLSTM."""
+    assign(bias, torch.linspace(3.0, 6.0, len(bias), dtype=bias.dtype, device=bias.device))
+
+
 class _HeadNorm(nn.Module):
     """A layer norm over each head's channels, with a weight for every channel of all heads."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, use_bias: bool) -> None:
         super().__init__()
         self.head_dim, self.eps = head_dim, eps
-        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
-        self.bias = nn.Parameter(torch.zeros(num_heads * head_dim)) if use_bias else None
+        self.weight = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads * head_dim)) if use_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H, V] -> [B, T, H V] in the accumulation dtype."""
@@ -46,8 +59,10 @@ class _HeadNorm(nn.Module):
 
 
 class MLSTM(RecurrentLayer):
-    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), with the parameters of xLSTM 7B's
-    (arXiv 2503.13427; ``mLSTMLayer`` of the package xlstm, ``weight_mode="single"``).
+    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), for heads of up to 256 channels.
+
+    Its parameters have the names of those of ``mLSTMLayer`` in the package xlstm (arXiv 2503.13427), with
+    ``weight_mode="single"``. The heads of xLSTM 7B, K = 256 and V = 512, are larger than this layer takes.
 
     ``h`` is `flexsp.ops.chunk_mlstm` of q, k, v from projections and of gates ``i = cap(W_i x + b_i)`` (a natural
     logarithm) and ``f = cap(W_f x + b_f)`` (before a sigmoid), with ``cap(z) = gate_soft_cap tanh(z / gate_soft_cap)``,
@@ -103,19 +118,12 @@ class MLSTM(RecurrentLayer):
         self.k = nn.Linear(hidden_size, keys, bias=use_bias)
         self.v = nn.Linear(hidden_size, values, bias=use_bias)
         self.ogate_preact = nn.Linear(hidden_size, values, bias=use_bias)
-        self.igate_preact = nn.Linear(hidden_size, num_heads)
-        self.fgate_preact = nn.Linear(hidden_size, num_heads)
+        closed = functools.partial(nn.init.constant_, val=-10.0)  # as in xLSTM 7B
+        self.igate_preact = StartedLinear(hidden_size, num_heads, bias=closed)
+        self.fgate_preact = StartedLinear(hidden_size, num_heads, bias=_start_forget_gates)
         self._add_convolutions(use_short_conv, conv_size, conv_bias, ("silu",) * 3)
         self.multihead_norm = _HeadNorm(num_heads, self.head_v_dim, check_eps("norm_eps", norm_eps), use_bias)
         self.out_proj = nn.Linear(values, hidden_size, bias=use_bias)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The biases of the gates: of f from 3 to 6 over the heads, as in xLSTM, of i -10, as in xLSTM 7B."""
-        bias = self.fgate_preact.bias
-        with torch.no_grad():
-            bias.copy_(torch.linspace(3.0, 6.0, self.num_heads, dtype=bias.dtype, device=bias.device))
-            self.igate_preact.bias.fill_(-10.0)
 
     def init_cache(self, batch: int) -> LayerCache:
         """The cache of an empty text: the states, and the inputs [B, D, W] of the convolutions side by side."""

@@ -20,14 +20,19 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
     """A dense floating tensor of these sizes, None for any; ``...`` at the front for any axes before."""
-    shown = "[" + ", ".join({None: "*", ...: "..."}.get(n, str(n)) for n in sizes) + "]"
-    check_dense(name, x, f"a floating tensor {shown}")
+    compiling = torch.compiler.is_compiling()  # sizes may be symbols then, of which it cannot make text
+    check_dense(name, x, "a floating tensor" if compiling else f"a floating tensor {_shown(sizes)}")
     if x.dtype not in FLOATS:
-        fail(name, f"a floating tensor {shown}", x.dtype)
+        fail(name, f"a floating tensor {_shown(sizes)}", x.dtype)
+    wanted = sizes
     if sizes[0] is ...:
-        sizes = (*[None] * (x.dim() - len(sizes) + 1), *sizes[1:])
-    if x.dim() != len(sizes) or any(n is not None and n != m for n, m in zip(sizes, x.shape, strict=True)):
-        fail(name, shown, list(x.shape))
+        wanted = (*[None] * (x.dim() - len(sizes) + 1), *sizes[1:])
+    if x.dim() != len(wanted) or any(n is not None and n != m for n, m in zip(wanted, x.shape, strict=True)):
+        fail(name, _shown(sizes), list(x.shape))
+
+
+def _shown(sizes: tuple[Any, ...]) -> str:
+    return "[" + ", ".join("*" if n is None else "..." if n is ... else str(n) for n in sizes) + "]"
 
 
 def check_eps(name: str, eps: Any) -> float:
@@ -60,7 +65,12 @@ class RMSNorm(nn.Module):
         self.dim, self.eps, self.group_size = dim, check_eps("eps", eps), group_size or dim
         if dim % self.group_size:
             raise ValueError(f"group_size: expected a divisor of dim={dim}, got {group_size}")
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim] in x's dtype."""

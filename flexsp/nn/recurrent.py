@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer
 from flexsp.nn.conv import ShortConvolution, convolve, convolve_prompt, convolve_token
 from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp
 from flexsp.nn.norm import accumulation_dtype, check_input
+from flexsp.scan.sequence import without_tail
 
 Op = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -51,7 +53,8 @@ class RecurrentLayer(nn.Module):
     ) -> Tensor | tuple[Tensor, LayerCache]:
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
@@ -80,7 +83,7 @@ class RecurrentLayer(nn.Module):
         )
         y = self._output(o, x)
         if cache is None:
-            return y
+            return without_tail(y, cu_seqlens, resolve_sp(None))
         assert state is not None
         return y, LayerCache(state, conv_cache)
 

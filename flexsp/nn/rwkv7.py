@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,9 +16,10 @@ from flexsp.exceptions import check_flag, check_integer, fail
 from flexsp.nn.conv import tokens_since_start
 from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
 from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
+from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
-from flexsp.scan.sequence import tokens_before
+from flexsp.scan.sequence import tokens_before, without_tail
 
 __all__ = ["RWKV7"]
 
@@ -26,23 +28,16 @@ _MIXED = ("r", "w", "k", "v", "a", "g")
 
 
 class _LowRank(nn.Module):
-    """Two linear maps with an activation between them."""
+    """Two linear maps with an activation between them. ``bias`` is how that of the second begins, or None."""
 
-    def __init__(self, width: int, rank: int, out: int, activation: nn.Module, bias: bool = True) -> None:
+    def __init__(self, width: int, rank: int, out: int, activation: nn.Module, bias: Start | None = None) -> None:
         super().__init__()
-        maps = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias)
+        last = functools.partial(start_orthogonal, gain=0.1 * max(1.0, math.sqrt(rank / out)))
+        maps = StartedLinear(width, rank, nn.init.zeros_), StartedLinear(rank, out, last, bias)
         self.lora = nn.Sequential(maps[0], activation, maps[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora(x)
-
-    def reset_parameters(self, bias: Tensor | None = None) -> None:
-        first, _, last = self.lora
-        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
-        nn.init.zeros_(first.weight)
-        _orthogonal(last.weight, 0.1 * max(1.0, math.sqrt(last.in_features / last.out_features)))
-        if bias is not None:
-            last.bias.copy_(bias)
 
 
 class _HeadNorm(nn.Module):
@@ -51,11 +46,18 @@ class _HeadNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, width: int, eps: float, affine: bool) -> None:
+    def __init__(self, width: int, eps: float, start: float | None) -> None:
+        """``start`` is what the weights begin as; None: there are neither weights nor biases."""
         super().__init__()
-        self.eps = eps
+        self.eps, self._start = eps, start
         for name in ("weight", "bias"):
-            self.register_parameter(name, nn.Parameter(torch.empty(width)) if affine else None)
+            self.register_parameter(name, None if start is None else nn.Parameter(torch.empty(width)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self.bias is not None and self._start is not None:
+            nn.init.constant_(self.weight, self._start)
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
@@ -132,42 +134,31 @@ class RWKV7(nn.Module):
             setattr(self, f"x_{name}", nn.Parameter(torch.empty(1, 1, D)))
         self.k_k, self.k_a = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(D))
         self.r_k = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
-        self.r_proj, self.k_proj = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(D, V, bias=False), nn.Linear(V, D, bias=False)
-        self.w_lora = _LowRank(D, ranks["decay"], D, nn.Tanh())
-        self.v_lora = None if layer_idx == 0 else _LowRank(D, ranks["v"], V, nn.Identity())
-        self.a_lora = _LowRank(D, ranks["a"], D, nn.Identity())
-        self.g_lora = _LowRank(D, ranks["gate"], V, nn.Sigmoid(), bias=False)
+        whole, tenth = (functools.partial(start_orthogonal, gain=gain) for gain in (1.0, 0.1))
+        self.r_proj, self.k_proj = StartedLinear(D, D, whole), StartedLinear(D, D, tenth)
+        self.v_proj, self.o_proj = StartedLinear(D, V, whole), StartedLinear(V, D, nn.init.zeros_)
+        depth = layer_idx / max(num_hidden_layers - 1, 1)
+        decays = functools.partial(_start_decays, head_dim=self.head_dim, depth=depth)
+        rates = functools.partial(_start_rates, head_dim=self.head_dim)
+        self.w_lora = _LowRank(D, ranks["decay"], D, nn.Tanh(), decays)
+        self.v_lora = None if layer_idx == 0 else _LowRank(D, ranks["v"], V, nn.Identity(), _start_mixing)
+        self.a_lora = _LowRank(D, ranks["a"], D, nn.Identity(), rates)
+        self.g_lora = _LowRank(D, ranks["gate"], V, nn.Sigmoid())
         eps = self.head_dim * check_eps("norm_eps", norm_eps)
-        self.g_norm = _HeadNorm(V, eps, elementwise_affine)
+        strength = ((layer_idx + 1) / max(num_hidden_layers, layer_idx + 1)) ** 0.7
+        self.g_norm = _HeadNorm(V, eps, strength if elementwise_affine else None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The authors' initialisation, in which W_o is 0."""
-        D, K, n = self.hidden_size, self.head_dim, self.num_hidden_layers
-        depth, left = self.layer_idx / max(n - 1, 1), max(1 - self.layer_idx / n, 0.0)
-        channel, middle = torch.arange(D, device=self.k_k.device), max(K - 1, 1) / 2
-        place = channel / max(D - 1, 1)
-        zigzag = (channel % K - middle) / middle
-        zigzag = zigzag * zigzag.abs()
+        left = max(1 - self.layer_idx / self.num_hidden_layers, 0.0)
+        channel = torch.arange(self.hidden_size, device=self.k_k.device)
         for name, power in zip(_MIXED, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
-            getattr(self, f"x_{name}").copy_(1 - (channel / D) ** (power * left))
-        self.k_k.copy_(0.76 - 0.1 * place)
+            assign(getattr(self, f"x_{name}"), 1 - (channel / self.hidden_size) ** (power * left))
+        assign(self.k_k, 0.76 - 0.1 * _places(self.k_k))
         self.k_a.fill_(1.02)
         self.r_k.fill_(-0.04)
-        self.w_lora.reset_parameters(-5.5 + 6 * place ** (1 + depth**0.3) + 2.5 * zigzag)
-        self.a_lora.reset_parameters(-0.39 + 0.3 * zigzag + 0.4 * place)
-        self.g_lora.reset_parameters()
-        if self.v_lora is not None:
-            at = torch.arange(self.value_dim, device=self.k_k.device) / max(self.value_dim - 1, 1)
-            self.v_lora.reset_parameters(0.93 - 0.4 * at)
-        if self.g_norm.weight is not None and self.g_norm.bias is not None:
-            self.g_norm.weight.fill_(((self.layer_idx + 1) / max(n, self.layer_idx + 1)) ** 0.7)
-            self.g_norm.bias.zero_()
-        for linear, gain in ((self.r_proj, 1.0), (self.k_proj, 0.1), (self.v_proj, 1.0)):
-            _orthogonal(linear.weight, gain)
-        self.o_proj.weight.zero_()
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None,
@@ -175,7 +166,8 @@ class RWKV7(nn.Module):
     ) -> Any:  # fmt: skip
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Args:
             v_first: the first layer's values [B, T, value_dim] of these tokens; None in the first layer.
@@ -202,7 +194,8 @@ class RWKV7(nn.Module):
             **arguments, initial_state=None if cache is None else cache.state, output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        results = [self._output(o, arguments, g, x.dtype)]
+        y = self._output(o, arguments, g, x.dtype)
+        results = [without_tail(y, cu_seqlens, resolve_sp(None))]
         if cache is not None:
             assert state is not None
             results.append(LayerCache(state, kept))  # type: ignore[arg-type]
@@ -295,9 +288,28 @@ class RWKV7(nn.Module):
         return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(g)).to(dtype))
 
 
-def _orthogonal(weight: Tensor, gain: float) -> None:
-    """In float32 at least, since torch has no decomposition in half precision."""
-    weight.copy_(nn.init.orthogonal_(_wide(weight.detach()).clone(), gain=gain))
+def _places(x: Tensor) -> Tensor:
+    """From 0 to 1 over the channels of x."""
+    return torch.arange(len(x), device=x.device) / max(len(x) - 1, 1)
+
+
+def _zigzag(x: Tensor, head_dim: int) -> Tensor:
+    """From -1 to 1 over the channels of each head."""
+    middle = max(head_dim - 1, 1) / 2
+    within = (torch.arange(len(x), device=x.device) % head_dim - middle) / middle
+    return within * within.abs()
+
+
+def _start_decays(bias: Tensor, head_dim: int, depth: float) -> None:
+    assign(bias, -5.5 + 6 * _places(bias) ** (1 + depth**0.3) + 2.5 * _zigzag(bias, head_dim))
+
+
+def _start_rates(bias: Tensor, head_dim: int) -> None:
+    assign(bias, -0.39 + 0.3 * _zigzag(bias, head_dim) + 0.4 * _places(bias))
+
+
+def _start_mixing(bias: Tensor) -> None:
+    assign(bias, 0.93 - 0.4 * _places(bias))
 
 
 def _heads(hidden_size: int, head_dim: Any, num_heads: Any) -> tuple[int, int]:

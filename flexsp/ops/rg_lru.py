@@ -12,6 +12,7 @@ from flexsp.exceptions import check_number
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.scan.sequence import begins, positions
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -32,11 +33,13 @@ def rg_lru(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     sp: SequenceParallel | bool | None = None,
+    unit_start: bool | torch.Tensor = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t, a_t = exp(-c softplus(Lambda) sigmoid(r_t)), o_t = h_t.
 
-    De et al. 2024, Griffin (arXiv 2402.19427), eq. 1-4; every channel by itself. The first token of a sequence is
-    weighed like all others; some implementations take it with a weight of 1 instead.
+    De et al. 2024, Griffin (arXiv 2402.19427), eq. 1-4; every channel by itself. In these equations the first token of
+    a text is weighed like all others. The authors' code, and RecurrentGemma in transformers, take it with a weight of
+    1 in the place of sqrt(1 - a_t^2): ``unit_start=True``.
 
     Args:
         x: [B, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -50,6 +53,9 @@ def rg_lru(
         cu_seqlens: packed documents, as in `chunk_simple_gla`.
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
         sp: the ranks, as in `chunk_simple_gla`.
+        unit_start: True where the first token of each sequence, or document, has a weight of 1. Over ranks that is the
+            first token of the whole sequence, not of a shard. A text that goes on from an initial state has no such
+            token: give False then, or a boolean tensor [N] that says which sequences, or documents, begin here.
 
     Returns:
         o [B, T, D] in x's dtype and the final state [N, D], or None, by the same rules as `chunk_simple_gla`. Under
@@ -64,8 +70,9 @@ def rg_lru(
         >>> x, r, i = torch.randn(3, 2, 100, 256).unbind(0)
         >>> o, state = rg_lru(x, r, i, torch.randn(256), output_final_state=True)
     """
-    inputs, gates = _gated(x, r, i, Lambda, c)
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    _check(x, r, i, Lambda, c)
+    inputs, gates = _gated(x, r, i, Lambda, c, _starts(unit_start, x, call))
     o, state = programs.run_vector("rg_lru", inputs, gates, call)
     return o.to(x.dtype), state
 
@@ -79,6 +86,7 @@ def recurrent_rg_lru(
     c: float = 8.0,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    unit_start: bool | torch.Tensor = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `rg_lru` token by token: decoding, T = 1 a step.
 
@@ -92,17 +100,15 @@ def recurrent_rg_lru(
         >>> x, r, i = torch.randn(3, 2, 1, 256).unbind(0)
         >>> o, state = recurrent_rg_lru(x, r, i, torch.randn(256), output_final_state=True)
     """
-    inputs, gates = _gated(x, r, i, Lambda, c)
     call = programs.Call(initial_state, output_final_state)
+    _check(x, r, i, Lambda, c)
+    inputs, gates = _gated(x, r, i, Lambda, c, _starts(unit_start, x, call))
     state = programs.initial_state((x.shape[2],), "D", call, None, x)
     o, state = programs.vector_loop(inputs, gates.exp(), state)
     return o.to(x.dtype), programs.final_state(state, call)
 
 
-def _gated(
-    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arguments checked; what is added to the state and the log gates, both in the accumulation dtype."""
+def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float) -> None:
     check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
     B, _, D = x.shape
     if B < 1 or D < 1:
@@ -113,9 +119,42 @@ def _gated(
     check.check_tensor("Lambda", Lambda, (D,), "[D]", dtypes=dtypes, device=x.device)
     if check_number("c", c) <= 0:
         check.fail("c", "a number above 0", repr(c))
+
+
+def _starts(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Call) -> torch.Tensor | None:
+    """Which tokens of this rank have a weight of 1, [B, T] or [1, T]; None for none."""
+    if not isinstance(unit_start, torch.Tensor):
+        check.check_flag("unit_start", unit_start)
+        if not unit_start:
+            return None
+        if call.initial_state is not None:
+            check.fail("unit_start", "False, or which texts begin [N], with initial_state", True)
+    group = check.resolve(call.sp, x)
+    check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, "x", group)
+    check.same_call(group, "rg_lru", x, "unit_start")
+    N, T = check.number_of_states(x.shape[0], call.cu_seqlens), x.shape[1]
+    if isinstance(unit_start, torch.Tensor):
+        check.check_tensor("unit_start", unit_start, (N,), "[N]", dtypes=(torch.bool,), device=x.device)
+    if call.cu_seqlens is None:
+        first = (positions(T, x.device, None, group) == 0).unsqueeze(0)
+        return first & unit_start.unsqueeze(1) if isinstance(unit_start, torch.Tensor) else first
+    document = begins(T, call.cu_seqlens.to(torch.int64), group)
+    here = (document >= 0) & (document < N)
+    if isinstance(unit_start, torch.Tensor):
+        here = here & unit_start[document.clamp(0, N - 1)]
+    return here.unsqueeze(0)
+
+
+def _gated(
+    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float, starts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to the state and the log gates, both in the accumulation dtype."""
     strength, recurrence, entry = F.softplus(programs.wide(Lambda, x)), programs.wide(r, x), programs.wide(i, x)
     g = programs.clamped(-c * strength * recurrence.sigmoid(), x)
-    return _root(-torch.expm1(2 * g)) * entry.sigmoid() * programs.wide(x, x), g
+    weight = _root(-torch.expm1(2 * g))
+    if starts is not None:
+        weight = weight.masked_fill(starts.unsqueeze(-1), 1.0)
+    return weight * entry.sigmoid() * programs.wide(x, x), g
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, AttentionCache]:
         """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries.
+        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
+        of them outputs and gradients are 0.
 
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.

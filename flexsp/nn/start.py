@@ -1,0 +1,71 @@
+"""How parameters begin.
+
+Every module with parameters of its own has `reset_parameters`, which its constructor calls, and which writes these
+parameters and no others. So a model that was made on the meta device may have its modules reset in any order, and gets
+what the constructors give. Parameters may be cut over ranks then (DTensor).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["StartedLinear", "assign", "start_orthogonal", "start_steps"]
+
+Start = Callable[[Tensor], Any]
+
+
+class StartedLinear(nn.Linear):
+    """`nn.Linear` whose parameters begin as these functions write them.
+
+    Without ``weight`` the weight begins as that of `nn.Linear`; without ``bias`` there is none.
+    """
+
+    def __init__(self, inputs: int, outputs: int, weight: Start | None = None, bias: Start | None = None) -> None:
+        self._starts = weight, bias  # before nn.Linear's constructor, which calls reset_parameters
+        super().__init__(inputs, outputs, bias=bias is not None)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        weight, bias = self._starts
+        if weight is None:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        else:
+            weight(self.weight)
+        if bias is not None:
+            bias(self.bias)
+
+
+def assign(parameter: Tensor, values: Tensor, drawn: bool = False) -> None:
+    """Writes values of the whole parameter, of which this rank may hold a part (a DTensor).
+
+    Args:
+        drawn: the values are random. Those of the first rank count then, and all ranks of the parameter's mesh must
+            call this; without it nothing is sent.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor):
+        values = values.to(parameter.dtype).expand(parameter.shape).contiguous()
+        source = 0 if drawn else None
+        cut = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=source)
+        parameter.to_local().copy_(cut.to_local())
+    else:
+        parameter.copy_(values)
+
+
+def start_orthogonal(weight: Tensor, gain: float) -> None:
+    """In float32 at least, since torch has no decomposition in half precision."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    whole = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    assign(weight, nn.init.orthogonal_(whole, gain=gain), drawn=True)
+
+
+def start_steps(bias: Tensor, low: float, high: float, floor: float) -> None:
+    """softplus(bias) is log-uniform in low..high, but for what lies below the floor."""
+    dt = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp().clamp(min=floor)
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt

@@ -156,7 +156,7 @@ def test_a_closed_gate_starts_anew(name: str, strength: float, dtype: torch.dtyp
     leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
     o, _ = MODELS[name]()(**leaves)
     o.sum().backward()
-    state = torch.zeros(1, H, *MODELS[name]()._objective.rows_and_columns(K, V), dtype=dtype)
+    state = torch.zeros(1, H, *MODELS[name]().rows_and_columns(K, V), dtype=dtype)
     if "difference" in name:
         state[..., V] = x["k"][:, 9]
     after, _ = call_of(name)({key: y if key == "mimo_x" else y[:, 10:] for key, y in x.items()}, state)

@@ -42,6 +42,7 @@ class CustomTransition:
 
     kind = "custom"
     rank = 1
+    turns_with_keys = False  # nobody knows what its methods do to channels of keys
 
     def __init__(self, given: Any) -> None:
         self.made = given() if isinstance(given, type) else given

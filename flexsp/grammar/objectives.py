@@ -39,6 +39,11 @@ class Transition:
     inputs: tuple[str, ...] = ()
     rank: int = 1
 
+    @property
+    def turns_with_keys(self) -> bool:
+        """Whether one rotation of all queries and keys turns the rows of the state and does nothing else."""
+        return True
+
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         """What runs it beside these components: itself where it takes several steps, None where one program does."""
         if decay.trapezoidal:
@@ -103,6 +108,10 @@ class Rows(Objective):
     eps: float | None = None
     at: str = "read"
     trapezoidal: bool = False
+
+    @property
+    def turns_with_keys(self) -> bool:
+        return self.eps is None  # squares of keys do not turn
 
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         if self.eps is None and self.rank == 1 and not decay.trapezoidal:
@@ -258,8 +267,8 @@ class Spectral(Objective):
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         H, K, V = call.sizes
-        turns = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1) / _TURN
-        angles = _TURN * running_sum(turns, call.cu_seqlens, call.group, wrapped=True)
+        steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
+        angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
         theta, psi = angles.split([K // 2, V // 2], -1)
         q, k = (rotate(x.to(call.wide), -theta).to(x.dtype).unsqueeze(2) for x in (call.q, call.k))
         v = rotate(call.values, -psi).to(call.v.dtype).unsqueeze(2)
@@ -328,6 +337,10 @@ class Information(_GeneralDelta):
     kind: str = "information"
     inputs: tuple[str, ...] = ("eta",)
     eps: float = 1.0
+
+    @property
+    def turns_with_keys(self) -> bool:
+        return False  # lam has squares of keys
 
     def explain(self) -> str:
         return (

@@ -250,7 +250,7 @@ def contrastive_shards(sp: Any, bounds: list[int] | None) -> str:
 @pytest.mark.parametrize(("bounds", "into"), [(None, 4), ([0, 2, 10], 2)])
 def test_shards_start_on_edges_of_blocks(bounds: list[int] | None, into: int) -> None:
     for text in run_ranks(contrastive_shards, 2, bounds):
-        assert f"edges of blocks of 5 tokens, which are part of the model, got rank 1 from token {into} of" in text
+        assert f"edges of chunks of 5 tokens, which are part of the model, got rank 1 from token {into} of" in text
 
 
 def contrastive_without_kernels(sp: Any) -> None:

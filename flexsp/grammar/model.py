@@ -21,6 +21,7 @@ from flexsp.grammar.engines import Call
 from flexsp.grammar.feature_map import FeatureMap, identity
 from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
+from flexsp.kernels import gates
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["FlexLinearAttention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
 _ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens", "sp"}
 Tensors = dict[str, torch.Tensor]
 
@@ -72,7 +72,9 @@ class FlexLinearAttention:
     propagate gets ``name`` and ``chunk_name``, output ``name``. Initial and final states are one matrix
     [N, H, K + rows, V + columns]: the state, columns to its right, rows below it, in the order of ``extra_state``. A
     number is the first of a row of its own; what is beside rows, columns and numbers is zero. Ranks run side by side if
-    propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine.
+    propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine. Results
+    must not depend on where chunks end (CompileError), unless ``chunk_size`` of the class says how long they are: then
+    shards must start on edges of chunks.
 
     Raises:
         CompileError: what cannot be traced or factored; it names the factor and the line, or i and j and values.
@@ -423,8 +425,6 @@ def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
 
 def _clamped(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     """The log gate of every token, at least so large that differences of its sums keep what follows."""
-    wide = check.accumulation_dtype(q)
-    least = _MIN_LOG_DECAY[wide]
     if gate is not None:
-        return gate.to(wide).clamp(min=least)
-    return None if per_head is None else per_head.clamp(min=least).expand(*q.shape[:2], q.shape[-2])
+        return gates.clamped(gate.to(check.accumulation_dtype(q)))
+    return None if per_head is None else gates.clamped(per_head).expand(*q.shape[:2], q.shape[-2])

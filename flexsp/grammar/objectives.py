@@ -387,25 +387,5 @@ class Contrastive(Objective):
         return found if call.column is None else found | {"column": call.column}
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
-        self._check_shards(call)
         o, S = compiled(call, "contrastive", self._tokens(call), call.state, **self._options)
         return o, S if call.want_final else None
-
-    def _check_shards(self, call: Call) -> None:
-        """Every rank looks at all shards, so that all of them raise."""
-        if call.group is None or call.group.world_size == 1:
-            return
-        if call.cu_seqlens is not None and torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of "
-                "torch.compile cannot: leave the call out of it (torch.compiler.disable)"
-            )
-        bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
-        for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):
-            into = start - max(x for x in bounds if x <= start)
-            if length and into % self.block:
-                check.fail(
-                    "sp", f"shards that start on edges of blocks of {self.block} tokens, which are part of the model",
-                    f"rank {rank} from token {into} of the sequence or document",
-                )  # fmt: skip
-            start += length

@@ -150,3 +150,38 @@ def test_chunks_that_are_part_of_the_model(seed: int) -> None:
         assert "rank 1 from token 11" in text
     for text in run_ranks(cut, 2, seed, [16, 5], [0, 3, 21]):
         assert "rank 1 from token 13" in text
+
+
+# What is said of a second matrix, and parts of one --------------------------------------------------------------------
+
+BOTH = "def chunk(k, v):\n    return torch.cat([k.T @ v, k.T @ (v * v)], {axis})\n\n\n"
+
+
+def test_a_second_matrix_by_cat_is_told_of_extra_state(tmp_path: Any) -> None:
+    for axis in (0, 1):
+        with pytest.raises(CompileError, match="expected the shape of the state.*extra_state of a custom_transition"):
+            model(chunk=BOTH.format(axis=axis))
+    halves = CHUNK.replace("k.T @ v", "torch.cat([k.T @ v[:, :12], k.T @ v[:, 12:]], 1)")
+    reads = MERGE.replace("q @ chunk_state", "torch.cat([q @ (a + b), q @ (a - b)], 1)")
+    reads = reads.replace("    return", "    a, b = chunk_state[:, :12], chunk_state[:, 12:]\n    return")
+    made = DrawnProgram.of_source(halves + DECAY + reads).model(code_dir=str(tmp_path))
+    assert "sizes only" in str(made._generated) and "extra_state of a custom_transition" in str(made._generated)
+
+
+@pytest.mark.parametrize(
+    ("parts", "slices"),
+    [
+        ("v.split(5, 1)", "v[:, :5], v[:, 5:10]"), ("torch.split(v, [5, 7, 12], dim=-1)", "v[:, :5], v[:, 5:12]"),
+        ("v.chunk(3, dim=1)", "v[:, :8], v[:, 8:16]"), ("torch.chunk(v, 5, 1)", "v[:, :5], v[:, 5:10]"),
+        ("v.split(split_size=9, dim=1)", "v[:, :9], v[:, 9:18]"),
+    ],
+)  # fmt: skip
+def test_chunk_and_split_are_slices(parts: str, slices: str, seed: int) -> None:
+    found = []
+    for given in (parts, slices):
+        first = f"    parts = {given}\n    a, b = parts[0], parts[1]\n"
+        writes = CHUNK.replace("    return k.T @ v", first + "    return k.T @ v * (a.sum() - b.square().sum()).cos()")
+        made = DrawnProgram.of_source(writes + DECAY + MERGE)
+        x = made.inputs(1, 20, None, torch.Generator().manual_seed(seed))
+        found.append(made.model()(**{key: y.double() for key, y in x.items()})[0])
+    assert torch.equal(*found)

@@ -21,7 +21,7 @@ from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
 
-__all__ = ["KINDS", "Program", "Transition", "call", "check", "has_parts", "widths"]
+__all__ = ["KINDS", "SECOND_MATRIX", "Program", "Transition", "call", "check", "has_parts", "widths"]
 
 Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
 Tensors = dict[str, torch.Tensor]
@@ -410,11 +410,10 @@ def _tensors(traced: Traced, role: str, values: Values) -> tuple[torch.Tensor, T
 
 def _expect(traced: Traced, role: str, got: torch.Tensor, shape: torch.Size) -> None:
     if got.shape != shape or not got.is_floating_point():
-        raise CompileError(
-            role,
-            traced.name,
-            f"expected the shape of the state, {_shape(shape)}, got {_shape(got.shape)} ({got.dtype}) at {traced.line}",
-        )
+        got_shape = f"got {_shape(got.shape)} ({got.dtype}) at {traced.line}"
+        text = f"expected the shape of the state, {_shape(shape)}, {got_shape}"
+        more = got.dim() == len(shape) and any(n > m for n, m in zip(got.shape, shape, strict=True))
+        raise CompileError(role, traced.name, f"{text}{SECOND_MATRIX if more else ''}")
 
 
 def _overflow(traced: Traced, values: Mapping[str, Any]) -> Node | None:
@@ -458,6 +457,12 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
     return apart / most if apart > _TOLERANCE * most + 1e-12 else 0.0
 
 
+SECOND_MATRIX = (
+    ". A second matrix is no part of the first one's columns or rows: give it as extra_state of a custom_transition "
+    "(docs/write-a-variant.md)"
+)
+
+
 def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
     """Ones where a state that is made of parts has one, zeros beside them; ones everywhere else."""
     inside = torch.ones_like(state)
@@ -491,7 +496,10 @@ def _other_way(decay: Traced) -> str:
     """The remedy for a state that a matrix from the left does not multiply."""
     if has_parts(decay):
         return "the parts of a state are rows and columns of one matrix, and are made of each other by such an A alone"
-    return "write the state transposed if its matrix multiplies from the right"
+    return (
+        "if its matrix multiplies from the right, write the state transposed; kernels then run it where outputs are as "
+        "wide as the last size of that state, else only PyTorch does"
+    )
 
 
 def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,8 @@ _ALIASES = {
     "negative": "neg", "divide": "div",
 }  # fmt: skip
 _LEVELS = {
-    "bit_length", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "floor", "floor_divide", "floordiv", "fmod", "log2",
-    "lshift", "mod", "remainder", "rshift", "trunc", "xor",
+    "bit_length", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "floor", "floor_divide", "floordiv", "fmod",
+    "log2", "lshift", "mod", "remainder", "rshift", "trunc", "xor",
 }  # fmt: skip
 """What takes positions apart into levels or blocks."""
 _SAME = {"float", "double", "to", "contiguous"}
@@ -144,8 +144,9 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     rule = _ALGEBRA.get(name)
     if name in _LEVELS and any(x.has(I) or x.has(J) for x in exprs):
         raise Refused(
-            f"{name} takes positions apart into levels or blocks. Levels, as of log-linear attention, need more states "
-            "the longer the sequence is: there is no state of fixed size. Blocks may be packed as documents (cu_seqlens)"
+            f"{name} takes positions apart into levels or blocks. Levels, as of log-linear attention, need more "
+            "states the longer the sequence is: there is no state of fixed size. Blocks may be packed as documents "
+            "(cu_seqlens)"
         )
     if rule is None and name not in _OPAQUE:
         known = ", ".join(sorted(set(_OPAQUE) | set(_ALGEBRA) | {"clamp", "cumsum"}))

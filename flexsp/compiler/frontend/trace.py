@@ -279,7 +279,7 @@ def _expand_splits(graph: Graph, role: str, name: str) -> None:
         x, parts, dim = given["input"], given.get(keys[1], given.get("split_size")), given["dim"]
         whole = isinstance(parts, int) or (isinstance(parts, (list, tuple)) and all(isinstance(n, int) for n in parts))
         if not whole or not isinstance(dim, int) or not all(_is(user, "getitem") for user in node.users):
-            text = f"{named(node)} at {location(node)}: expected numbers for its parts and axis, and each part by itself"
+            text = f"{named(node)} at {location(node)}: expected numbers for parts and axis, and each part by itself"
             raise CompileError(role, name, text)
         for user in list(node.users):
             with graph.inserting_before(user):

@@ -3,10 +3,10 @@
     python tests/gpu/repro_numbers_beside_states.py [--sizes 64x64 128x64 128x128] [--dtypes float32 float16 bfloat16]
 
 On an H200 the gradient of initial states was wrong with packed documents, K = V = 128 and float32, while the same
-kernels are right in Triton's interpreter; why is not known. Every line is one call with the refusal lifted: relative errors of
-outputs, final states and gradients against the functions in float64 on CPU, and whether a second call gives the same
-bits. An error far above 1e-5 in float32, or other bits, is the fault. Exit code 1 if there is one. When no size shows it
-with the releases of docs/tested.md, the refusal can go.
+kernels are right in Triton's interpreter; why is not known. Every line is one call with the refusal lifted: relative
+errors of outputs, final states and gradients against the functions in float64 on CPU, and whether a second call gives
+the same bits. An error far above 1e-5 in float32, or other bits, is the fault. Exit code 1 if there is one. When no size
+shows it with the releases of docs/tested.md, the refusal can go.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 On an H200 the gradient of initial states was wrong with packed documents, K = V = 128 and float32, while the same
 kernels are right in Triton's interpreter; why is not known. Every line is one call with the refusal lifted: relative
 errors of outputs, final states and gradients against the functions in float64 on CPU, and whether a second call gives
-the same bits. An error far above 1e-5 in float32, or other bits, is the fault. Exit code 1 if there is one. When no size
-shows it with the releases of docs/tested.md, the refusal can go.
+the same bits. An error far above 1e-5 in float32, or other bits, is the fault. Exit code 1 if there is one. When no
+size shows it with the releases of docs/tested.md, the refusal can go.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(BOUNDS), choices=list(BOUNDS))
     parser.add_argument("--names", nargs="+", default=["counted", "counted delta"])
     parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--device", default="cuda", help="cpu runs kernels in Triton's interpreter (TRITON_INTERPRET=1)")
+    parser.add_argument("--device", default="cuda", help="cpu: Triton's interpreter (TRITON_INTERPRET=1)")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["FLEXSP_BACKEND"] = "triton"

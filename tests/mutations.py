@@ -442,7 +442,7 @@ _FACES = [
     ),
     *_in(
         "flexsp/grammar/model.py",
-        ("gate.to(wide).clamp(min=least)", "gate.to(wide)", "a gate of -inf is not clamped",
+        ("gates.clamped(gate.to(check.accumulation_dtype(q)))", "gate.to(check.accumulation_dtype(q))", "a gate of -inf is not clamped",
          "tests/test_grammar.py::test_a_closed_gate_starts_anew"),
     ),
     *_in(

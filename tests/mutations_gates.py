@@ -68,7 +68,7 @@ GATES = [
     ),
     *_in(
         "flexsp/ops/_programs.py",
-        ("functional.threshold(wide(g, like), least, least)", "functional.threshold(wide(g, like), -1e9, -1e9)",
+        ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),
         ("state.transpose(-1, -2).contiguous() if call.state_v_first else state", "state",
          "final states have keys first", "tests/test_vector_gates.py::test_states_with_values_first"),

@@ -79,8 +79,6 @@ OBJECTIVES = [
         ("left = previous(lam, call.cu_seqlens, call.group, start)", "left = lam - k.square()",
          "the precision before a token has decayed twice", _LOOP),
         ("gain = spread / (1 + (spread * k)", "gain = spread / (2 + (spread * k)", "the gain is too small", _LOOP),
-        ("if length and into % self.block:", "if length and into % self.block > 4:", "blocks start anew with shards",
-         _EDGES + "test_shards_start_on_edges_of_blocks"),
     ),
     *_in(
         "flexsp/grammar/programs.py",

@@ -22,6 +22,22 @@ _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 GATES = [
     *_in(
+        "flexsp/ops/_delta.py",
+        ("slope.clamp(max=_MOST_LOG[slope.dtype]).exp()", "slope.exp()", "gradients of steep raw gates are NaN",
+         "tests/test_ops.py::test_raw_gates_of_any_steepness"),
+        ("found = _wide(beta).sigmoid()", "found = beta.sigmoid()", "step sizes of half precision are rounded",
+         "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
+        ("raw = _wide(g, like) if dt_bias", "raw = g if dt_bias", "raw gates are activated in half precision",
+         "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
+    ),
+    *_in(
+        "flexsp/kernels/gates.py",
+        ("torch.float64: -800.0", "torch.float64: -104.0", "closed gates let e^-104 pass in float64",
+         "tests/test_clamped_gates.py::test_a_gate_of_any_size"),
+        ("torch.float32: -104.0", "torch.float32: -80.0", "closed gates let e^-80 pass in float32",
+         "tests/test_clamped_gates.py::test_a_gate_that_is_0"),
+    ),
+    *_in(
         "flexsp/comm/derivatives.py",
         ("x = x if x.stride() == stride else x.contiguous()", "pass", "kernels read saved tensors in other strides",
          "tests/test_derivatives.py::test_saved_tensors_may_come_back_in_other_strides"),
@@ -52,7 +68,7 @@ GATES = [
     ),
     *_in(
         "flexsp/ops/_programs.py",
-        ("functional.threshold(wide(g, like), least, least)", "functional.threshold(wide(g, like), -1e9, -1e9)",
+        ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),
         ("state.transpose(-1, -2).contiguous() if call.state_v_first else state", "state",
          "final states have keys first", "tests/test_vector_gates.py::test_states_with_values_first"),

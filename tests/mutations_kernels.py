@@ -234,7 +234,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
-        ("since_start[..., -1].clamp", "since_start[..., 0].clamp",
+        ("clamped(since_start[..., -1])", "clamped(since_start[..., 0])",
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),

@@ -9,6 +9,8 @@ __all__ = ["OBJECTIVES"]
 _LOOP = "tests/test_objectives.py::test_against_token_loop"
 _RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/test_objectives.py::test_one_call_after_another"
+_ROPE_CALLS = "tests/test_rope_states.py::test_two_calls_are_one"
+_ROPE_RANKS = "tests/test_rope_states.py::test_ranks_continue_too"
 _EDGES = "tests/test_objectives_edges.py::"
 _EARLIER = "tests/test_earlier_inputs.py::"
 
@@ -26,6 +28,28 @@ OBJECTIVES = [
         "flexsp/compiler/frontend/meta.py",
         (" or tokens[what.before].before is not None", "", "an input is two tokens earlier",
          _EARLIER + "test_wrong_metadata_is_named[of one that is earlier itself]"),
+    ),
+    *_in(
+        "flexsp/grammar/rope.py",
+        ("-angle.unsqueeze(-2)", "0 * angle.unsqueeze(-2)", "final states stay in the frame of their call",
+         _ROPE_CALLS),
+        ("tokens = self._cu_seqlens.diff().unsqueeze(-1)", "tokens = self._cu_seqlens[1:].unsqueeze(-1)",
+         "documents are turned back by their end in the pack", _ROPE_RANKS + "[packed-few]"),
+        ("last(self._sums, self._before,", "last(self._sums, None,", "a call without tokens forgets the angle",
+         _ROPE_CALLS),
+        ("running_sum(steps, cu_seqlens, sp, self._before,", "running_sum(steps, cu_seqlens, sp, None,",
+         "the angle of an initial state is not read", _ROPE_CALLS),
+        ("self._of_tokens - self._speed", "self._of_tokens", "positions begin at 1 where the state keeps the angle",
+         _LOOP),
+        ("total = self._T if self._sp is None else self._sp.shard_range(self._T)[2]", "total = self._T",
+         "states are turned back by the last shard alone", _ROPE_RANKS + "[batch-few]"),
+    ),
+    *_in("flexsp/grammar/objectives.py",
+        ("return self.eps is None", "return True", "sums of squares are taken to turn with keys", _ROPE_CALLS),
+    ),
+    *_in("flexsp/scan/sequence.py",
+        ("x.to(torch.float64) / unit,", "(x / unit).to(torch.float64),", "a turn is rounded to float32",
+         "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
     *_in(
         "flexsp/grammar/objectives.py",
@@ -55,8 +79,6 @@ OBJECTIVES = [
         ("left = previous(lam, call.cu_seqlens, call.group, start)", "left = lam - k.square()",
          "the precision before a token has decayed twice", _LOOP),
         ("gain = spread / (1 + (spread * k)", "gain = spread / (2 + (spread * k)", "the gain is too small", _LOOP),
-        ("if length and into % self.block:", "if length and into % self.block > 4:", "blocks start anew with shards",
-         _EDGES + "test_shards_start_on_edges_of_blocks"),
     ),
     *_in(
         "flexsp/grammar/programs.py",

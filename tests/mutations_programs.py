@@ -8,9 +8,46 @@ __all__ = ["PROGRAMS"]
 
 _PARTS = "tests/test_state_parts.py::"
 _NUMBERS = "tests/test_random_states.py::test_gates_of_channels_beside_numbers"
+_PIECES = "tests/test_generated_programs.py::test_what_needs_all_columns_is_not_taken_in_pieces"
+_SENDS = "tests/test_exchange_by_kernel.py::test_who_sends"
+_CUTS = "tests/test_nearly_right_programs.py::test_functions_that_disagree_about_where_a_chunk_ends"
+_EDGES = "tests/test_nearly_right_programs.py::test_chunks_that_are_part_of_the_model"
 _ROWS = "tests/test_input_rows.py::"
 
 PROGRAMS = [
+    *_in(
+        "flexsp/compiler/backend/pieces.py",
+        ("return node.target in _WITH_DIAGONAL or (", "return (", "each piece of the columns has a diagonal of its own", _PIECES),
+        ("return sizes[at % len(sizes)] == self.cols", "return False", "running sums start anew in each piece", _PIECES),
+        ("found = strange or later", "found = strange", "pieces read a part of a sum over all", _PIECES),
+        ('return f"{size} - v0" if size == self.cols else super()._limit(size)', "return super()._limit(size)",
+         "the last piece reads past the row",
+         "tests/test_large_states.py::test_pieces_give_what_whole_tiles_give[gla_own_bias]"),
+    ),
+    *_in(
+        "flexsp/scan/by_kernel.py",
+        ("max(F.shape[2:]) <= _COLUMNS", "F.shape[3] <= _COLUMNS", "states of more than 256 rows go to the kernel", _SENDS),
+        ("max(F.shape[2:]) <= _COLUMNS", "F.shape[2] <= _COLUMNS", "states of more than 256 columns go to it", _SENDS),
+    ),
+    *_in(
+        "flexsp/scan/maxima.py",
+        ("start = torch.full_like(start, -torch.inf)", "pass", "what enters the first rank reaches the first document",
+         "tests/test_max_plus.py::test_nothing_enters_from_before_the_documents"),
+    ),
+    *_in(
+        "flexsp/compiler/frontend/check.py",
+        ("apart = _difference(second.after, whole.after)", "apart = 0.0", "states may depend on where chunks end", _CUTS),
+        ("_difference(torch.cat([first.o, second.o]), whole.o)", "0.0", "outputs may depend on where chunks end", _CUTS),
+        ("second = self._run(self._part(values, _CUT, _LONG), first.after)",
+         "second = self._run(self._part(values, _CUT, _LONG), state)", "the second chunk is not entered by the first one's state",
+         _CUTS),
+    ),
+    *_in(
+        "flexsp/compiler/arguments.py",
+        ("if length and into % chunk:", "if False:", "shards start inside chunks that are part of the model", _EDGES),
+        ("max(n for n in bounds or [0] if n <= start)", "0", "chunks of packed documents count from the sequence's start",
+         _EDGES),
+    ),
     *_in(
         "flexsp/compiler/frontend/functions.py",
         ("        if B:\n            return vmap", "        if True:\n            return vmap", "functions are mapped over no sequences",

@@ -453,8 +453,9 @@ def test_autocast_changes_nothing_over_ranks() -> None:
 
 
 def build(changes: dict[str, Any] | None = None, **options: Any) -> LinearAttention:
+    """Functions that need not agree about where a chunk ends, which a chunk size allows."""
     functions = {"chunk_mode": variants.chunk_ok, "decay_mode": variants.decay_ok, "merge_mode": variants.merge_ok}
-    return LinearAttention(meta(**(changes or {})), **(functions | options))
+    return LinearAttention(meta(**(changes or {})), **({"chunk_size": 64} | functions | options))
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {

@@ -320,6 +320,7 @@ class Counters:
     """Linear attention beside rows and columns of several numbers, which halve and double with every chunk."""
 
     extra_state = {"low": (2, "V"), "high": ("K", 3), "end": ("V",)}
+    chunk_size = 64
 
     def chunk(self, k, v):  # type: ignore[no-untyped-def]
         return k.T @ v, 0 * (v.T @ v)[:2], 0 * (k.T @ k)[:, :3], v.sum(0)

@@ -403,7 +403,7 @@ def odd(sp: Any, folder: str) -> list[float]:
 def test_sizes_named_like_the_code_have_no_kernels(rows: str, cols: str) -> None:
     H, K, V = ConstExpr("H", 2), ConstExpr(rows, 8), ConstExpr(cols, 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
-    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within, chunk_size=64)
     with pytest.raises(NotAvailable, match="the size .* would hide a name in the code of kernels: choose another name"):
         _ = model.kernels
 
@@ -413,7 +413,7 @@ def test_a_size_given_as_a_number_is_no_other_size(n: int) -> None:
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
     meta |= {"z": SymbTensor(["T", H, n]), "prev_s": SymbTensor(["NS", H, K, V])}
-    model = LinearAttention(meta, lambda k, v, z: k.T @ (v * z.sum(1)[:, None]), _sum, _within)
+    model = LinearAttention(meta, lambda k, v, z: k.T @ (v * z.sum(1)[:, None]), _sum, _within, chunk_size=64)
     with pytest.raises(NotAvailable, match=f"the sizes {n} are plain numbers in input_meta; kernels need names"):
         _ = model.kernels
 
@@ -424,7 +424,7 @@ def test_a_factor_of_what_is_subtracted_is_seen() -> None:
 
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
-    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, decay, _within)
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, decay, _within, chunk_size=64)
     with pytest.raises(NotAvailable, match="no kernel is made of sub with alpha yet"):
         _ = model.kernels
 
@@ -433,7 +433,7 @@ def test_any_number_of_sizes() -> None:
     H, K, V = ConstExpr("H", 2), ConstExpr("K", 8), ConstExpr("V", 4)
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V])}
     meta |= {f"z{i}": SymbTensor(["T", H, ConstExpr(f"Z{i}", 8)]) for i in range(9)}
-    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within)
+    model = LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, _k_v, _sum, _within, chunk_size=64)
     assert model.kernels.layout.tokens["z8"] == ("C", "Z8")
 
 

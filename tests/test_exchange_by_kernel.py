@@ -211,14 +211,16 @@ def other_roads(sp: Any) -> list[bool]:
     F = torch.ones(1, 1, 2, 2)
     state = exchange(F, Transition("none"), sp)
     assert bool((state == sp.rank).all())
-    return [goes_by_kernel(x, Transition("none"), sp) for x in (F, F.double(), F.bfloat16())]
+    roads = [goes_by_kernel(x, Transition("none"), sp) for x in (F, F.double(), F.bfloat16())]
+    scaled = Transition("scalar", torch.zeros(1, 1))
+    return roads + [goes_by_kernel(torch.ones(1, 1, *shape), scaled, sp) for shape in ((257, 2), (2, 257), (256, 2))]
 
 
 def test_who_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pytorch = {"transport": "posix", "heap_mib": 1}
     for how, sends in ((POSIX, True), (POSIX | {"schedule": "serial"}, False), ({"env": KERNELS}, False)):
-        assert run_ranks(other_roads, 2, **how) == [[sends, False, False]] * 2
-    assert run_ranks(other_roads, 2, **in_pytorch) == [[False] * 3] * 2
+        assert run_ranks(other_roads, 2, **how) == [[sends, *[False] * 4, sends]] * 2
+    assert run_ranks(other_roads, 2, **in_pytorch) == [[False] * 6] * 2
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
     sp: Any = type("Group", (), {"schedule": "chain", "transport": "posix", "device": torch.device("cuda")})
     assert not goes_by_kernel(torch.ones(1, 1, 2, 2), Transition("none"), sp)

@@ -37,7 +37,7 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     found = {
         "large": told(make(1, 257, 4, code_dir=folder)),
         "chunk": told(make(2, 5, 4, chunk_size=48, code_dir=folder)),
-        "not affine": told(LinearAttention(*_bent(), code_dir=folder)),
+        "not affine": told(LinearAttention(*_bent(), code_dir=folder, chunk_size=64)),
     }
     fine = make(2, 5, 4, code_dir=folder)
     x = {name: torch.rand(1, 5, 2, 4 if name == "v" else 5) for name in ("q", "k", "v")}
@@ -103,6 +103,6 @@ def test_on_cpu_nothing_is_refused() -> None:
         .explain(**x | {"decay": x["decay"][..., 0]})
         .endswith("this call runs its reference in PyTorch")
     )
-    for make in (FlexLinearAttention, lambda **options: LinearAttention(*_bent(), **options)):
+    for make in (FlexLinearAttention, lambda **options: LinearAttention(*_bent(), chunk_size=64, **options)):
         with pytest.raises(ValueError, match="fallback: expected None or \"pytorch\", got 'slow'"):
             make(fallback="slow")

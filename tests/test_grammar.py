@@ -78,13 +78,7 @@ def token_loop(name: str, x: Tensors, initial: torch.Tensor, bounds: list[int] |
     if what.features.kind in ("elu", "relu"):
         q, k = ((elu(y) + 1 if what.features.kind == "elu" else y.clamp(min=0)) for y in (q, k))
     if what.features.kind == "rope":
-        place = torch.cat([torch.arange(end - begin) for begin, end in spans]).double()
-        speed = torch.tensor([10000.0 ** (-2 * i / K) for i in range(K // 2)], dtype=torch.float64)
-        angle = (
-            torch.cat([x["theta"][:, begin:end].cumsum(1) for begin, end in spans], 1)
-            if "theta" in x
-            else (place[:, None] * speed).view(1, T, 1, -1).expand(q[..., ::2].shape)
-        )
+        angle = torch.cat([angles(x, begin, end)[:, : end - begin] for begin, end in spans], 1)
         q, k = rotated(q, angle), rotated(k, angle)
     constants = what.decay.log_decay or [math.log1p(-(2.0 ** (-5 - h))) for h in range(H)]
     fixed = torch.tensor(constants, dtype=torch.float64)
@@ -94,8 +88,21 @@ def token_loop(name: str, x: Tensors, initial: torch.Tensor, bounds: list[int] |
         for t in range(begin, end):
             S = token_step(what, {key: y if key == "A" else y[:, t] for key, y in x.items()}, k[:, t], fixed, S)
             outputs.append(K**-0.5 * (q[:, t].unsqueeze(-1) * S).sum(-2))
+        if what.features.kind == "rope":  # seen from the token behind, whose angles begin at 0
+            back = -angles(x, begin, end)[:, -1].unsqueeze(-2)
+            S = rotated(S.mT, back.expand(*S.mT.shape[:-1], K // 2)).mT
         finals.append(S)
     return torch.stack(outputs, 1), torch.cat(finals)
+
+
+def angles(x: Tensors, begin: int, end: int) -> torch.Tensor:
+    """Of the tokens begin..end of a document, and what the token behind them is turned by before its own theta."""
+    if "theta" in x:
+        sums = x["theta"][:, begin:end].cumsum(1)
+        return torch.cat([sums, sums[:, -1:] if end > begin else x["theta"][:, :1] * 0], 1)
+    speed = torch.tensor([10000.0 ** (-2 * i / K) for i in range(K // 2)], dtype=torch.float64)
+    angle = torch.arange(end - begin + 1, dtype=torch.float64)[:, None, None] * speed
+    return angle.expand(x["v"].shape[0], -1, x["v"].shape[2], -1)
 
 
 def token_step(

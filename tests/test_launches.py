@@ -40,7 +40,7 @@ def bounded() -> LinearAttention:
     return LinearAttention(
         {name: SymbTensor(x, dtype=BF16 if name != "prev_s" else torch.float32) for name, x in sizes.items()},
         lambda k, v: k.T @ v, lambda prev_s, chunk_state: prev_s + chunk_state,
-        lambda q, k, v, chunk_state: (q @ k.T).tril() @ v + torch.tanh(q @ chunk_state),
+        lambda q, k, v, chunk_state: (q @ k.T).tril() @ v + torch.tanh(q @ chunk_state), chunk_size=64,
     )  # fmt: skip
 
 

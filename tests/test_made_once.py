@@ -127,7 +127,7 @@ def test_the_final_state_of_no_tokens_is_not_the_callers_tensor() -> None:
     given = simple_gla.make(1, 4, 4).program.meta
     meta = {**given.tokens, **given.numbers, "prev_s": given.state}
     curved = lambda prev_s, chunk_state: prev_s.tanh() + chunk_state  # noqa: E731
-    chained = LinearAttention(meta, simple_gla.chunk, curved, simple_gla.merge)
+    chained = LinearAttention(meta, simple_gla.chunk, curved, simple_gla.merge, chunk_size=64)
     for final in (
         simple_gla.make(1, 4, 4)(**inputs, prev_s=state)[1],
         chained(**inputs, prev_s=state)[1],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.scan.maxima import maxima_of
 from flexsp.testing.ranks import run_ranks
 from tests.marks import slow
 
@@ -146,6 +147,15 @@ def test_what_is_not_finite_stays_in_its_document(seed: int) -> None:
     others = [*range(5), *range(26, 37)]
     for name, dx in zip(leaves, torch.autograd.grad(o[0, others].sum(), leaves.values()), strict=True):
         assert dx[:, others].isfinite().all(), name
+
+
+def test_nothing_enters_from_before_the_documents() -> None:
+    """Chunks of a document that began before them are given what enters by other ranks alone."""
+    a, F = torch.zeros(1, 1, 2, 1), torch.full((1, 1, 2, 1), -3.0)
+    begun, first = torch.tensor([-torch.inf, 4.0]).view(1, 1, 2, 1), torch.tensor([False, True])
+    found = maxima_of(a, F, torch.full((1, 1, 1), 5.0), begun, first, None)
+    assert found.before.flatten().tolist() == [-torch.inf, 4.0]
+    assert found.around.flatten().tolist() == [-torch.inf, -3.0, 4.0]
 
 
 def on_ranks(sp: Any, lengths: list[int], bounds: list[int] | None, seed: int) -> Tensors:

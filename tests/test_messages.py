@@ -32,7 +32,7 @@ def _model(
     K: Any = K, V: Any = V, **more: SymbTensor,
 ) -> LinearAttention:  # fmt: skip
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V]), **more}
-    return LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, chunk, decay, merge)
+    return LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, chunk, decay, merge, chunk_size=64)
 
 
 def _inverse_of_channels(k: Any, v: Any) -> Any:

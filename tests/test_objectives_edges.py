@@ -156,7 +156,7 @@ def test_a_closed_gate_starts_anew(name: str, strength: float, dtype: torch.dtyp
     leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
     o, _ = MODELS[name]()(**leaves)
     o.sum().backward()
-    state = torch.zeros(1, H, *MODELS[name]()._objective.rows_and_columns(K, V), dtype=dtype)
+    state = torch.zeros(1, H, *MODELS[name]().rows_and_columns(K, V), dtype=dtype)
     if "difference" in name:
         state[..., V] = x["k"][:, 9]
     after, _ = call_of(name)({key: y if key == "mimo_x" else y[:, 10:] for key, y in x.items()}, state)
@@ -250,7 +250,7 @@ def contrastive_shards(sp: Any, bounds: list[int] | None) -> str:
 @pytest.mark.parametrize(("bounds", "into"), [(None, 4), ([0, 2, 10], 2)])
 def test_shards_start_on_edges_of_blocks(bounds: list[int] | None, into: int) -> None:
     for text in run_ranks(contrastive_shards, 2, bounds):
-        assert f"edges of blocks of 5 tokens, which are part of the model, got rank 1 from token {into} of" in text
+        assert f"edges of chunks of 5 tokens, which are part of the model, got rank 1 from token {into} of" in text
 
 
 def contrastive_without_kernels(sp: Any) -> None:

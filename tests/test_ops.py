@@ -263,15 +263,44 @@ def test_gradients_of_gates_that_nearly_close() -> None:
 
 
 def test_a_nearly_closed_gate_in_decoding() -> None:
-    """What is left of a state where nothing is written to it: e^g, and e^-104 from there on."""
+    """What is left of a state where nothing is written to it: e^g."""
     state = torch.randn(1, 1, 3, 2, dtype=torch.float64)
     q, k, v = torch.randn(1, 1, 1, 3), torch.zeros(1, 1, 1, 3), torch.randn(1, 1, 1, 2)
-    for gate, left in ((-60.0, -60.0), (-103.0, -103.0), (-1e4, -104.0)):
+    for gate, left in ((-60.0, -60.0), (-300.0, -300.0), (-1e4, -math.inf)):
         g = torch.full((1, 1, 1), gate, dtype=torch.float64)
         _, final = ops.recurrent_simple_gla(
             q.double(), k.double(), v.double(), g, initial_state=state, output_final_state=True
         )
         torch.testing.assert_close(final, state * math.exp(left), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("steepness", [50.0, 89.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gated_delta_rule", "recurrent_kda"])
+def test_raw_gates_of_any_steepness(name: str, dtype: torch.dtype, steepness: float) -> None:
+    """e^A_log may overflow: gates close, and gradients stay finite."""
+    q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=dtype)
+    g = torch.randn(1, 10, 2, *([4] if "kda" in name else []), dtype=dtype)
+    g[0, 3], g[0, 4] = -200.0, -1e4
+    for bound in {} if name == "chunk_gated_delta_rule" else {"lower_bound": -5.0}, {}:
+        leaves = [g, torch.full((2,), steepness, dtype=dtype), torch.randn(g[0, 0].numel(), dtype=dtype)]
+        raw, A_log, dt_bias = (x.clone().requires_grad_() for x in leaves)
+        o, _ = getattr(ops, name)(
+            q, k, v, raw, torch.rand(1, 10, 2, dtype=dtype), A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=True,
+            use_qk_l2norm_in_kernel=True, **bound,
+        )  # fmt: skip
+        grads = torch.autograd.grad(o.sum(), (raw, A_log, dt_bias))
+        assert all(x.isfinite().all() for x in (o, *grads))
+
+
+def test_raw_gates_and_steps_in_half_precision_are_activated_in_float32() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
+    raw, beta, A_log = torch.randn(1, 20, 2).bfloat16(), 4 * torch.randn(1, 20, 2).bfloat16(), torch.randn(2)
+    inside: dict[str, Any] = {"use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True, "A_log": A_log}
+    found, _ = ops.chunk_gated_delta_rule(q, k, v, raw, beta, use_qk_l2norm_in_kernel=True, **inside)
+    gates, steps = -A_log.exp() * torch.nn.functional.softplus(raw.float()), beta.float().sigmoid()
+    want, _ = ops.chunk_gated_delta_rule(q, k, v, gates, steps, use_qk_l2norm_in_kernel=True)
+    assert torch.equal(found, want)
 
 
 def test_public_names() -> None:

@@ -18,8 +18,8 @@ from flexsp.exceptions import check_dense, checks_wanted, fail
 from flexsp.scan.sequence import previous
 
 __all__ = [
-    "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_initial", "looks", "no_autocast",
-    "ranks_of", "shard_of", "signature_of", "widest",
+    "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_edges", "check_initial", "looks",
+    "no_autocast", "ranks_of", "shard_of", "signature_of", "widest",
 ]  # fmt: skip
 
 
@@ -72,6 +72,30 @@ def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool, rows: int = 1) 
         got = [n // rows for n in bounds]
         raise ValueError(f"cu_seqlens: expected non-decreasing boundaries from 0 to {total // rows}, got {got}")
     return bounds
+
+
+def check_edges(
+    sp: SequenceParallel | None, T: int, bounds: list[int] | None, chunk: int, rows: int
+) -> None:
+    """ValueError unless all shards start on edges of chunks of their document. T, ``bounds`` and ``chunk`` count
+    ``rows`` a token.
+
+    Every rank looks at all shards, so that all of them raise. ``bounds`` are boundaries of documents, None where there
+    is one, empty where they were not looked at.
+    """
+    if sp is None or sp.world_size == 1:
+        return
+    if bounds is not None and not bounds:
+        fail("cu_seqlens", "None over several ranks on a GPU, or FLEXSP_CHECK=1, where chunks are part of the model",
+             "boundaries that are not looked at")  # fmt: skip
+    start = 0
+    for rank, length in enumerate(sp.lengths_for(T, rows)):
+        into = start - max(n for n in bounds or [0] if n <= start)
+        in_a_document = bounds is None or start < bounds[-1]  # behind the last boundary are no documents
+        if length and into % chunk and in_a_document:
+            fail("sp", f"shards that start on edges of chunks of {chunk} tokens, which are part of the model",
+                 f"rank {rank} from token {into // rows} of the sequence or document")  # fmt: skip
+        start += length
 
 
 def signature_of(

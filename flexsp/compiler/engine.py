@@ -286,7 +286,7 @@ class Generated:
         return None
 
     def _wrong_on_gpus(self, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
-        """What was seen to be wrong on a GPU and in no interpreter."""
+        """What was seen to be wrong on a GPU and in no interpreter (tests/gpu/repro_numbers_beside_states.py)."""
         number = next((x.name for x in self.layout.parts if not x.sizes), None)
         if number is None or dtype == torch.bfloat16:
             return None

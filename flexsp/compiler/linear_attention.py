@@ -17,7 +17,7 @@ from flexsp.compiler import arguments, graph
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend import functions
-from flexsp.compiler.frontend.check import Program, check
+from flexsp.compiler.frontend.check import KINDS, Program, check
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
@@ -35,15 +35,6 @@ __all__ = ["LinearAttention"]
 _CHUNK = 64
 _CALLS = 256  # signatures that are kept
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_KINDS = {
-    "none": "the state is kept: ranks add up",
-    "scalar": "one factor for the state: ranks exchange the state and multiply",
-    "vector": "one factor a row of the state: ranks exchange the state and multiply",
-    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
-    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
-    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
-    "not affine": "not affine in the state: ranks run one after the other, exactly",
-}
 
 
 class LinearAttention:
@@ -76,8 +67,8 @@ class LinearAttention:
             FLEXSP_AOT_ARCH (90). Later calls, of other processes too, find them there. Inputs of other dtypes, with
             other strides, and calls with ``prev_s`` compile at their first call.
         code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
-        chunk_size: tokens of a chunk, None lets the plan choose; results do not depend on it beyond rounding, unless
-            the functions do.
+        chunk_size: tokens of a chunk. None lets the plan choose: the functions must then not depend on where chunks
+            end. Of a number they may, and where they do shards must start on edges of chunks.
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
@@ -128,7 +119,7 @@ class LinearAttention:
         self.lowering = lowering_of(chunk_mode, decay_mode, merge_mode) if lowering == "auto" else None
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
-        self.program: Program = _program(meta, chunk_mode, decay_mode, merge_mode)
+        self.program: Program = _program(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
         self.names = (*meta.tokens, *meta.params)
         self.graph_name = graph.name_of(self)
         if enable_aot:
@@ -229,6 +220,8 @@ class LinearAttention:
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard = arguments.shard_of(call.T, self.rows, cu_seqlens, group)
         bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)
+        if self.program.disagrees is not None:
+            arguments.check_edges(group, call.T, bounds, self._C or _CHUNK, self.rows)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
 
@@ -393,12 +386,12 @@ class LinearAttention:
         """The kernels made of the functions, or why there are none."""
         try:
             from flexsp.compiler.engine import generated
-        except ImportError as error:
-            return f"Triton is not there ({error})"
-        try:
+
             return one_at_a_time(
                 lambda: generated(self._for_kernels(), self._code_dir, self._C, self.lowering), self.program.merge.name
             )
+        except ImportError as error:
+            return f"Triton is not there ({error})"
         except NotEmittable as error:
             return str(error)
 
@@ -480,9 +473,9 @@ class LinearAttention:
             if type(n) is not int or n < 0:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
-        lines = [f"transition: {program.transition} ({_KINDS[program.transition]})"]
+        lines = [f"transition: {program.transition} ({KINDS[program.transition]})"]
         code = self._generated
-        sizes, dtype = self._largest(), next(iter(self.program.meta.tokens.values())).dtype
+        sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
         reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available(), False)
         lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
@@ -498,9 +491,8 @@ class LinearAttention:
     def _plan(self, code: Generated, T: int, B: int) -> list[str]:
         from flexsp.compiler.planning.explain import describe
 
-        first = next(iter(self.program.meta.tokens.values()))
+        first, sizes = next(iter(self.program.meta.tokens.values())), self._largest()
         heads = first.shape[1]
-        sizes = self._largest()
         H = heads if isinstance(heads, int) else sizes.get(heads.name if isinstance(heads, ConstExpr) else heads, 32)
         try:
             return describe(code, {x: sizes[x] for x in code.layout.sizes}, B * H, T * self.rows, first.dtype)
@@ -570,8 +562,8 @@ def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
     return wide != torch.float64 and (on_gpu or kernels_on_cpu())
 
 
-def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
-    """The functions traced and checked."""
+def _program(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
+    """The functions traced and checked; results may depend on where chunks end if ``cuts_matter``."""
     inputs = {*meta.tokens, *meta.params, *meta.numbers}
     untransformed("making a variant", "make it, or call what makes it, once before")
 
@@ -579,7 +571,7 @@ def _program(meta: InputMeta, *modes: Callable[..., torch.Tensor]) -> Program:
         chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
         after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
         decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
-        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers))
+        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), cuts_matter)
 
     return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 

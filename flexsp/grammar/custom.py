@@ -42,6 +42,7 @@ class CustomTransition:
 
     kind = "custom"
     rank = 1
+    turns_with_keys = False  # nobody knows what its methods do to channels of keys
 
     def __init__(self, given: Any) -> None:
         self.made = given() if isinstance(given, type) else given
@@ -53,6 +54,9 @@ class CustomTransition:
             given_to = inspect.signature(getattr(self.made, m)).parameters.values()
             if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given_to):
                 self._fail(f"{m}: expected every argument by its name, got *args or **kwargs")
+        self.chunk_size: int | None = getattr(self.made, "chunk_size", None)
+        if self.chunk_size is not None and (type(self.chunk_size) is not int or self.chunk_size < 1):
+            self._fail(f"chunk_size: expected a positive integer or None, got {self.chunk_size!r}")
         self.inputs = self._shapes("inputs", "()", '("K",)', '("V",)')
         self.extra = self._shapes("extra_state", '(n, "V")', '("V",)', '("K",)', '("K", m)', "()")
         for name, shape in self.extra.items():
@@ -153,9 +157,11 @@ class CustomTransition:
         in_names = meta(named, list(named.values()))
         if self.extra:
             numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
-            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra), fallback)
+            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra), fallback, self.chunk_size)
         else:
-            made = LinearAttention(in_names, phases[0], phases[1], phases[2], fallback=fallback)
+            made = LinearAttention(
+                in_names, phases[0], phases[1], phases[2], fallback=fallback, chunk_size=self.chunk_size
+            )  # fmt: skip
         for name in made.program.chunk.cached:
             if name in layout.names:
                 self._fail(f"cache_result: expected another name than {name!r}, which is part of the state")
@@ -268,9 +274,9 @@ class _Parted(LinearAttention):
 
     def __init__(
         self, meta: dict[str, Any], phases: Sequence[Any], in_names: dict[str, Any], parts: tuple[Part, ...],
-        fallback: str | None,
+        fallback: str | None, chunk_size: int | None,
     ) -> None:  # fmt: skip
-        super().__init__(meta, phases[0], phases[1], phases[2], fallback=fallback)
+        super().__init__(meta, phases[0], phases[1], phases[2], fallback=fallback, chunk_size=chunk_size)
         self._named, self._parts = InputMeta.of(in_names), parts
         self._sizes |= self._named.sizes()
         self._of_state = {name: n[0] for name, n in self._named.sizes().items() if name != "H"}

@@ -37,5 +37,10 @@ def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:
 
     By position times base^{-2i/K}, or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2]
     (radians). Positions and sums count from the start of the whole sequence, of each document where packed.
+
+    A final state continues in the next call, whose angles begin at 0 again: its rows, and keys that are kept beside
+    it, are turned back by the angle of the last token, by position by one more. With a gate for each key channel, with
+    preconditioned_gd, information and a custom transition, whose state does not turn with the keys, the state keeps
+    the angle instead: [N, H, K + rows, V + columns + 1], radians in the first K/2 rows of the last column.
     """
     return FeatureMap("rope", ("theta",) if data_dependent else (), base)

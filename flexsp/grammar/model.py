@@ -19,11 +19,11 @@ from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
 from flexsp.grammar.engines import Call
 from flexsp.grammar.feature_map import FeatureMap, identity
+from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
+from flexsp.kernels import gates
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
-from flexsp.ops._rotary import rotate
-from flexsp.scan.sequence import positions, running_sum
 
 if TYPE_CHECKING:
     from flexsp.grammar.mask import Factors, Mask
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["FlexLinearAttention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
 _ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens", "sp"}
 Tensors = dict[str, torch.Tensor]
 
@@ -73,7 +72,9 @@ class FlexLinearAttention:
     propagate gets ``name`` and ``chunk_name``, output ``name``. Initial and final states are one matrix
     [N, H, K + rows, V + columns]: the state, columns to its right, rows below it, in the order of ``extra_state``. A
     number is the first of a row of its own; what is beside rows, columns and numbers is zero. Ranks run side by side if
-    propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine.
+    propagate multiplies that matrix from the left, or elementwise, and one after the other if it is not affine. Results
+    must not depend on where chunks end (CompileError), unless ``chunk_size`` of the class says how long they are: then
+    shards must start on edges of chunks.
 
     Raises:
         CompileError: what cannot be traced or factored; it names the factor and the line, or i and j and values.
@@ -148,6 +149,8 @@ class FlexLinearAttention:
         lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
         lines += [x.explain() for x in (self.mask, self._custom, self._objective) if x is not None]
         lines += [] if self._objective is not None else self._engine()
+        if self._keeps_angle:
+            lines.append("the state's last column holds the angle of feature_map.rope, in K/2 rows")
         if q is not None and k is not None and v is not None:
             lines.append(f"this call {self._what_runs(q, k, v, given)}")
         return "\n".join(lines)
@@ -171,7 +174,9 @@ class FlexLinearAttention:
         if self._on_the_diagonal_engine:
             kernels = q.is_cuda and q.dtype != torch.float64
             return f"runs {'the kernels of chunk_simple_gla' if kernels else 'its reference in PyTorch'}"
-        q, k, gate, per_head, column, factors = self._operands(q, k, given, None, None)
+        angles = self._angles(q, given, None, None, None)
+        q, k = self._map(q, angles), self._map(k, angles)
+        gate, per_head, column, factors = self._operands(q, given, None, None)
         if self._objective is not None:
             scale = q.shape[-1] ** -0.5
             call = Call(q, k, v, _clamped(gate, per_head, q), column, given, scale, fallback=self.fallback)
@@ -185,6 +190,17 @@ class FlexLinearAttention:
     def _on_the_diagonal_engine(self) -> bool:
         plain = self.mask is None or self.mask.is_decay
         return self.transition.kind == "one_step_gd" and self._objective is None and not self.decay.vector and plain
+
+    @property
+    def _keeps_angle(self) -> bool:
+        """Whether the state has one more column, the angle of `feature_map.rope` (flexsp/grammar/rope.py)."""
+        return self.features.kind == "rope" and (self.decay.vector or not self.transition.turns_with_keys)
+
+    def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
+        """Sizes of the matrix that holds all of a head's state, of which K x V are the state itself."""
+        owner = self._custom or self._objective
+        rows, columns = (K, V) if owner is None else owner.rows_and_columns(K, V)
+        return rows, columns + self._keeps_angle
 
     @property
     def _has_steps(self) -> bool:
@@ -221,53 +237,57 @@ class FlexLinearAttention:
         self._check(q, k, v, given)
         group, sizes = resolve_sp(sp), (q.shape[-2], q.shape[-1], v.shape[3])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
-        owner = self._custom or self._objective
-        state = sizes[1:] if owner is None else owner.rows_and_columns(*sizes[1:])
+        state = self.rows_and_columns(*sizes[1:])
         states = (check.number_of_states(q.shape[0], cu_seqlens), sizes[0], *state)
         dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[-1])
-        summed = "theta" in given or self.mask is not None or self._objective is not None
+        summed = "theta" in given or self._keeps_angle or self.mask is not None or self._objective is not None
         several = group is not None and summed  # sums go over the ranks too
         if group is not None and several:
             names = tuple(given)
             _, q, k, v, initial_state, *views = joined(group, q, k, v, initial_state, *given.values())
             given = dict(zip(names, views, strict=True))
-        q, k, gate, per_head, column, factors = self._operands(q, k, given, cu_seqlens, group)
-        if self._objective is not None:
-            o, final = self._objective.run(Call(
-                q, k, v, _clamped(gate, per_head, q), column, given, scale, initial_state, output_final_state,
-                cu_seqlens, group, self.fallback,
-            ))  # fmt: skip
-            return joined(group, o, final)[1:] if group is not None else (o, final)
-        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "sp": group if group is not None else False}
-        if self._on_the_diagonal_engine:
-            if column is not None:
-                v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)
-            o, final = chunk_simple_gla(
-                q, k, v, gate, per_head, scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, **common,
-            )  # fmt: skip
-            return joined(group, o, final)[1:] if group is not None and several else (o, final)
-        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
-        key = self._key(tokens, sizes, scale, _clamped(gate, per_head, q), column, factors)
-        if torch.compiler.is_compiling():
-            name, inputs = _made_for_graphs(self._name, *key)
-            o, final = graph.call(name, [tokens[x] for x in inputs], initial_state, cu_seqlens, group)
-        else:
-            o, final = self.make(*key)(prev_s=initial_state, **tokens, **common)
+        before = None
+        if self._keeps_angle:
+            initial_state, before = split_angle(initial_state, sizes[1])
+        angles = self._angles(q, given, before, cu_seqlens, group)
+        q, k = self._map(q, angles), self._map(k, angles)
+        call = Call(
+            q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback
+        )
+        o, final = self._run(call)
+        if angles is not None and output_final_state:
+            o, final = angles.finish(o, final)
         if group is not None and several:
             _, o, final = joined(group, o, final)
         return o, final if output_final_state else None
 
+    def _run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs and final states of a call with features, whose gate and column are still to be found."""
+        q, k, v, scale = call.q, call.k, call.v, call.scale
+        gate, per_head, column, factors = self._operands(q, call.given, call.cu_seqlens, call.group)
+        if self._objective is not None:
+            return self._objective.run(call._replace(gate=_clamped(gate, per_head, q), column=column))
+        common: dict[str, Any] = {"cu_seqlens": call.cu_seqlens, "sp": call.group if call.group is not None else False}
+        if self._on_the_diagonal_engine:
+            if column is not None:
+                v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)
+            return chunk_simple_gla(
+                q, k, v, gate, per_head, scale=scale, initial_state=call.initial,
+                output_final_state=call.want_final, **common,
+            )  # fmt: skip
+        tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: call.given[name] for name in self.transition.inputs}
+        key = self._key(tokens, call.sizes, scale, _clamped(gate, per_head, q), column, factors)
+        if torch.compiler.is_compiling():
+            name, inputs = _made_for_graphs(self._name, *key)
+            return graph.call(name, [tokens[x] for x in inputs], call.initial, call.cu_seqlens, call.group)
+        return self.make(*key)(prev_s=call.initial, **tokens, **common)
+
     def _operands(
-        self, q: torch.Tensor, k: torch.Tensor, given: Tensors, cu_seqlens: torch.Tensor | None,
-        group: SequenceParallel | None,
-    ) -> tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Factors | None
-    ]:  # fmt: skip
-        """(q, k, log gate of every token, constant log gate of every head, column factor, factors of the mask)."""
-        q, k = self._map(q, k, given.get("theta"), cu_seqlens, group)
+        self, q: torch.Tensor, given: Tensors, cu_seqlens: torch.Tensor | None, group: SequenceParallel | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Factors | None]:
+        """(log gate of every token, constant log gate of every head, column factor, factors of the mask)."""
         factors = None if self.mask is None else self.mask.factors(given, q, cu_seqlens, group)
         gate, per_head = self._gate(given, q)
         if factors is not None:
@@ -277,7 +297,7 @@ class FlexLinearAttention:
             column = factors.column if column is None else factors.column * column
         if gate is not None and per_head is not None:
             gate, per_head = gate + (per_head if gate.dim() == 3 else per_head.unsqueeze(-1)), None
-        return q, k, gate, per_head, column, factors
+        return gate, per_head, column, factors
 
     @property
     def make(self) -> Callable[..., LinearAttention]:
@@ -364,19 +384,20 @@ class FlexLinearAttention:
             raise ValueError(f"decay.fixed: expected {H} values, one a head, got {len(self.decay.log_decay)}")
         return None, torch.tensor(self.decay.log_decay, device=q.device, dtype=wide)
 
-    def _map(
-        self, q: torch.Tensor, k: torch.Tensor, theta: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-        sp: SequenceParallel | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _map(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """q or k with features."""
         if self.features.kind == "elu":
-            return F.elu(q) + 1, F.elu(k) + 1
+            return F.elu(x) + 1
         if self.features.kind == "relu":
-            return F.relu(q), F.relu(k)
-        if self.features.kind == "rope":
-            angle = _angles(q, theta, self.features.base, cu_seqlens, sp)
-            angle = angle.unsqueeze(2) if q.dim() == 5 else angle  # the rows of a token turn alike
-            return rotate(q, angle), rotate(k, angle)
-        return q, k
+            return F.relu(x)
+        return x if angles is None else angles.turn(x)
+    def _angles(
+        self, q: torch.Tensor, given: Tensors, before: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+        sp: SequenceParallel | None,
+    ) -> Angles | None:  # fmt: skip
+        if self.features.kind != "rope":
+            return None
+        return Angles(q, given.get("theta"), self.features.base, self._keeps_angle, before, cu_seqlens, sp)
 
 
 _models: WeakValueDictionary[str, FlexLinearAttention] = WeakValueDictionary()
@@ -404,23 +425,6 @@ def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
 
 def _clamped(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     """The log gate of every token, at least so large that differences of its sums keep what follows."""
-    wide = check.accumulation_dtype(q)
-    least = _MIN_LOG_DECAY[wide]
     if gate is not None:
-        return gate.to(wide).clamp(min=least)
-    return None if per_head is None else per_head.clamp(min=least).expand(*q.shape[:2], q.shape[-2])
-
-
-def _angles(
-    q: torch.Tensor, theta: torch.Tensor | None, base: float, cu_seqlens: torch.Tensor | None,
-    sp: SequenceParallel | None,
-) -> torch.Tensor:  # fmt: skip
-    """Angles [B, T, H, K/2] or what broadcasts to it, float32 at least."""
-    T, K = q.shape[1], q.shape[-1]
-    if K % 2:
-        raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
-    if theta is not None:
-        return running_sum(theta, cu_seqlens, sp)
-    position = positions(T, q.device, cu_seqlens, sp)
-    inverse = base ** (-torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K)
-    return (position.unsqueeze(-1) * inverse).view(1, T, 1, K // 2)
+        return gates.clamped(gate.to(check.accumulation_dtype(q)))
+    return None if per_head is None else gates.clamped(per_head).expand(*q.shape[:2], q.shape[-2])

@@ -39,6 +39,11 @@ class Transition:
     inputs: tuple[str, ...] = ()
     rank: int = 1
 
+    @property
+    def turns_with_keys(self) -> bool:
+        """Whether one rotation of all queries and keys turns the rows of the state and does nothing else."""
+        return True
+
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         """What runs it beside these components: itself where it takes several steps, None where one program does."""
         if decay.trapezoidal:
@@ -103,6 +108,10 @@ class Rows(Objective):
     eps: float | None = None
     at: str = "read"
     trapezoidal: bool = False
+
+    @property
+    def turns_with_keys(self) -> bool:
+        return self.eps is None  # squares of keys do not turn
 
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         if self.eps is None and self.rank == 1 and not decay.trapezoidal:
@@ -259,8 +268,8 @@ class Spectral(Objective):
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         H, K, V = call.sizes
-        turns = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1) / _TURN
-        angles = _TURN * running_sum(turns, call.cu_seqlens, call.group, wrapped=True)
+        steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
+        angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
         theta, psi = angles.split([K // 2, V // 2], -1)
         q, k = (rotate(x.to(call.wide), -theta).to(x.dtype).unsqueeze(2) for x in (call.q, call.k))
         v = rotate(call.values, -psi).to(call.v.dtype).unsqueeze(2)
@@ -330,6 +339,10 @@ class Information(_GeneralDelta):
     inputs: tuple[str, ...] = ("eta",)
     eps: float = 1.0
 
+    @property
+    def turns_with_keys(self) -> bool:
+        return False  # lam has squares of keys
+
     def explain(self) -> str:
         return (
             "runs lam as by chunk_hgrn, then what is compiled from general_delta in "
@@ -375,25 +388,5 @@ class Contrastive(Objective):
         return found if call.column is None else found | {"column": call.column}
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
-        self._check_shards(call)
         o, S = compiled(call, "contrastive", self._tokens(call), call.state, **self._options)
         return o, S if call.want_final else None
-
-    def _check_shards(self, call: Call) -> None:
-        """Every rank looks at all shards, so that all of them raise."""
-        if call.group is None or call.group.world_size == 1:
-            return
-        if call.cu_seqlens is not None and torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "transition.contrastive with cu_seqlens over ranks looks at the boundaries, which a graph of "
-                "torch.compile cannot: leave the call out of it (torch.compiler.disable)"
-            )
-        bounds, start = [0] if call.cu_seqlens is None else call.cu_seqlens.tolist(), 0
-        for rank, length in enumerate(call.group.lengths_for(call.q.shape[1])):
-            into = start - max(x for x in bounds if x <= start)
-            if length and into % self.block and (start < bounds[-1] or call.cu_seqlens is None):
-                check.fail(
-                    "sp", f"shards that start on edges of blocks of {self.block} tokens, which are part of the model",
-                    f"rank {rank} from token {into} of the sequence or document",
-                )  # fmt: skip
-            start += length

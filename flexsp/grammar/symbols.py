@@ -37,6 +37,11 @@ _ALIASES = {
     "log_sigmoid": "logsigmoid", "absolute": "abs", "true_divide": "div", "multiply": "mul", "subtract": "sub",
     "negative": "neg", "divide": "div",
 }  # fmt: skip
+_LEVELS = {
+    "bit_length", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "floor", "floor_divide", "floordiv", "fmod",
+    "log2", "lshift", "mod", "remainder", "rshift", "trunc", "xor",
+}  # fmt: skip
+"""What takes positions apart into levels or blocks."""
 _SAME = {"float", "double", "to", "contiguous"}
 _ORDERS = ("lt", "le", "gt", "ge", "eq", "ne")
 
@@ -112,6 +117,9 @@ def _method(name: str, swap: bool = False) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Value, f"__{_name}__", _method(_name))
     setattr(Value, f"__r{_name}__", _method(_name, swap=True))
+for _name in ("floordiv", "mod", "xor", "lshift", "rshift"):
+    setattr(Value, f"__{_name}__", _method(_name))
+    setattr(Value, f"__r{_name}__", _method(_name, swap=True))
 for _name in ("neg", "abs", "and", "or", "invert", *_ORDERS):
     setattr(Value, f"__{_name}__", _method(_name))
 
@@ -134,6 +142,12 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
     if name in _ORDERS:
         return Value(_compare(name, *exprs, symbols=symbols), symbols, array)
     rule = _ALGEBRA.get(name)
+    if name in _LEVELS and any(x.has(I) or x.has(J) for x in exprs):
+        raise Refused(
+            f"{name} takes positions apart into levels or blocks. Levels, as of log-linear attention, need more "
+            "states the longer the sequence is: there is no state of fixed size. Blocks may be packed as documents "
+            "(cu_seqlens)"
+        )
     if rule is None and name not in _OPAQUE:
         known = ", ".join(sorted(set(_OPAQUE) | set(_ALGEBRA) | {"clamp", "cumsum"}))
         raise Refused(f"operator {name!r} is not supported; supported are {known}")

@@ -1,7 +1,8 @@
 """How a token changes the state. Each function returns a component for FlexLinearAttention.
 
 S' = e^{g_t} S_{t-1} is the decayed state, and o_t = scale q_t S_t. Initial and final states are [N, H, K, V], where
-nothing else is said; else one matrix [N, H, K + rows, V + columns], the state first.
+nothing else is said; else one matrix [N, H, K + rows, V + columns], the state first. Where `feature_map.rope` says so,
+one more column at the end holds an angle.
 """
 
 from __future__ import annotations

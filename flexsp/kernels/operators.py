@@ -4,6 +4,10 @@ Eager calls of tensors as they lie in memory run their recipe and do without the
 All others go through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The
 operators know what they run by a `key`, "kind|name", and find its recipe when they run. Over ranks they also mutate the
 group's `order` tensor: nothing may delete, reorder or deduplicate them, since the neighbours wait for what they send.
+
+`saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. The rest
+is what lay there, so the aot tests of `torch.library.opcheck`, which compare it, need
+`torch.use_deterministic_algorithms(True)`, under which PyTorch fills new memory.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def verify(
     Args:
         module: has the same parameters on all ranks and draws no random numbers (``module.eval()`` if it has dropout).
         x: the whole batch, the same on every rank, tokens along ``dim``. It is cut by ``sp.set_lengths`` where that was
-            called for as many tokens, else into uneven parts: between equal ones the mean of a shard's tokens looks
-            like a part of a mean over all.
+            called for as many tokens, else into uneven parts, off the edges of chunks: between equal ones the mean
+            of a shard's tokens looks like a part of a mean over all.
         dtype: what floating parameters and inputs are converted to first (complex ones to the complex type of that
             precision). In float64 rounding hides nothing. None, or a dtype, for modules that do not run in it.
         raise_on_error: raise instead of returning a Verification that is not ok.
@@ -209,11 +209,16 @@ class _Shard(NamedTuple):
 
 
 def _uneven(total: int, sp: SequenceParallel) -> list[int]:
-    """Balanced lengths, with half of the last rank's tokens given to the first."""
+    """Balanced lengths, with half of the last rank's tokens given to the first. Cuts are moved to odd tokens, where no
+    chunk of 16 or 64 tokens starts: what depends on where chunks end is exact between whole chunks."""
     lengths = sp.partition(total)
     moved = lengths[-1] // 2
     lengths[-1] -= moved
     lengths[0] += moved
+    for rank in range(1, len(lengths)):
+        if sum(lengths[:rank]) % 2 == 0 and lengths[rank] > 1:
+            lengths[rank - 1] += 1
+            lengths[rank] -= 1
     return lengths
 
 

@@ -29,6 +29,7 @@ __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
+_MOST_LOG = {torch.float32: 88.0, torch.float64: 709.0}  # e^x is finite
 
 
 class Heads(NamedTuple):
@@ -134,7 +135,8 @@ def activated(
     heads = g.shape[2:]
     raw = _wide(g, like) if dt_bias is None else g + _wide(dt_bias, like).view(heads)  # as wide as the wider one
     if A_log is not None:
-        slope = _wide(A_log, like).exp().flatten()
+        slope = _wide(A_log, like).flatten()
+        slope = slope.clamp(max=_MOST_LOG[slope.dtype]).exp()  # infinite, it would make gradients 0 times infinity
         slope = slope if len(heads) == 1 else slope.unsqueeze(-1)
         if lower_bound is None:
             return -slope * F.softplus(raw)

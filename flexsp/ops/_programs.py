@@ -11,6 +11,7 @@ import torch
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
+from flexsp.kernels import gates
 from flexsp.kernels.vector.op import has_kernels, vector_state
 from flexsp.ops import _validate as check
 
@@ -24,7 +25,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_MIN_LOG_DECAY = {torch.float32: -104.0, torch.float64: -800.0}  # e^x is 0 there
 _MOST_CHANNELS = 128  # of a head of a vector state: kernels keep one in registers
 
 
@@ -45,12 +45,8 @@ def wide(x: Tensor, like: Tensor) -> Tensor:
 
 
 def clamped(g: Tensor, like: Tensor) -> Tensor:
-    """Log gates so large that differences of their sums keep what follows; e^x is 0 already.
-
-    What clamp does, whose backward pass makes a mask and then reads it.
-    """
-    least = _MIN_LOG_DECAY[check.accumulation_dtype(like)]
-    return torch.nn.functional.threshold(wide(g, like), least, least)
+    """Log gates in the accumulation dtype of ``like``, clamped."""
+    return gates.clamped(wide(g, like))
 
 
 def initial_state(

@@ -47,8 +47,8 @@ def mamba2_ssd(
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
         dt: step sizes [B, T, H] >= 0 after ``dt_bias`` and ``dt_softplus``; x's dtype or float32.
-        A: [H] <= 0, usually -exp(A_log); x's dtype or float32. dt A is a natural-log gate: below -104 it acts as
-            -104 and has no gradient.
+        A: [H] <= 0, usually -exp(A_log); x's dtype or float32. dt A is a natural-log gate: below -104 (-800 for
+            float64 inputs) it acts as that, a decay of 0, and has no gradient.
         B: [B, T, G, N] in x's dtype, N of 1..256; G divides H and head h uses group h // (H / G).
         C: [B, T, G, N] in x's dtype.
         D: [H] or [H, P] skip weights, or None; x's dtype or float32.

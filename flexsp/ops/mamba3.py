@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
 from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
@@ -36,7 +37,6 @@ __all__ = ["Mamba3State", "mamba3", "recurrent_mamba3"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_MIN_LOG_DECAY = -104.0
 _TURN = 2 * math.pi
 
 
@@ -92,7 +92,8 @@ def mamba3(
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
         dt: step sizes [B, T, H] >= 0; x's dtype or float32, as the next three.
-        A: [B, T, H] <= 0. dt A is a natural-log gate: below -104 it acts as -104 and has no gradient.
+        A: [B, T, H] <= 0. dt A is a natural-log gate: below -104 (-800 for float64 inputs) it acts as that and has
+            no gradient.
         B: [B, T, G, K] in x's dtype, with ``mimo_x`` [B, T, R, G, K]; K of 1..256; G divides H and head h uses group
             h // (H / G).
         C: as B.
@@ -184,7 +185,7 @@ def recurrent_mamba3(
     check.check_flag("output_final_state", output_final_state)
     initial = _check_state(initial_state, sizes.batch, sizes, x, None, None)
     tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
-    decay = tokens.gate.clamp(min=_MIN_LOG_DECAY).exp()
+    decay = clamped(tokens.gate).exp()
     state = _empty(sizes, tokens.gate) if initial is None else Mamba3State(*[part.clone() for part in initial])
     y = []
     for t in range(sizes.T):

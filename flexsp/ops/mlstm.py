@@ -67,7 +67,7 @@ def chunk_mlstm(
         i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
             nothing.
         f: forget gates before their sigmoid, [B, T, H]; q's dtype or float32. Below -1e6 they act as that. Where f'_t
-            is less than e^-104 it acts as that and has no gradient.
+            is less than e^-104, e^-800 for float64 inputs, it acts as that and has no gradient.
         head_first: True where heads come before tokens in q, k, v, i and f, and then in h too: [B, H, T, ...].
         scale: factor on q; None means K**-0.5.
         c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. Given

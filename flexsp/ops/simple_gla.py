@@ -8,6 +8,7 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.gates import clamped
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import backwards, one_dtype
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["chunk_simple_gla", "recurrent_simple_gla"]
 
-_MIN_LOG_DECAY = -104.0
 
 
 @ranks_call
@@ -43,8 +43,8 @@ def chunk_simple_gla(
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
-        g: natural-log gates [B, T, H] <= 0 in the inputs' dtype or float32; values below -104 (a decay of 0 in
-            float32) act as -104 and have no gradient.
+        g: natural-log gates [B, T, H] <= 0 in the inputs' dtype or float32; values below -104 (-800
+            for float64 inputs) act as that, a decay of 0, and have no gradient.
         g_gamma: natural-log decay [H] <= 0 of every token; not together with ``g``.
         scale: factor on q; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
@@ -134,7 +134,7 @@ def recurrent_simple_gla(
     dtype = check.accumulation_dtype(q)
     q_t, k_t, v_t = q.to(dtype) * check.check_scale(scale, K), k.to(dtype), v.to(dtype)
     gates = g if g is not None or g_gamma is None else g_gamma.expand(B, T, H)
-    decay = None if gates is None else gates.to(dtype).clamp(min=_MIN_LOG_DECAY).exp()
+    decay = None if gates is None else clamped(gates.to(dtype)).exp()
     state = q_t.new_zeros(B, H, K, V) if initial_state is None else initial_state if T else initial_state.clone()
     o = []
     for t in range(T):

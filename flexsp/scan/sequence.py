@@ -70,17 +70,18 @@ def without_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) ->
 
 def running_sum(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks, initial: torch.Tensor | None = None,
-    wrapped: bool = False,
+    wrapped: bool = False, unit: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """x [B, T, H, ...] summed up from the start of the sequence or document to each token, itself included.
 
     In float32, or float64 for float64; added up in float64. What is not finite stays in its document. ``initial``
     [N, H, ...] is what sums begin with. ``wrapped`` takes whole numbers off, which leaves -1/2..1/2: before sums are
-    rounded to float32, so that those of long sequences are as precise as those of short ones.
+    rounded to float32, so that those of long sequences are as precise as those of short ones. Sums are counted in
+    ``unit``: x is divided by it in float64, since one rounding of the unit would add up over all tokens.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     T = x.shape[1]
-    total, first = x.to(torch.float64), None if initial is None else initial.to(torch.float64)
+    total, first = x.to(torch.float64) / unit, None if initial is None else initial.to(torch.float64)
     if cu_seqlens is None:
         total = _sums(total)
         total = total if first is None else total + first.unsqueeze(1)

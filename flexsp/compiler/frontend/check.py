@@ -21,7 +21,7 @@ from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
 
-__all__ = ["Program", "Transition", "call", "check", "has_parts", "widths"]
+__all__ = ["KINDS", "SECOND_MATRIX", "Program", "Transition", "call", "check", "has_parts", "widths"]
 
 Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
 Tensors = dict[str, torch.Tensor]
@@ -30,6 +30,16 @@ _CHUNK = 6
 _TOLERANCE = 1e-8
 _LARGE = 1e6
 _STRONG = 400.0
+_CUT, _LONG = 3, 8  # tokens: one chunk of 8 does what chunks of 3 and 5 do
+KINDS = {  # what ranks do
+    "none": "the state is kept: ranks add up",
+    "scalar": "one factor for the state: ranks exchange the state and multiply",
+    "vector": "one factor a row of the state: ranks exchange the state and multiply",
+    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
+    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
+    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
+    "not affine": "not affine in the state: ranks run one after the other, exactly",
+}
 _BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
 
 
@@ -45,6 +55,7 @@ class Program:
     linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
     parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
+    disagrees: str | None = None  # how results depend on where chunks end, None where they do not
 
     def call_text(self, dtype: torch.dtype, packed: bool) -> str:
         """What ranks tell each other of a call, by which they notice that they are in different ones."""
@@ -58,18 +69,21 @@ def call(traced: Traced, values: Mapping[str, torch.Tensor | float]) -> tuple[to
     return result, dict(zip(traced.cached, cached, strict=True))
 
 
-def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced) -> Program:
-    """Arguments, shapes, causality of `merge` and the kind of `decay`; CompileError says what is wrong."""
+def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, cuts_matter: bool = False) -> Program:
+    """Arguments, shapes, causality of `merge` and the kind of `decay`; CompileError says what is wrong.
+
+    Where ``cuts_matter``, results may depend on where chunks end; what else is done about it is the caller's.
+    """
     _check_arguments(meta, chunk, decay, merge)
     given, other = _given_sizes(meta), _other_sizes(meta)
     modes = torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
     with modes[0], modes[1], modes[2], modes[3]:
         if not _are_small(meta, given):
             try:
-                return _Probe(meta, chunk, decay, merge, other).program(given)
+                return _Probe(meta, chunk, decay, merge, other).program(given, cuts_matter)
             except CompileError:
-                return _Probe(meta, chunk, decay, merge, given).program(other)
-        return _Probe(meta, chunk, decay, merge, given).program(other)
+                return _Probe(meta, chunk, decay, merge, given).program(other, cuts_matter)
+        return _Probe(meta, chunk, decay, merge, given).program(other, cuts_matter)
 
 
 def _shape(shape: torch.Size) -> str:
@@ -162,7 +176,7 @@ class _Probe:
         self.shapes[STATE] = _numbers(meta.state_sizes, sizes)
         self.signs = dict.fromkeys(self.shapes, 0)
 
-    def program(self, other: dict[str, int]) -> Program:
+    def program(self, other: dict[str, int], cuts_matter: bool) -> Program:
         """All checks; `other` are sizes to tell apart by which one the output's is."""
         base = self._first()
         if base.o.dim() != 2 or base.o.shape[0] != _CHUNK:
@@ -171,7 +185,11 @@ class _Probe:
         self._check_causal(base)
         self._check_overflow()
         kind, linear = self._classify(base)
-        program = Program(self.meta, self.chunk, self.decay, self.merge, kind, linear, self._value_sizes(base, other))
+        error = self._disagreement(kind)
+        if error is not None and not cuts_matter:
+            raise error
+        sizes, text = self._value_sizes(base, other), None if error is None else str(error)
+        program = Program(self.meta, self.chunk, self.decay, self.merge, kind, linear, sizes, disagrees=text)
         self._rehearse(program)
         return program
 
@@ -180,8 +198,11 @@ class _Probe:
             return torch.randn(shape, dtype=torch.float64, generator=self.made) / 2
         return sign * (0.01 + 0.98 * torch.rand(shape, dtype=torch.float64, generator=self.made))
 
-    def _draw(self, signs: Mapping[str, int], scale: float = 1.0) -> tuple[Values, torch.Tensor]:
-        drawn = {name: scale * self._number(shape, signs[name]) for name, shape in self.shapes.items()}
+    def _draw(
+        self, signs: Mapping[str, int], scale: float = 1.0, tokens: int = _CHUNK
+    ) -> tuple[Values, torch.Tensor]:  # fmt: skip
+        shapes = {name: [tokens, *x[1:]] if name in self.meta.tokens else x for name, x in self.shapes.items()}
+        drawn = {name: scale * self._number(shape, signs[name]) for name, shape in shapes.items()}
         state = drawn.pop(STATE)
         return {**self.meta.numbers, **drawn}, state
 
@@ -309,6 +330,36 @@ class _Probe:
             if run.finite and max(float(x.abs().max()) for x in (run.F, run.after)) < _LARGE:
                 yield run
 
+    def _disagreement(self, kind: Transition) -> CompileError | None:
+        """How states or outputs of one chunk differ from those of the same tokens in two chunks, and whose they are."""
+        for _ in range(2):
+            values, state = self._draw(self.signs, tokens=_LONG)
+            state = state * _parts(self.decay, state)
+            whole = self._run(values, state)
+            first = self._run(self._part(values, 0, _CUT), state)
+            second = self._run(self._part(values, _CUT, _LONG), first.after)
+            if not (whole.finite and first.finite and second.finite):
+                continue
+            apart = _difference(second.after, whole.after)
+            if apart:
+                of_chunk = kind != "not affine" and self._factors_agree(whole, first, second)
+                role, traced = ("chunk_mode", self.chunk) if of_chunk else ("decay_mode", self.decay)
+                return CompileError(role, traced.name, _ABOUT_CUTS.format("the state", apart, traced.line))
+            apart = _difference(torch.cat([first.o, second.o]), whole.o)
+            if apart:
+                text = _ABOUT_CUTS.format("outputs", apart, self.merge.line)
+                return CompileError("merge_mode", self.merge.name, text)
+        return None
+
+    def _part(self, values: Values, begin: int, end: int) -> Values:
+        return {name: x[begin:end] if name in self.meta.tokens else x for name, x in values.items()}  # type: ignore[index]
+
+    def _factors_agree(self, whole: _Run, first: _Run, second: _Run) -> bool:
+        """Whether what decay does to a state alone does not depend on where chunks end."""
+        X = whole.state + 1
+        left = _step(self.decay, second, _step(self.decay, first, X)) - second.after
+        return not _difference(left, _step(self.decay, whole, X) - whole.after)
+
     def _value_sizes(self, base: _Run, other: dict[str, int]) -> tuple[Size, ...]:
         """The ConstExpr or number that the output's width is, at these sizes and at others if they work."""
         known = [size for shape in _tails(self.meta) for size in reversed(shape)]
@@ -359,11 +410,10 @@ def _tensors(traced: Traced, role: str, values: Values) -> tuple[torch.Tensor, T
 
 def _expect(traced: Traced, role: str, got: torch.Tensor, shape: torch.Size) -> None:
     if got.shape != shape or not got.is_floating_point():
-        raise CompileError(
-            role,
-            traced.name,
-            f"expected the shape of the state, {_shape(shape)}, got {_shape(got.shape)} ({got.dtype}) at {traced.line}",
-        )
+        got_shape = f"got {_shape(got.shape)} ({got.dtype}) at {traced.line}"
+        text = f"expected the shape of the state, {_shape(shape)}, {got_shape}"
+        more = got.dim() == len(shape) and any(n > m for n, m in zip(got.shape, shape, strict=True))
+        raise CompileError(role, traced.name, f"{text}{SECOND_MATRIX if more else ''}")
 
 
 def _overflow(traced: Traced, values: Mapping[str, Any]) -> Node | None:
@@ -391,6 +441,26 @@ def _finite_gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
 def _close(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> bool:
     scale = max(1.0, *(float(z.abs().max()) for z in (x, y, like) if z.numel()))
     return bool(((x - y).abs() <= _TOLERANCE * scale).all())
+
+
+_ABOUT_CUTS = (
+    "the three functions disagree about where a chunk ends: {} after one chunk of 8 tokens, and after the same tokens "
+    "in chunks of 3 and 5, differ by {:.1e} of the largest number, computed at {}. Results would depend on how many "
+    "ranks there are. If chunks are part of the model, give chunk_size; shards must then start on edges of chunks"
+)
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest difference as a share of the largest number; 0 where rounding explains it."""
+    most = max(float(x.abs().max()), float(y.abs().max())) if x.numel() else 0.0
+    apart = float((x - y).abs().max()) if x.numel() else 0.0
+    return apart / most if apart > _TOLERANCE * most + 1e-12 else 0.0
+
+
+SECOND_MATRIX = (
+    ". A second matrix is no part of the first one's columns or rows: give it as extra_state of a custom_transition "
+    "(docs/write-a-variant.md)"
+)
 
 
 def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
@@ -426,7 +496,10 @@ def _other_way(decay: Traced) -> str:
     """The remedy for a state that a matrix from the left does not multiply."""
     if has_parts(decay):
         return "the parts of a state are rows and columns of one matrix, and are made of each other by such an A alone"
-    return "write the state transposed if its matrix multiplies from the right"
+    return (
+        "if its matrix multiplies from the right, write the state transposed; kernels then run it where outputs are as "
+        "wide as the last size of that state, else only PyTorch does"
+    )
 
 
 def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:

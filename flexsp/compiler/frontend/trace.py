@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ def trace(
     name = _name(function, role)
     plain, arguments = _plain(function, role, name, known)
     graph = _graph(plain, role, name)
+    _expand_splits(graph, role, name)
     for node in graph.nodes:
         node.type = None  # an annotation may be text that means nothing elsewhere
         _positional(node)
@@ -265,6 +267,39 @@ def _expand_einsums(graph: Graph) -> None:
         if new is not None:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+
+
+def _expand_splits(graph: Graph, role: str, name: str) -> None:
+    """The parts of chunk and split as slices."""
+    for node in list(graph.nodes):
+        if not _is(node, "chunk", "split"):
+            continue
+        keys = ("input", "chunks" if named(node) == "chunk" else "split_size_or_sections", "dim")
+        given = {"dim": 0, **dict(zip(keys, node.args, strict=False)), **node.kwargs}
+        x, parts, dim = given["input"], given.get(keys[1], given.get("split_size")), given["dim"]
+        whole = isinstance(parts, int) or (isinstance(parts, (list, tuple)) and all(isinstance(n, int) for n in parts))
+        if not whole or not isinstance(dim, int) or not all(_is(user, "getitem") for user in node.users):
+            text = f"{named(node)} at {location(node)}: expected numbers for parts and axis, and each part by itself"
+            raise CompileError(role, name, text)
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                user.args = (x, _part(graph, named(node), x, parts, dim, user.args[1]))
+        graph.erase_node(node)
+
+
+def _part(graph: Graph, what: str, x: Node, parts: Any, dim: int, at: Any) -> tuple[Any, ...]:
+    """The index of part ``at`` of x."""
+    start: Any
+    if isinstance(parts, int) and what == "split":
+        start, stop = at * parts, (at + 1) * parts
+    elif isinstance(parts, int):
+        size = graph.call_method("size", (x, dim))
+        each = graph.call_function(operator.floordiv, (graph.call_function(operator.add, (size, parts - 1)), parts))
+        start, stop = (graph.call_function(operator.mul, (each, n)) for n in (at, at + 1))
+    else:
+        start, stop = sum(parts[:at]), sum(parts[: at + 1])
+    index = slice(start, stop)
+    return (*[slice(None)] * dim, index) if dim >= 0 else (Ellipsis, index, *[slice(None)] * (-dim - 1))
 
 
 def _take_cached(graph: Graph, role: str, name: str) -> list[str]:

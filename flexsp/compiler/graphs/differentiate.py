@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from flexsp.compiler.frontend import primitives
-from flexsp.compiler.frontend.check import Program
+from flexsp.compiler.frontend.check import SECOND_MATRIX, Program
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, Size
-from flexsp.compiler.frontend.trace import Traced, location
+from flexsp.compiler.frontend.trace import Traced, location, named
 from flexsp.compiler.graphs import intrinsics
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.graphs.values import NotEmittable, is_state
@@ -332,6 +332,8 @@ def differentiate(program: Program) -> Step:
             graph = make_fx(joint, table, tracing_mode="symbolic")(inputs, *cotangents).graph
         except RuntimeError as error:  # the functions have run before, with sizes of the program
             told = str(error).strip().splitlines()[0]
+            if any(named(x) == "cat" for of in (program.chunk, program.decay) for x in of.graph.nodes):
+                told += SECOND_MATRIX
             raise NotEmittable(f"the functions run with some sizes only, kernels are made for all: {told}") from error
     _label(graph, [*names, "do", *(f"d{name}" for name in states)], sizes)
     for node in graph.nodes:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import joined
 from flexsp.kernels import executor
 from flexsp.kernels.executor import Documents, States
+from flexsp.kernels.gates import clamped
 from flexsp.kernels.table import chunk_table
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "chunk_layout", "run"]
 
-MIN_LOG_DECAY = -104.0  # e^-104 is 0 in float32; a finite floor keeps sums of gates finite
 _CHUNK = 64
 Optional = torch.Tensor | None
 
@@ -37,7 +37,7 @@ def run(
     Args:
         q, k, v: [B, T, H, K] and [B, T, H, V], any strides; T may be 0.
         g: natural-log gates [B, T, H], or None.
-        g_gamma: natural-log decay [H] of every token, added to g, or None. Sums are clamped at -104.
+        g_gamma: natural-log decay [H] of every token, added to g, or None. Sums are clamped (flexsp/kernels/gates.py).
         initial: [N, H, K, V], float64 for float64 inputs, else float32.
         cu_seqlens: [N + 1] global document boundaries, which are not looked at; B must be 1.
         call: what ranks compare of the call.
@@ -75,7 +75,7 @@ class _Step:
             since_start, decay = _decays(gates, causal)
             self.scores, self.reads = scores * decay, q * since_start.exp().unsqueeze(-1)
             writes = k * decay[..., -1, :, None]
-            self.log_a = since_start[..., -1].clamp(min=MIN_LOG_DECAY)
+            self.log_a = clamped(since_start[..., -1])
         self.summaries = writes.transpose(-1, -2) @ v
 
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
@@ -102,13 +102,13 @@ def _gates(g: Optional, g_gamma: Optional, shape: tuple[int, int, int], dtype: t
         constant = g_gamma.to(dtype).expand(shape)
         gates = constant if gates is None else gates + constant
     assert gates is not None
-    return gates.clamp(min=MIN_LOG_DECAY)
+    return clamped(gates)
 
 
 def _decays(g: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums b of log gates [..., C] from the first on, and e^{b_i - b_j} where ``causal``, 0 elsewhere.
 
-    Each b_i - b_j is a sum of its own, of the gates between the two. So it keeps its precision after a gate of -104,
+    Each b_i - b_j is a sum of its own, of the gates between the two. So it keeps its precision after a closed gate,
     and a gate's gradient adds up what passes the gate and nothing else, which may be far smaller than the rest. The
     exponent is masked, never the exponential.
     """

@@ -1,0 +1,101 @@
+"""Angles of `feature_map.rope`: those of a call's tokens, and what its final states need for the call after it.
+
+Angles of a call begin at 0, so what it returns must say how far the last token was turned. Where the whole recurrence
+turns with queries and keys, the rows of the final state are turned back by that angle. Where it does not, since gates
+of channels or squares of keys are of the channels that were turned, the state keeps its frame, and one more column
+holds the angle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexsp.ops._rotary import rotate
+from flexsp.scan.exchange import tie
+from flexsp.scan.sequence import last, positions, running_sum
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
+__all__ = ["Angles", "split_angle"]
+
+Tensor = torch.Tensor
+Optional = torch.Tensor | None
+_TURN = 2 * math.pi
+
+
+class Angles:
+    """Angles of one call.
+
+    Args:
+        q: [B, T, H, K] or [B, T, R, H, K].
+        theta: radians that each token adds, [B, T, H, K/2], or None for rotations by position.
+        base: of rotations by position.
+        kept: whether the state keeps the angle.
+        before: the angle [N, H, K/2] that an initial state keeps, or None.
+    """
+
+    def __init__(
+        self, q: Tensor, theta: Optional, base: float, kept: bool, before: Optional, cu_seqlens: Optional,
+        sp: SequenceParallel | None,
+    ) -> None:  # fmt: skip
+        T, H, K = q.shape[1], q.shape[-2], q.shape[-1]
+        if K % 2:
+            raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
+        self.kept, self._K, self._T = kept, K, T
+        self._cu_seqlens, self._sp = cu_seqlens, sp
+        exponents = -torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K
+        self._speed = None if theta is not None else base**exponents  # radians a position
+        self._sums: Optional = None
+        self._before = None if before is None else before / _TURN
+        if theta is None and not kept:
+            assert self._speed is not None
+            position = positions(T, q.device, cu_seqlens, sp)
+            self._of_tokens = (position.unsqueeze(-1) * self._speed).view(1, T, 1, K // 2)
+            return
+        steps = theta if self._speed is None else self._speed.expand(q.shape[0], T, H, K // 2)
+        assert steps is not None
+        # In turns: sums lose their digits in float32, what is left without the whole turns does not.
+        self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)
+        self._of_tokens = _TURN * self._sums
+        if self._speed is not None:  # position 0 is not turned
+            self._of_tokens = self._of_tokens - self._speed
+
+    def turn(self, x: Tensor) -> Tensor:
+        """q or k turned. The rows of a token turn alike."""
+        return rotate(x, self._of_tokens.unsqueeze(2) if x.dim() == 5 else self._of_tokens)
+
+    def _at_end(self) -> Tensor:
+        """By how much the token after the last one is turned before its own theta, [N or 1, H or 1, K/2]."""
+        if self._sums is not None:
+            return _TURN * last(self._sums, self._before, self._cu_seqlens, self._sp)
+        assert self._speed is not None
+        if self._cu_seqlens is not None:
+            tokens = self._cu_seqlens.diff().unsqueeze(-1)
+        else:
+            total = self._T if self._sp is None else self._sp.shard_range(self._T)[2]
+            tokens = torch.full((1, 1), total, device=self._speed.device)
+        return (tokens * self._speed).unsqueeze(1)
+
+    def finish(self, o: Tensor, state: Optional) -> tuple[Tensor, Optional]:
+        """o, which leads to all exchanges, and the final state [N, H, K + rows, columns] for a call after this one."""
+        angle = self._at_end()
+        if self._sp is not None and self._sums is not None:
+            o = tie(o, angle)
+        if state is None:
+            return o, None
+        if self.kept:
+            column = torch.nn.functional.pad(angle.to(state.dtype), (0, state.shape[-2] - angle.shape[-1]))
+            return o, torch.cat([state, column.unsqueeze(-1)], -1)
+        rows = rotate(state[..., : self._K, :].transpose(-1, -2), -angle.unsqueeze(-2)).transpose(-1, -2)
+        return o, torch.cat([rows, state[..., self._K :, :]], -2)
+
+
+def split_angle(state: Optional, K: int) -> tuple[Optional, Optional]:
+    """An initial state without the column of its angle, and the angle [N, H, K/2]."""
+    if state is None:
+        return None, None
+    return state[..., :-1].contiguous(), state[..., : K // 2, -1]

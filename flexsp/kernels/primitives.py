@@ -181,7 +181,8 @@ def written(x, y, V: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """x^T y [BK, BV] of rows x [C, BK] and y [C, BV]; of one column, V = 1, in fp32 throughout: what divides others
     must not be off by roundings of theirs (docs/math.md, section 10)."""
     if V == 1:
-        column = tl.sum(x.to(tl.float32) * tl.sum(y.to(tl.float32), axis=1)[:, None] + 0.0, axis=0)
+        # + 0.0, so that all lanes round alike (`flexsp.compiler.backend.tile_ops.sum_over`).
+        column = tl.sum(x.to(tl.float32) * tl.sum(y.to(tl.float32) + 0.0, axis=1)[:, None] + 0.0, axis=0)
         found = tl.where(tl.arange(0, y.shape[1])[None, :] == 0, column[:, None], 0.0)
     else:
         found = mm(tl.trans(x), y, DOT, PREC)

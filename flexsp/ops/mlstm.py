@@ -106,8 +106,9 @@ def chunk_mlstm(
     )  # fmt: skip
     # Where it crosses the least that is divided by, gradients jump: weights stay in float32, beside keys as they are.
     denominator, n = diagonal(
-        reads, keys.to(kind), weights.unsqueeze(-1), gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
-        output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
+        reads, keys.to(kind), weights.unsqueeze(-1), gates.log_forget, scale=scale,
+        initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
+        cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
     h = _quotients(numerator, denominator, gates.m, eps, v.dtype, in_kernels)
     if C is None or n is None:

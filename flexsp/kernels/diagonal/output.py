@@ -11,7 +11,7 @@ from flexsp.runtime.launch import begin
 
 @triton.jit
 def _of_one_column(
-    o, S, q, k, v, bc, b_end, length, o_st, scale, C: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
+    o, S, q, k, v, bc, b_end, later, length, o_st, scale, C: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Writes a chunk's outputs where V is 1 and returns the state behind it: as `output_kernel` does it, but that
@@ -20,7 +20,6 @@ def _of_one_column(
     value = tl.sum(v.to(tl.float32), axis=1)
     pairs = mm(k, tl.trans(q), DOT, PREC)
     here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
-    later = rows[None, :] >= rows[:, None]
     if GATED:
         pairs = pairs * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
         here = here * power(bc)
@@ -122,7 +121,7 @@ def output_kernel(
             if not GATED:
                 bc, b_end = 0.0, 0.0
             S = _of_one_column(
-                o + start * o_st, S, qc, kc, vc, bc, b_end, length, o_st, scale, C, GATED, DOT, PREC
+                o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
             )  # fmt: skip
         else:
             if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")

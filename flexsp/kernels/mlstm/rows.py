@@ -201,7 +201,7 @@ def _in_pytorch_weighted(
     """Gradients of keys and gates where something looks at the operators of a backward pass."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (k, i)]
-        found = in_pytorch.weighted(*leaves, m, dtype)
+        found = in_pytorch.weighted(leaves[0], leaves[1], m, dtype)
         pairs = [(y, grad) for y, grad in zip(found, grads, strict=True) if grad is not None]
         ys, given = ([pair[n] for pair in pairs] for n in (0, 1))
     return torch.autograd.grad(ys, leaves, given, materialize_grads=True)

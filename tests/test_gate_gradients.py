@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 T, CLOSED, K, V = 130, 71, 16, 16
 CHANNELS = ("gla", "rwkv6", "hgrn2", "kda")
 ROUNDED = ("q", "r", "k", "v", "x", "B", "C")
-DRAWS, COTANGENTS, MORE = 2, 2, 4
+DRAWS, COTANGENTS, MORE = 3, 2, 12
 Tensors = dict[str, Tensor]
 
 
@@ -80,10 +80,12 @@ def inputs_of(name: str, made: torch.Generator) -> Tensors:
     return {key: (x.to(BF16) if key in ROUNDED else x.float()).double() for key, x in found.items()}
 
 
-def rounded_again(x: Tensor, made: torch.Generator) -> Tensor:
+def rounded_again(x: Tensor, made: torch.Generator, times: int = 1) -> Tensor:
     """x to as many digits as bfloat16 has, but other ones."""
-    factor = 1 + torch.rand((), generator=made, dtype=torch.float64)
-    return (x * factor).to(BF16).double() / factor
+    for _ in range(times):
+        factor = 1 + torch.rand((), generator=made, dtype=torch.float64)
+        x = (x * factor).to(BF16).double() / factor
+    return x
 
 
 def gradients(op: Callable[..., Any], inputs: Tensors, gates: tuple[str, ...], dos: list[Tensor], low: bool) -> Tensors:
@@ -119,10 +121,10 @@ def errors(sp: Any, name: str, seed: int) -> dict[str, tuple[float, float]]:
     sizes = {key: x.norm().item() * (COTANGENTS / MORE) ** 0.5 for key, x in want.items()}
     want, dos = {key: x[:COTANGENTS] for key, x in want.items()}, dos[:COTANGENTS]
     found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
-    drawn = []
+    drawn, times = [], 2 if "beta" in inputs else 1  # delta rules round U, W and the inverse too
     for _ in range(DRAWS):
-        off = {key: rounded_again(x, made) if key in ROUNDED else x for key, x in inputs.items()}
-        low = in_parts(gradients(op.oracle, off, op.gates, [rounded_again(do, made) for do in dos], False))
+        off = {key: rounded_again(x, made, times) if key in ROUNDED else x for key, x in inputs.items()}
+        low = in_parts(gradients(op.oracle, off, op.gates, [rounded_again(do, made, times) for do in dos], False))
         drawn.append({key: relative_error(low[key], x, sizes[key]) for key, x in want.items()})
     # Where mLSTM's denominator crosses what it is at least, gradients jump, in the reference as elsewhere.
     pick = min if name == "mlstm" else max

@@ -20,6 +20,9 @@ _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
+_SUMS_OF_GLA = "tests/test_gate_gradients.py::test_gates[gla]"
+_SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
+
 GATES = [
     *_in(
         "flexsp/ops/_delta.py",
@@ -51,6 +54,10 @@ GATES = [
         ("tl.where(far == 0, 1, 0)", "1", "all chunks meet in the middle", _HALF + "[64-to -1e4]"),
         ("tl.where(i < j + zero, both, 0.0)", "tl.where(i > j + zero, both, 0.0)",
          "keys of mild chunks have the gradients of queries", _HALF + "[16-mild]"),
+        ("to_b -= new * y.to(tl.float32)", "to_b -= new * (kc * tl.exp(-beyond))",
+         "what pairs of mild chunks add to gates does not cancel", _HALF + "[16-mild]"),
+        ("tl.where(second, new, -new) * x.to(tl.float32)", "tl.where(second, new * qc, -new * kc) * decay",
+         "what pairs of halves add to gates does not cancel", _HALF + "[64-to -1e4]"),
     ),
     *_in(
         "flexsp/variants/hgrn2.py",
@@ -322,6 +329,15 @@ GATES = [
         "flexsp/kernels/gated_keys/grads.py",
         ("tl.exp(2.0 * half) * kept", "kept", "what a chunk keeps of a state does not decay",
          "tests/test_gated_keys.py::test_one_sequence[mild]"),
+        ("kc = (kc * down).to(DOT)", "kc = kc * down",
+         "what pairs of mild chunks add to gates does not cancel", _SUMS_OF_GLA),
+        ("        x = x.to(DOT)\n        apart", "        apart", "what pairs of halves add to gates does not cancel",
+         _SUMS_OF_GLA),
+    ),
+    *_in(
+        "flexsp/compiler/planning/launches.py",
+        ('return [f"{name}{i}" for i in range(3)]', 'return [f"{name}{i}" for i in (0, 1, 1)]',
+         "gradients of running gates are written over those of keys", _SUMS_OF_HGRN2),
     ),
     *_in(
         "flexsp/compiler/engine.py",

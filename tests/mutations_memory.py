@@ -25,6 +25,7 @@ _STEPS = _SCAN + "test_against_the_token_loop"
 _WALKS = _SCAN + "test_kernels[plain]"
 _MAMBA = _SCAN + "test_the_layer_is_its_formula"
 _FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
+_DENOMINATORS = "tests/test_mlstm_kernels.py::test_denominators_are_exact[False]"
 
 MEMORY = [
     *_in(
@@ -77,9 +78,28 @@ MEMORY = [
         ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(
+        "flexsp/kernels/diagonal/output.py",
+        ("tl.sum(pairs * value[:, None]", "tl.sum(pairs.to(tl.bfloat16) * value[:, None]", "denominators are rounded",
+         _DENOMINATORS),
+        ("tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)", "tl.sum(q.to(tl.float32) * tl.sum(S.to(tl.bfloat16), axis=0)",
+         "denominators are rounded behind the first chunk", _DENOMINATORS),
+        ("        here = here * power(bc)\n", "", "one column does not decay within a chunk", _DENOMINATORS),
+    ),
+    *_in(
+        "flexsp/kernels/primitives.py",
+        ("    if V == 1:\n        # + 0.0", "    if V == 0:\n        # + 0.0",
+         "states of one column are rounded", _DENOMINATORS),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/launches.py",
+        ("dtype = self.dtype if keys or self.values is None else self.values", "dtype = self.dtype",
+         "outputs of one column are rounded", _DENOMINATORS),
+    ),
+    *_in(
         "flexsp/kernels/mlstm/rows.py",
         ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
         ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
+        ("of_weight += tl.load(dweights", "tl.load(dweights", "weights have no gradient of their own", _ROWS),
         ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
         ("tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps", "tl.abs(below) + eps",
          "the normaliser has no least", _ROWS),

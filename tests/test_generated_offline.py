@@ -50,7 +50,7 @@ CONFIGS = [
 Stacks = dict[tuple[str, str], dict[str, int]]
 STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if not here
     (3, 6): {
-        ("gla", "whole"): {"grads": 16},
+        ("gla", "whole"): {},
         ("simple_gla", "whole"): {"grads": 64},
         ("simple_gla", "packed"): {"output": 80, "grads": 72},
         ("deltanet", "whole"): {"grads": 568},

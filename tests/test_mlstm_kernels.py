@@ -108,18 +108,20 @@ def rows_apart(sp: SequenceParallel, seed: int, dtype: torch.dtype) -> list[floa
 
     for B, T, H, N in ((2, 9, 3, 20), (1, 5, 2, 256), (1, 3, 1, 1)):
         k, i = normal(B, H, T, N, 2).to(dtype)[..., 0].transpose(1, 2), normal(B, H, T).to(dtype).transpose(1, 2)
-        m, dys = i.double() + normal(B, T, H).double().abs(), normal(2, B, T, H, N).to(dtype).unbind(0)
-        for used in ((0, 1), (0,), (1,)):
+        m, dys = i.double() + normal(B, T, H).double().abs(), [*normal(2, B, T, H, N).to(dtype), normal(B, T, H)]
+        for used in ((0, 1, 2), (0,), (1,), (2,)):
             leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (k, i)] for kind in (dtype, torch.float64))
             got = rows.weighted(*leaves, m, dtype)
             want = in_pytorch.weighted(*exact, m, torch.float64)
-            grads = torch.autograd.grad([got[n] for n in used], leaves, [dys[n] for n in used])
-            exact_grads = torch.autograd.grad(want, exact, sum(dys[n].double() for n in used))
-            found += [
-                relative_error(a, b) for a, b in zip((got[0], got[1], *grads), (want, want, *exact_grads), strict=True)
-            ]
+            assert torch.equal(got[1], k) and got[2].dtype == torch.float32
+            assert relative_error(got[2], want[2]) < 1e-6
+            grads, exact_grads = (
+                torch.autograd.grad([x[n] for n in used], to, [dys[n].to(x[n]) for n in used], materialize_grads=True)
+                for x, to in ((got, leaves), (want, exact))
+            )
+            found += [relative_error(a, b) for a, b in zip((got[0], *grads), (want[0], *exact_grads), strict=True)]
         with torch.no_grad():
-            assert torch.equal(rows.weighted(k, i, m, dtype)[1], got[0])
+            assert all(torch.equal(a, b) for a, b in zip(rows.weighted(k, i, m, dtype), got, strict=True))
         n, d = normal(B, H, T, N).to(dtype).transpose(1, 2), (2 * normal(B, T, H, 1)).to(dtype)
         m = 2 * normal(B, T, H).double()
         for eps in (0.0, 0.25):
@@ -174,6 +176,37 @@ def operator(sp: SequenceParallel, seed: int, dtype: torch.dtype, packed: bool, 
 @pytest.mark.parametrize(("packed", "K", "V"), [(False, 20, 7), (True, 16, 16)])
 def test_against_the_token_loop(packed: bool, K: int, V: int, dtype: torch.dtype) -> None:
     assert in_kernels(operator, random.randrange(2**31), dtype, packed, K, V) == [7]
+
+
+def denominators(sp: SequenceParallel, seed: int, packed: bool) -> list[float]:
+    """Errors of outputs and final states of one column, values in float32 beside queries and keys in bfloat16, and of
+    their gradients."""
+    from flexsp.kernels.diagonal.op import diagonal
+
+    made = torch.Generator().manual_seed(seed)
+    bounds, N = (torch.tensor([0, 37, 37, 101, 150]), 4) if packed else (None, 1)
+    q, k = torch.randn(2, 1, 150, 2, 20, generator=made).bfloat16()
+    w, f = torch.rand(1, 150, 2, 1, generator=made), -0.2 * torch.rand(1, 150, 2, generator=made)
+    f[:, 70] = -1e4
+    state, found = torch.randn(N, 2, 20, 1, generator=made), []
+    do, dlast = torch.randn(1, 150, 2, 1, generator=made), torch.randn(N, 2, 20, 1, generator=made)
+    for exact in (False, True):
+        leaves = [x.detach().to(torch.float64 if exact else x.dtype).requires_grad_() for x in (q, k, w, f, state)]
+        o, last = diagonal(
+            *leaves[:4], scale=0.3, initial_state=leaves[4], output_final_state=True, cu_seqlens=bounds
+        )  # fmt: skip
+        assert exact or o.dtype == torch.float32
+        grads = torch.autograd.grad([o, last], leaves, [do.to(o), dlast.to(o)])
+        assert all(x.dtype == y.dtype for x, y in zip(grads, leaves, strict=True))
+        found.append([o, last, *grads])
+    return [relative_error(x, y) for x, y in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_denominators_are_exact(packed: bool) -> None:
+    """Where they cross what is divided by at least, gradients jump: so nothing is rounded to bfloat16 on the way."""
+    (found,) = in_kernels(denominators, random.randrange(2**31), packed)
+    assert max(found[:2]) < 1e-5 and max(found[2:]) < 2e-2, found
 
 
 def gates_over_ranks(sp: SequenceParallel, seed: int, cu: list[int] | None) -> list[Tensor]:
@@ -258,7 +291,7 @@ def launched() -> list[Any]:
             gates.enters(blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"), second)
         forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
         keys = rows.weighted(k, i, m, torch.bfloat16)
-        h = rows.quotients(keys[0], keys[1][..., :1].contiguous(), m, 0.0, torch.bfloat16)
+        h = rows.quotients(keys[0], keys[2].unsqueeze(-1), m, 0.0, torch.bfloat16) * keys[1]
         torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
     assert len(found) == 9
     return found

@@ -174,3 +174,25 @@ def chunk_info(table, c, T, C: tl.constexpr, PACKED: tl.constexpr):
 def mm(a, b, DOT: tl.constexpr, PREC: tl.constexpr):
     """Matrix product with operands in DOT (bf16, or fp32 at precision PREC) and fp32 accumulation."""
     return tl.dot(a.to(DOT), b.to(DOT), input_precision=PREC)
+
+
+@triton.jit
+def written(x, w, y, V: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """What a chunk adds to a state: sum_j w_j x_j^T y_j [BK, BV] of rows x [C, BK] and y [C, BV]; w [C] None means 1.
+
+    All kernels add this very sum, rounded alike: the gate gradient counts on it (`flexsp/kernels/diagonal/grads.py`).
+    Of one column, V = 1, it is in fp32 throughout: what divides others must not be off by roundings of theirs
+    (docs/math.md, section 10).
+    """
+    if V == 1:
+        # + 0.0, so that all lanes round alike (`flexsp.compiler.backend.tile_ops.sum_over`).
+        value = tl.sum(y.to(tl.float32) + 0.0, axis=1)
+        if w is not None:
+            value = value * w
+        column = tl.sum(x.to(tl.float32) * value[:, None] + 0.0, axis=0)
+        found = tl.where(tl.arange(0, y.shape[1])[None, :] == 0, column[:, None], 0.0)
+    elif w is None:
+        found = mm(tl.trans(x), y, DOT, PREC)
+    else:
+        found = mm(tl.trans(x) * w[None, :], y, DOT, PREC)
+    return found

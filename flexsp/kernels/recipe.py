@@ -118,7 +118,7 @@ class Recipe(Generic[_C]):
         remake: Callable[[Tensors, Optional, SequenceParallel | None], Recipe[_C]],
     ) -> None:  # fmt: skip
         self.call, self.given, self.remake = call, given, remake
-        self.device, self.dtype, self.names = given.device, given.dtype, given.names
+        self.device, self.dtype, self.names = given.device, call.buffer("@o").dtype, given.names
         self.gradients = [(name, f"d.{name}") for name in self.names]
         self.others: dict[Any, Recipe[_C]] = {}
         self.sp_id = -1 if sp is None else sp.id
@@ -285,7 +285,7 @@ class Recipe(Generic[_C]):
         """(o, final states, what the backward pass reads)."""
         given = self.inputs(tensors, initial, table)
         lead = tensors[0]
-        o = given["@o"] = lead.new_empty(self.out)
+        o = given["@o"] = lead.new_empty(self.out, dtype=self.dtype)
         final = None
         if self.call.facts.ends:
             final = given["@final"] = self._edge(lead)

@@ -62,7 +62,7 @@ def chunk_mlstm(
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it, but of float16 in float32, whose range the
-            sums over tokens and the weights need.
+            sums over tokens and the weights need. The denominator is made of k as it is and of i'_t in float32.
         v: [B, T, H, V] in the same dtype; V of 1..256.
         i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
             nothing.
@@ -108,15 +108,16 @@ def chunk_mlstm(
     gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads = q.to(kind)
-    written, weights = _weighted(k, i, gates.m, kind, in_kernels)
-    ones = reads.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
+    written, keys, weights = _weighted(k, i, gates.m, kind, in_kernels)
     numerator, C = diagonal(
         reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
     )  # fmt: skip
+    # Where it crosses the least that is divided by, gradients jump: weights stay in float32, beside keys as they are.
     denominator, n = diagonal(
-        reads, weights, ones, gates.log_forget, scale=scale, initial_state=None if n is None else n.unsqueeze(-1),
-        output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
+        reads, keys.to(kind), weights.unsqueeze(-1), gates.log_forget, scale=scale,
+        initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
+        cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
     h = _quotients(numerator, denominator, gates.m, eps, v.dtype, in_kernels)
     h = h.transpose(1, 2) if head_first else h
@@ -161,7 +162,7 @@ def recurrent_mlstm(
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
     gates = _stabilised(q, i, f, m, B, None, None)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
-    written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)
+    written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)[0]
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
@@ -246,14 +247,14 @@ def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:
 
 def _weighted(
     k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype, in_kernels: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys that are written, for the numerator and for the denominator."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The keys that are written, weighted for the numerator, and as they are beside their weights, which are values of
+    the denominator."""
     if in_kernels:
         from flexsp.kernels.mlstm import rows
 
         return rows.weighted(k, i, m, dtype)
-    written = in_pytorch.weighted(k, i, m, dtype)
-    return written, written
+    return in_pytorch.weighted(k, i, m, dtype)
 
 
 def _quotients(

@@ -15,7 +15,7 @@ from flexsp.runtime.launch import begin
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def prepare0(
-    g_ptr, q_ptr, k_ptr, gates_cumsum_ptr, gated_5_ptr, gated_6_ptr, table, g_sb, g_st, g_sh, q_sb, q_st, q_sh,
+    g_ptr, q_ptr, k_ptr, gates_cumsum_ptr, gated_6_ptr, gated_7_ptr, table, g_sb, g_st, g_sh, q_sb, q_st, q_sh,
     k_sb, k_st, k_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -36,13 +36,13 @@ def prepare0(
     exp_2 = tl.exp(cumsum_0)
     q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
     mul_2 = q_c.to(tl.float32) * exp_2
-    store_rows(gated_6_ptr + (row * n_chunks + c) * C * K, mul_2, K, C, 0, C, K, BK)
+    store_rows(gated_7_ptr + (row * n_chunks + c) * C * K, mul_2, K, C, 0, C, K, BK)
     sum_1 = sum_over(g_c.to(tl.float32), 0)
     sub_0 = sum_1[None, :] - cumsum_0
     exp_0 = tl.exp(sub_0)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
     mul_0 = k_c.to(tl.float32) * exp_0
-    store_rows(gated_5_ptr + (row * n_chunks + c) * C * K, mul_0, K, C, 0, C, K, BK)
+    store_rows(gated_6_ptr + (row * n_chunks + c) * C * K, mul_0, K, C, 0, C, K, BK)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
@@ -69,7 +69,7 @@ def adjoint0(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    v_ptr, gates_cumsum_ptr, gated_5_ptr, states, boundary, decay, cut, table, v_sb, v_st, v_sh, T, H, n_seg,
+    v_ptr, gates_cumsum_ptr, gated_6_ptr, states, boundary, decay, cut, table, v_sb, v_st, v_sh, T, H, n_seg,
     n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -116,9 +116,9 @@ def summarize(
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
-        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
-        mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
+        mm_0 = mm(tl.trans(gated_6_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         if PACKED:
             S = tl.where(length > 0, add_0, S)
@@ -132,7 +132,7 @@ def summarize(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def collect(
-    do_ptr, gates_cumsum_ptr, gated_6_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
+    do_ptr, gates_cumsum_ptr, gated_7_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
     per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -178,12 +178,12 @@ def collect(
                     dS = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, 0, v0, True, K, V, BK, BV)
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
-        mul_12 = dS * exp_1[:, None]
-        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        mul_10 = dS * exp_1[:, None]
+        gated_7_c = load_rows(gated_7_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
-        mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
+        mm_default_0 = mm(tl.trans(gated_7_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
-        add_4 = mul_tensor_0 + mul_12
+        add_4 = mul_tensor_0 + mul_10
         if PACKED:
             dS = tl.where(length > 0, add_4, dS)
         else:
@@ -195,7 +195,7 @@ def collect(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
-    v_ptr, scores0_ptr, gated_6_ptr, gated_5_ptr, gates_cumsum_ptr, o_ptr, states, boundary, left, table, v_sb,
+    v_ptr, scores0_ptr, gated_7_ptr, gated_6_ptr, gates_cumsum_ptr, o_ptr, states, boundary, left, table, v_sb,
     v_st, v_sh, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
@@ -231,15 +231,15 @@ def output(
         scores0_c = load_rows(scores0_ptr + (row * n_chunks + c) * C * C, C, length, 0, C, C, C)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
         mm_1 = mm(tl.trans(v_c), tl.trans(scores0_c), DOT, PREC)
-        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
-        mm_2 = mm(S, tl.trans(gated_6_c), DOT, PREC)
+        gated_7_c = load_rows(gated_7_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        mm_2 = mm(S, tl.trans(gated_7_c), DOT, PREC)
         add_1 = mm_1 + mm_2
         mul_3 = add_1 * 0.125
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[None, :]
-        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
-        mm_0 = mm(tl.trans(v_c), gated_5_c, DOT, PREC)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        mm_0 = mm(tl.trans(v_c), gated_6_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         store_columns(o_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, mul_3, H * V, length, v0, C, V, BV)
         if PACKED:
@@ -258,7 +258,7 @@ def output(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def states(
-    v_ptr, gated_5_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, v_sb, v_st, v_sh, T, H, n_seg,
+    v_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, v_sb, v_st, v_sh, T, H, n_seg,
     n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
@@ -294,9 +294,9 @@ def states(
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
         mul_1 = S * exp_1[:, None]
-        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, v0, C, V, BV)
-        mm_0 = mm(tl.trans(gated_5_c), v_c, DOT, PREC)
+        mm_0 = mm(tl.trans(gated_6_c), v_c, DOT, PREC)
         add_0 = mul_1 + mm_0
         if PACKED:
             S = tl.where(length > 0, add_0, S)
@@ -306,7 +306,7 @@ def states(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def back(
-    do_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, do_sb, do_st, do_sh, T, H,
+    do_ptr, gated_7_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, do_sb, do_st, do_sh, T, H,
     n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     ENTERS: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL:
@@ -342,12 +342,12 @@ def back(
         store_state(chunk_states + (row * n_chunks + c) * K * V, dS, 0, v0, True, K, V, BK, BV)
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         exp_1 = tl.exp(sum_1)
-        mul_12 = dS * exp_1[:, None]
-        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        mul_10 = dS * exp_1[:, None]
+        gated_7_c = load_rows(gated_7_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, v0, C, V, BV)
-        mm_default_0 = mm(tl.trans(gated_6_c), do_c, DOT, PREC)
+        mm_default_0 = mm(tl.trans(gated_7_c), do_c, DOT, PREC)
         mul_tensor_0 = mm_default_0 * 0.125
-        add_4 = mul_tensor_0 + mul_12
+        add_4 = mul_tensor_0 + mul_10
         if PACKED:
             dS = tl.where(length > 0, add_4, dS)
         else:
@@ -366,9 +366,9 @@ def back(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    v_ptr, q_ptr, k_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, gated_5_ptr,
-    d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, do_sb, do_st, do_sh, T, H, n_chunks,
+    v_ptr, q_ptr, k_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, gated_6_ptr,
+    f32_grad1_2_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, q_sb, q_st,
+    q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -404,18 +404,18 @@ def grads(
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
-        mul_15 = mm_8 * exp_0
+        mul_13 = mm_8 * exp_0
         f32_grad1_1_c = load_rows(f32_grad1_1_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
-        add_7 = f32_grad1_1_c.to(tl.float32) + mul_15
+        add_7 = f32_grad1_1_c.to(tl.float32) + mul_13
         store_rows(d_k_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_7, H * K, length, 0, C, K, BK)
     if part == 2:
         scores0_c = load_rows(scores0_ptr + (row * n_chunks + c) * C * C, C, length, 0, C, C, C)
         do_c = load_rows(do_ptr + start * do_st, do_st, length, 0, C, V, BV)
         mm_default_0 = product(tl.trans(scores0_c), do_c, length, DOT, PREC, APART)
         mul_tensor_0 = mm_default_0 * 0.125
-        gated_5_c = load_rows(gated_5_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        gated_6_c = load_rows(gated_6_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
-        mm_7 = product(gated_5_c, dS, length, DOT, PREC, APART)
+        mm_7 = product(gated_6_c, dS, length, DOT, PREC, APART)
         add_6 = mul_tensor_0 + mm_7
         store_rows(d_v_ptr + ((b.to(tl.int64) * T + start) * H + h) * V, add_6, H * V, length, 0, C, V, BV)
     if part == 3:
@@ -428,28 +428,24 @@ def grads(
         gates_cumsum_c = load_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, K, C, 0, C, K, BK)
         exp_2 = tl.exp(gates_cumsum_c.to(tl.float32))
         mul_8 = mul_6 * exp_2
-        f32_grad1_0_c = load_rows(f32_grad1_0_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
-        mul_9 = q_c.to(tl.float32) * f32_grad1_0_c.to(tl.float32)
-        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
-        f32_grad1_1_c = load_rows(f32_grad1_1_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
-        mul_10 = k_c.to(tl.float32) * f32_grad1_1_c.to(tl.float32)
-        sub_1 = mul_9 - mul_10
-        add_3 = mul_8 + sub_1
+        f32_grad1_2_c = load_rows(f32_grad1_2_ptr + (row * n_chunks + c) * C * K, K, length, 0, C, K, BK)
+        add_3 = mul_8 + f32_grad1_2_c.to(tl.float32)
         dS = load_rows(leaving + (row * n_chunks + c) * K * V, V, K, 0, BK, V, BV)
         v_c = load_rows(v_ptr + start * v_st, v_st, length, 0, C, V, BV)
         mm_8 = product(v_c, tl.trans(dS), length, DOT, PREC, APART)
-        mul_14 = mm_8 * k_c.to(tl.float32)
+        k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
+        mul_12 = mm_8 * k_c.to(tl.float32)
         sum_1 = tl.load(gates_cumsum_ptr + (row * n_chunks + c) * C * K + (C - 1) * K + at_K, mask=at_K < K, other=0.0)
         sub_0 = sum_1[None, :] - gates_cumsum_c.to(tl.float32)
         exp_0 = tl.exp(sub_0)
-        mul_16 = mul_14 * exp_0
-        sub_tensor_0 = add_3 - mul_16
+        mul_14 = mul_12 * exp_0
+        sub_tensor_0 = add_3 - mul_14
         reverse_cumsum_2 = tl.cumsum(sub_tensor_0, axis=0, reverse=True)
-        mul_11 = dS.to(tl.float32) * S.to(tl.float32)
-        sum_dim_int_list_0 = sum_over(mul_11, 1)
+        mul_9 = dS.to(tl.float32) * S.to(tl.float32)
+        sum_dim_int_list_0 = sum_over(mul_9, 1)
         exp_1 = tl.exp(sum_1)
-        mul_13 = sum_dim_int_list_0 * exp_1
-        add_tensor_1 = reverse_cumsum_2 + mul_13[None, :]
-        sum_dim_int_list_1 = sum_over(mul_16, 0)
+        mul_11 = sum_dim_int_list_0 * exp_1
+        add_tensor_1 = reverse_cumsum_2 + mul_11[None, :]
+        sum_dim_int_list_1 = sum_over(mul_14, 0)
         add_9 = add_tensor_1 + sum_dim_int_list_1[None, :]
         store_rows(d_g_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_9, H * K, length, 0, C, K, BK)

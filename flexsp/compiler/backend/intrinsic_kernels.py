@@ -148,11 +148,16 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["T", "H"])
 def scores_grad_kernel(
-    da, q, k, b, dq, dk, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
+    da, q, k, b, dq, dk, db, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
     N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, Q_KEPT: tl.constexpr,
     K_KEPT: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `scores_kernel` to q and k, kept in fp32; what of da is above the diagonal does not count."""
+    """Gradients of `scores_kernel` to q, k and b, kept in fp32; what of da is above the diagonal does not count.
+
+    db is q dq - k dk, of which each pair of rows is once in the first and once in the second: its running sum, the
+    gradient of gates, has of pairs that do not straddle a gate nothing but what they round differently. So both are
+    products of the same three numbers, q and k with their decays rounded once (docs/math.md, section 6).
+    """
     begin(PDL)
     c = tl.program_id(0)
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -169,24 +174,35 @@ def scores_grad_kernel(
         qc = _load(q, q_sb, q_st, q_sh, Q_KEPT, T, H, c, start, length, cols, C, N)
         kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
         own = rows_of(b, tl.arange(0, C), cols, N)
-        to_q = diagonal * kc.to(tl.float32)
-        to_k = diagonal * qc.to(tl.float32)
+        to_q = tl.zeros([C, BN], tl.float32)
+        to_k = tl.zeros([C, BN], tl.float32)
+        to_b = tl.zeros([C, BN], tl.float32)
         mild = 0
         if tl.float32 != DOT:
             middle, mild = _middle(b, cols, C, N)
             for zero in range(mild):
                 beyond = own - middle[None, :] + zero
-                below = tl.where(i > j + zero, both, 0.0)
-                to_q += mm(below, kc * tl.exp(-beyond), DOT, PREC) * tl.exp(beyond)
-                above = tl.where(i < j + zero, both, 0.0)
-                to_k += mm(above, qc * tl.exp(beyond), DOT, PREC) * tl.exp(-beyond)
+                x, y = (qc * tl.exp(beyond)).to(DOT), (kc * tl.exp(-beyond)).to(DOT)
+                new = mm(tl.where(i > j + zero, both, 0.0), y, DOT, PREC)
+                to_q += new * tl.exp(beyond)
+                to_b += new * x.to(tl.float32)
+                new = mm(tl.where(i < j + zero, both, 0.0), x, DOT, PREC)
+                to_k += new * tl.exp(-beyond)
+                to_b -= new * y.to(tl.float32)
         for level in range(mild * LEVELS, LEVELS):
             x, decay, second = half(qc, kc, own, b, level, cols, C, N)
+            x = x.to(DOT)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
-            new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC) * decay
+            new = mm(tl.where(pairs, both, 0.0), x, DOT, PREC)
+            if tl.float32 != DOT:
+                to_b += tl.where(second, new, -new) * x.to(tl.float32)
+            new *= decay
             to_q += tl.where(second, new, 0.0)
             to_k += tl.where(second, 0.0, new)
+        if tl.float32 == DOT:
+            to_b = to_q * qc.to(tl.float32) - to_k * kc.to(tl.float32)
         at = chunk * C * N + i * N + cols[None, :]
         mask = (cols < N)[None, :] & (i >= 0)
-        tl.store(dq + at, to_q, mask=mask)
-        tl.store(dk + at, to_k, mask=mask)
+        tl.store(dq + at, to_q + diagonal * kc.to(tl.float32), mask=mask)
+        tl.store(dk + at, to_k + diagonal * qc.to(tl.float32), mask=mask)
+        tl.store(db + at, to_b, mask=mask)

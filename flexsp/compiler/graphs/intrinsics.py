@@ -17,7 +17,7 @@ __all__ = ["SUMS", "decayed_scores", "decayed_sums", "unit_lower_inverse"]
 _lib = torch.library.Library("flexsp", "FRAGMENT")
 _lib.define("unit_lower_inverse(Tensor x) -> Tensor")
 _lib.define("vector_scores(Tensor q, Tensor k, Tensor b) -> Tensor")
-_lib.define("vector_scores_grad(Tensor da, Tensor q, Tensor k, Tensor b) -> (Tensor, Tensor)")
+_lib.define("vector_scores_grad(Tensor da, Tensor q, Tensor k, Tensor b) -> (Tensor, Tensor, Tensor)")
 _lib.define("decayed_sums(Tensor x, Tensor g) -> Tensor")
 _lib.define("earlier_sums(Tensor x, Tensor g) -> Tensor")
 _lib.define("later_sums(Tensor x, Tensor g) -> Tensor")
@@ -53,11 +53,13 @@ def _later(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 def _scores_grad(
     da: torch.Tensor, q: torch.Tensor, k: torch.Tensor, b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Those of q, k and b: the last is q dq - k dk, of which kernels take both from the same products."""
     later = torch.ones_like(da, dtype=torch.bool).tril()
     exponent = (b.unsqueeze(1) - b.unsqueeze(0)).masked_fill(~later.unsqueeze(-1), float("-inf"))
     weighed = exponent.exp() * da.unsqueeze(-1)
-    return (weighed * k.unsqueeze(0)).sum(1), (weighed * q.unsqueeze(1)).sum(0)
+    dq, dk = (weighed * k.unsqueeze(0)).sum(1), (weighed * q.unsqueeze(1)).sum(0)
+    return dq, dk, q * dq - k * dk
 
 
 def _square(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -68,10 +70,10 @@ def _like_first(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _like_second_and_third(
+def _like_the_others(
     da: torch.Tensor, q: torch.Tensor, k: torch.Tensor, b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
 
 
 def _inverse_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -80,9 +82,7 @@ def _inverse_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _scores_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    q, k, b = ctx.saved_tensors
-    dq, dk = _vector_scores_grad(grad, q, k, b)
-    return dq, dk, q * dq - k * dk
+    return tuple(_vector_scores_grad(grad, *ctx.saved_tensors))
 
 
 def _sums_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def _keep_output(ctx: Any, inputs: Any, output: Any) -> None:
 for _name, _real, _fake in (
     ("unit_lower_inverse", primitives.unit_lower_inverse, torch.empty_like),
     ("vector_scores", primitives.decayed_scores, _square),
-    ("vector_scores_grad", _scores_grad, _like_second_and_third),
+    ("vector_scores_grad", _scores_grad, _like_the_others),
     ("decayed_sums", primitives.decayed_sums, _like_first),
     ("earlier_sums", _earlier, _like_first),
     ("later_sums", _later, _like_first),

@@ -325,4 +325,6 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
     alive = (5 if grad else 3) * C * columns
     parts = item + 1 if grad else item  # of fp32 operands; sums over warps need room besides
     shared = item * C * columns * parts + (4096 if grad else 0)
+    if grad and item == 2:  # both operands of a mild chunk, beside the gradients
+        shared = max(shared, item * C * (2 * columns + C))
     return Load(shared, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)

@@ -164,9 +164,9 @@ class GeneratedCall:
         return Buffer(self._dtype(source), (self.B, self.T, self.H, *sizes))
 
     def _kept(self, name: str) -> Kept:
-        """The other one of two gradients of an intrinsic may be that of a constant, which nothing reads."""
+        """Of the gradients of an intrinsic some may be those of constants, which nothing reads."""
         kept = self.code.layout.kept
-        return kept[name] if name in kept else kept[f"{name[:-1]}{1 - int(name[-1])}"]
+        return kept[name] if name in kept else next(kept[x] for x in _gradients(name[:-1]) if x in kept)
 
     def _dtype(self, token: str) -> torch.dtype:
         """That of the call, for inputs that share the first one's type in the metadata."""
@@ -354,7 +354,7 @@ class GeneratedCall:
         results = [f"kept.{x}" for x in what.results]
         written = results
         if what.kind == "scores_grad":
-            written = [f"{results[0][:-1]}{i}" for i in range(2)]
+            written = _gradients(results[0][:-1])
         pointers = (*args, *written, self._table)
         grid = (self.plan.n_chunks, self.B * self.H, 1)
         how = Launch(0, intrinsic_kernels.warps(what.kind, self.dtype == torch.bfloat16), 1)
@@ -384,6 +384,11 @@ class GeneratedCall:
             "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
             **dots(self.dtype),
         }  # fmt: skip
+
+
+def _gradients(name: str) -> list[str]:
+    """Of queries, keys and running gates of scores."""
+    return [f"{name}{i}" for i in range(3)]
 
 
 def _states_of(kernel: Kernel) -> set[str]:

@@ -55,7 +55,7 @@ def _make(
 ) -> Recipe[DiagonalCall]:  # fmt: skip
     gate = next((name for name in ("g", "g_gamma") if name in given), None)
     looks = Given([name for name in given if name != "g_gamma"], 3, given, initial)
-    call = DiagonalCall(plan, looks.dtype, gate, scale, initial is not None, want_final, early, text)
+    call = DiagonalCall(plan, looks.dtype, gate, scale, initial is not None, want_final, early, text, given["v"].dtype)
 
     def remake(others: Tensors, state: Optional, group: SequenceParallel | None) -> Recipe[DiagonalCall]:
         return _make(plan, others, state, scale, want_final, early, group, text)

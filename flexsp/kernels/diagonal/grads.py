@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state, written
 from flexsp.runtime.launch import begin
 
 
@@ -102,7 +102,7 @@ def dq_kernel(
         if READS:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
             if EXACT:
-                added = mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
+                added = written(qc, power(bc) * scale, oc, V, DOT, PREC)
                 _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
         held = tl.trans(S.to(DOT))
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
@@ -122,9 +122,9 @@ def dq_kernel(
             dqc = tl.zeros([C, BK], tl.float32)
         if GATED:
             S = S * power(b_end)
-            S += mm(tl.trans(kc) * power(b_end - bc)[None, :], vc, DOT, PREC)
+            S += written(kc, power(b_end - bc), vc, V, DOT, PREC)
         else:
-            S += mm(tl.trans(kc), vc, DOT, PREC)
+            S += written(kc, None, vc, V, DOT, PREC)
         dqc += mm(da, kc, DOT, PREC)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
@@ -204,7 +204,7 @@ def dkv_kernel(
         if GATED:
             into = power(b_end - bc)
         if DG and EXACT:
-            added = mm(tl.trans(kc) * into[None, :], vc, DOT, PREC)
+            added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
@@ -232,9 +232,9 @@ def dkv_kernel(
                     dkc = dkc * into[:, None]
         if GATED:
             dS = dS * power(b_end)
-            dS += mm(tl.trans(qc) * (power(bc) * scale)[None, :], oc, DOT, PREC)
+            dS += written(qc, power(bc) * scale, oc, V, DOT, PREC)
         else:
-            dS += mm(tl.trans(qc) * scale, oc, DOT, PREC)
+            dS += written(qc, None, oc, V, DOT, PREC) * scale
         if DK:
             dkc += mm(da, qc, DOT, PREC)
             if DG and not DV:

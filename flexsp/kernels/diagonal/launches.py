@@ -50,13 +50,14 @@ class DiagonalCall:
     document begins in a segment, and what tokens leave to the gradient of the gates.
 
     Attributes:
-        dtype: of q, k and v.
+        dtype: of q and k, and of what products multiply.
         gate: "g", the input with a number a token that the state decays by, or the name of one with a number a head;
             None where it does not decay.
         initial: initial states are given on this rank.
         ends: final states are wanted, and leave on this rank.
         early: dq is walked before the gradients of states come in.
         text: what ranks compare of the call.
+        values: the type of v and of the outputs; None for `dtype`.
     """
 
     plan: Plan
@@ -67,6 +68,7 @@ class DiagonalCall:
     ends: bool
     early: bool
     text: str
+    values: torch.dtype | None = None
 
     @cached_property
     def facts(self) -> Facts:
@@ -110,8 +112,9 @@ class DiagonalCall:
             return Buffer(*found[name])
         if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
             return Buffer(_F32, (p.docs or p.B, p.H, *state))
-        width = p.K if name.removeprefix("d.") in ("q", "k") else p.V
-        return Buffer(self.dtype, (p.B, p.T, p.H, width))
+        keys = name.removeprefix("d.") in ("q", "k")
+        dtype = self.dtype if keys or self.values is None else self.values
+        return Buffer(dtype, (p.B, p.T, p.H, p.K if keys else p.V))
 
     @property
     def saved_bytes(self) -> int:

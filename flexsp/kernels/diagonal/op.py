@@ -50,7 +50,7 @@ class _Diagonal:
 
         q, _, v, *_ = asked.tensors
         p, gate, given = make_plan(q, v, asked.docs), self.gate or None, asked.initial is not None
-        call = DiagonalCall(p, q.dtype, gate, asked.scale, given, asked.want_final, False, self.text)
+        call = DiagonalCall(p, q.dtype, gate, asked.scale, given, asked.want_final, False, self.text, v.dtype)
         states = (asked.docs or p.B, p.H, p.K, p.V) if asked.want_final else 0
         return (
             v.new_empty(p.B, p.T, p.H, p.V),
@@ -94,6 +94,7 @@ def diagonal(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, over [B, T, H, *] inputs already validated.
 
+    v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
     of T; ``cu_seqlens`` count those too.
     """

@@ -5,8 +5,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state
+from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state, written
 from flexsp.runtime.launch import begin
+
+
+@triton.jit
+def _of_one_column(
+    o, S, q, k, v, bc, b_end, later, length, o_st, scale, C: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Writes a chunk's outputs where V is 1 and returns the state behind it: as `output_kernel` does it, but that
+    nothing is rounded between the inputs and o, which mLSTM and linear attention divide by."""
+    rows = tl.arange(0, C)
+    value = tl.sum(v.to(tl.float32), axis=1)
+    pairs = mm(k, tl.trans(q), DOT, PREC)
+    here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
+    if GATED:
+        pairs = pairs * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+        here = here * power(bc)
+        S = S * power(b_end)
+        S += tl.trans(written(k, power(b_end - bc), v, 1, DOT, PREC))
+    else:
+        pairs = tl.where(later, pairs * scale, 0.0)
+        S += tl.trans(written(k, None, v, 1, DOT, PREC))
+    here += tl.sum(pairs * value[:, None] + 0.0, axis=0)
+    tl.store(o + rows * o_st, here.to(o.dtype.element_ty), mask=rows < length)
+    return S
 
 
 @triton.jit
@@ -93,25 +117,32 @@ def output_kernel(
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-            p = mm(kc, tl.trans(qc), DOT, PREC)
-            if GATED:
-                p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+        if V == 1:
+            if not GATED:
+                bc, b_end = 0.0, 0.0
+            S = _of_one_column(
+                o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
+            )  # fmt: skip
+        else:
+            if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
+                p = mm(kc, tl.trans(qc), DOT, PREC)
+                if GATED:
+                    p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+                else:
+                    p = tl.where(later, p * scale, 0.0)
+                p = p.to(DOT)
             else:
-                p = tl.where(later, p * scale, 0.0)
-            p = p.to(DOT)
-        else:
-            p = tl.zeros([C, C], DOT)
-        oc = mm(held, tl.trans(qc), DOT, PREC)
-        if GATED:
-            oc = oc * (power(bc) * scale)[None, :]
-            S = S * power(b_end)
-            S += mm(tl.trans(vc) * power(b_end - bc)[None, :], kc, DOT, PREC)
-        else:
-            oc = oc * scale
-            S += mm(tl.trans(vc), kc, DOT, PREC)
-        oc += mm(tl.trans(vc), p, DOT, PREC)
-        store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
+                p = tl.zeros([C, C], DOT)
+            oc = mm(held, tl.trans(qc), DOT, PREC)
+            if GATED:
+                oc = oc * (power(bc) * scale)[None, :]
+                S = S * power(b_end)
+                S += mm(tl.trans(vc) * power(b_end - bc)[None, :], kc, DOT, PREC)
+            else:
+                oc = oc * scale
+                S += mm(tl.trans(vc), kc, DOT, PREC)
+            oc += mm(tl.trans(vc), p, DOT, PREC)
+            store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
         if PACKED and FINAL:  # noqa: SIM102
             if last:
                 store_state(final + at_doc, S, 0, v0, True, K, V, BK, BV, True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.diagonal.tiles import MOST_CHUNKS
-from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, mm, power, store_state
+from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, power, store_state, written
 from flexsp.runtime.launch import begin
 
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
@@ -126,11 +126,11 @@ def summarize_kernel(
         if GATED:
             w = power(bc) * scale if REVERSE else power(b_end - bc)
             S = S * power(b_end)
-            S += mm(tl.trans(xc) * w[None, :], yc, DOT, PREC)
+            S += written(xc, w, yc, V, DOT, PREC)
         elif REVERSE:
-            S += mm(tl.trans(xc), yc, DOT, PREC) * scale
+            S += written(xc, None, yc, V, DOT, PREC) * scale
         else:
-            S += mm(tl.trans(xc), yc, DOT, PREC)
+            S += written(xc, None, yc, V, DOT, PREC)
         if PACKED and REVERSE:
             S = tl.where(first, 0.0, S)  # nothing flows back past a document's start
 

@@ -66,6 +66,8 @@ def choose(dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bo
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
+    if V == 1:  # queries and keys in fp32, in registers
+        found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.gated_keys.tiles import decays, rows_of, running_gates, wild
+from flexsp.kernels.gated_keys.tiles import half, rows_of, running_gates, wild
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -44,47 +44,44 @@ def _written_back(
 
 
 @triton.jit
-def _of_pairs(
-    x, d, x_c, own, b, at, C: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """x and what gradients of scores add to it: to those of queries, of keys x_c, d being below the diagonal; to those
-    of keys, of queries x_c, d being above it."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    for level in range(0, LEVELS):
-        decay, second = decays(own, b, level, at + tl.arange(0, BN), C, K)
-        apart = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
-        x += mm(tl.where(apart, d, 0.0), x_c * decay, DOT, PREC) * decay  # of one half: the other's rows are 0 in d
-    return x
-
-
-@triton.jit
 def _of_keys(
     q, k, g, v, do, b, entering, leaving, dq, dk, dg, q_st, k_st, g_st, v_st, do_st, stride, length, at, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and gates, of channels at.. ."""
+    """Gradients of q, k and gates, of channels at.. .
+
+    What a pair of tokens adds to gates is a product of the same three numbers for both tokens, queries and keys with
+    their decays rounded once: so what does not straddle a gate cancels to fp32.
+    """
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     cols = at + tl.arange(0, BN)
     d, to_k, kept = _written_back(v, do, entering, leaving, v_st, do_st, length, at, C, K, V, BN, BV, DOT, PREC)
     diagonal = scale * tl.sum(tl.where(i == j, d, 0.0), axis=1)[:, None]
-    below = tl.where(i > j, scale * d, 0.0)
+    both = tl.where(i > j, scale * d, 0.0).to(DOT)
+    both += tl.trans(both)
     own = rows_of(b, tl.arange(0, C), cols, K)
     end = tl.load(b + (C - 1) * K + cols, mask=cols < K, other=0.0)
+    to_k *= tl.exp(end[None, :] - own)
+    to_q = _read_back(do, entering, do_st, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(own))
     qc = load_rows(q, q_st, length, at, C, K, BN)
     kc = load_rows(k, k_st, length, at, C, K, BN)
-    to_k *= tl.exp(end[None, :] - own)
-    whole = tl.sum(to_k * kc.to(tl.float32) + 0.0, axis=0) + tl.exp(end) * kept
-    to_k = _of_pairs(to_k, tl.trans(below), qc, own, b, at, C, K, BN, LEVELS, DOT, PREC)
+    of_gates = to_k * kc.to(tl.float32)
+    whole = tl.sum(of_gates + 0.0, axis=0) + tl.exp(end) * kept
+    of_gates = to_q * qc.to(tl.float32) - of_gates
+    for level in range(0, LEVELS):
+        x, decay, second = half(qc, kc, own, b, level, cols, C, K)
+        x = x.to(DOT)
+        apart = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
+        new = mm(tl.where(apart, both, 0.0), x, DOT, PREC)
+        of_gates += tl.where(second, new, -new) * x.to(tl.float32)
+        new *= decay
+        to_q += tl.where(second, new, 0.0)
+        to_k += tl.where(second, 0.0, new)
     store_rows(dk, to_k + diagonal * qc.to(tl.float32), stride, length, at, C, K, BN)
-    of_gates = -to_k * kc.to(tl.float32)
-    to_q = _read_back(do, entering, do_st, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(own))
-    to_q = _of_pairs(to_q, below, kc, own, b, at, C, K, BN, LEVELS, DOT, PREC)
     store_rows(dq, to_q + diagonal * kc.to(tl.float32), stride, length, at, C, K, BN)
-    of_gates = tl.cumsum(of_gates + to_q * qc.to(tl.float32), axis=0, reverse=True) + whole[None, :]
+    of_gates = tl.cumsum(of_gates, axis=0, reverse=True) + whole[None, :]
     given = load_rows(g, g_st, length, at, C, K, BN).to(tl.float32)
     store_rows(dg, tl.where(given <= GATE_MIN, 0.0, of_gates), stride, length, at, C, K, BN)
 
@@ -96,7 +93,7 @@ def _of_mild_keys(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """The same of mild gates, of which none is below -104: with r half of what they add up to, q e^{b - r} and
-    k e^{r - b} are what pairs read."""
+    k e^{r - b} are what pairs read. Gradients of gates are sums of products with these, as they were rounded."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     cols = at + tl.arange(0, BN)
@@ -108,21 +105,22 @@ def _of_mild_keys(
     beyond = running_gates(g, g_st, length, at, C, K, BN) - half[None, :]
     kc = load_rows(k, k_st, length, at, C, K, BN)
     down = tl.exp(-beyond)
+    kc = (kc * down).to(DOT)
     to_k *= rest
-    whole = tl.sum(kc * down * to_k + 0.0, axis=0) + tl.exp(2.0 * half) * kept
+    whole = tl.sum(kc.to(tl.float32) * to_k + 0.0, axis=0) + tl.exp(2.0 * half) * kept
     qc = load_rows(q, q_st, length, at, C, K, BN)
     to_k = tl.dot(tl.trans(below), (qc * tl.exp(beyond)).to(DOT), to_k)
-    to_k *= down
-    store_rows(dk, to_k + diagonal * qc.to(tl.float32), stride, length, at, C, K, BN)
     of_gates = -to_k * kc.to(tl.float32)
+    store_rows(dk, to_k * down + diagonal * qc.to(tl.float32), stride, length, at, C, K, BN)
     to_q = _read_back(do, entering, do_st, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * rest)
     # Loaded and made anew: registers would not hold it.
     kc = load_rows(k, k_st, length, at, C, K, BN)
     beyond = running_gates(g, g_st, length, at, C, K, BN) - half[None, :]
     to_q = tl.dot(below, (kc * tl.exp(-beyond)).to(DOT), to_q)
-    to_q *= tl.exp(beyond)
-    store_rows(dq, to_q + diagonal * kc.to(tl.float32), stride, length, at, C, K, BN)
-    of_gates += to_q * load_rows(q, q_st, length, at, C, K, BN).to(tl.float32)
+    qc = load_rows(q, q_st, length, at, C, K, BN)
+    up = tl.exp(beyond)
+    of_gates += to_q * (qc * up).to(DOT).to(tl.float32)
+    store_rows(dq, to_q * up + diagonal * kc.to(tl.float32), stride, length, at, C, K, BN)
     store_rows(dg, tl.cumsum(of_gates, axis=0, reverse=True) + whole[None, :], stride, length, at, C, K, BN)
 
 

@@ -15,10 +15,13 @@ def log_forget(f: torch.Tensor) -> torch.Tensor:
     return F.logsigmoid(f.double()).clamp(min=MIN_LOG_FORGET)
 
 
-def weighted(k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e^{i - m} k [B, T, H, K] of i and m [B, T, H], m in float64 and a constant; the weight is at least float32."""
+def weighted(
+    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """e^{i - m} k [B, T, H, K] in ``dtype`` of i and m [B, T, H], m in float64 and a constant; k as it is; and
+    e^{i - m}, at least in float32."""
     weight = (i.double() - m).exp().to(torch.promote_types(dtype, torch.float32))
-    return (k * weight.unsqueeze(-1)).to(dtype)
+    return (k * weight.unsqueeze(-1)).to(dtype), k, weight
 
 
 def quotients(

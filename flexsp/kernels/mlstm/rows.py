@@ -52,36 +52,43 @@ def _weight(i, m, row, batch, token, head, there, i_sb, i_st, i_sh):
 
 @triton.jit(do_not_specialize=_SIZES)
 def mlstm_keys_kernel(
-    k, i, m, y, k_sb, k_st, k_sh, i_sb, i_st, i_sh, rows, T, H, N: tl.constexpr, BN: tl.constexpr,
+    k, i, m, y, weights, k_sb, k_st, k_sh, i_sb, i_st, i_sh, rows, T, H, N: tl.constexpr, BN: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [B, T, H, N] = e^{i - m} k."""
+    """weights [B, T, H] = e^{i - m}, in fp32, and y [B, T, H, N] = e^{i - m} k."""
     begin(PDL)
     row, batch, token, head, there, cols, inside = _rows(rows, T, H, N, BN, ROWS)
     weight = _weight(i, m, row, batch, token, head, there, i_sb, i_st, i_sh)
     at = batch * k_sb + token * k_st + head * k_sh
     x = tl.load(k + at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(weights + row, weight, mask=there)
     tl.store(y + (row * N)[:, None] + cols[None, :], (x * weight[:, None]).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def mlstm_keys_grad_kernel(
-    k, i, m, dy, other, dk, di, k_sb, k_st, k_sh, i_sb, i_st, i_sh, rows, T, H, N: tl.constexpr, BN: tl.constexpr,
-    ROWS: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
+    k, i, m, dy, other, dweights, dk, di, k_sb, k_st, k_sh, i_sb, i_st, i_sh, rows, T, H, N: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, ALIKE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dk [B, T, H, N] and di [B, T, H] of dy, or of dy + other if TWO."""
+    """dk [B, T, H, N] and di [B, T, H] of dy, that of weighted keys, if ALIKE, and of other, that of the keys as they
+    are, and dweights, if APART."""
     begin(PDL)
     row, batch, token, head, there, cols, inside = _rows(rows, T, H, N, BN, ROWS)
     weight = _weight(i, m, row, batch, token, head, there, i_sb, i_st, i_sh)
     at = batch * k_sb + token * k_st + head * k_sh
     x = tl.load(k + at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     to = (row * N)[:, None] + cols[None, :]
-    grad = tl.load(dy + to, mask=inside, other=0.0).to(tl.float32)
-    if TWO:
+    grad = tl.zeros(x.shape, tl.float32)
+    of_weight = tl.zeros([ROWS], tl.float32)
+    if ALIKE:
+        grad += tl.load(dy + to, mask=inside, other=0.0).to(tl.float32)
+        of_weight += tl.sum(grad * x + 0.0, axis=1)
+        grad *= weight[:, None]
+    if APART:
         grad += tl.load(other + to, mask=inside, other=0.0).to(tl.float32)
-    grad *= weight[:, None]
+        of_weight += tl.load(dweights + row, mask=there, other=0.0)
     tl.store(dk + to, grad.to(dk.dtype.element_ty), mask=inside)
-    tl.store(di + row, tl.sum(grad * x, axis=1).to(di.dtype.element_ty), mask=there)
+    tl.store(di + row, (of_weight * weight).to(di.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -135,53 +142,69 @@ def _cut(x: torch.Tensor) -> tuple[tuple[int, int, int], list[int], dict[str, in
     return (triton.cdiv(rows, lines), 1, 1), [rows, T, H], {"N": N, "BN": block, "ROWS": lines}
 
 
-def _keys(k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _keys(
+    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     y = torch.empty(k.shape, dtype=dtype, device=k.device)
+    weights = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     grid, sizes, constants = _cut(k)
     if y.numel():
-        run(
-            mlstm_keys_kernel, grid, {"k": k, "i": i, "m": m, "y": y}, [*k.stride()[:3], *i.stride(), *sizes], constants
-        )
-    return y
+        tensors = {"k": k, "i": i, "m": m, "y": y, "weights": weights}
+        run(mlstm_keys_kernel, grid, tensors, [*k.stride()[:3], *i.stride(), *sizes], constants)
+    return y, weights
 
 
 class _Weighted(torch.autograd.Function):
-    """The same keys twice, for two readers, so that their gradients are added where they are used."""
+    """Weighted keys, and the keys as they are beside the weights: what becomes of the two is added here."""
 
     @staticmethod
     def forward(
         ctx: Any, k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y = _keys(k, i, m, dtype)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y, weights = _keys(k, i, m, dtype)
         keep_for_backward(ctx, k, i, m)
         ctx.dtype = dtype
         ctx.set_materialize_grads(False)
-        return y, y.new_empty(0).set_(y)  # type: ignore[call-overload]
+        return y, k.new_empty(0).set_(k), weights  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
         first_only(_KEYS, IN_PYTORCH)
         untransformed(_KEYS, IN_PYTORCH, *grads)
-        given = [grad for grad in grads if grad is not None]
-        if not given:
+        if all(grad is None for grad in grads):
             return None, None, None, None
         k, i, m = kept_for_backward(ctx)
-        if not plain(k, i, m, *given):
-            total = given[0] if len(given) == 1 else given[0] + given[1]
-            dk, di = _in_pytorch(lambda k, i: in_pytorch.weighted(k, i, m, ctx.dtype), (k, i), total)
-            return dk, di, None, None
+        dy, other, dweights = grads
+        if not plain(k, i, m, *(grad for grad in grads if grad is not None)):
+            return *_in_pytorch_weighted(k, i, m, ctx.dtype, grads), None, None
         dk, di = (
             torch.empty_like(k, memory_format=torch.contiguous_format),
             torch.empty(k.shape[:3], dtype=i.dtype, device=k.device),
         )
         k = k if k.stride(-1) == 1 else k.contiguous()
-        first, last = given[0].contiguous(), given[-1].contiguous()
+        apart = other is not None or dweights is not None
+        if apart:
+            other = torch.zeros_like(dk) if other is None else other.contiguous()
+            dweights = torch.zeros_like(m, dtype=torch.float32) if dweights is None else dweights.contiguous()
         grid, sizes, constants = _cut(k)
-        tensors = {"k": k, "i": i, "m": m, "dy": first, "other": last, "dk": dk, "di": di}
+        tensors = {"k": k, "i": i, "m": m, "dy": k if dy is None else dy.contiguous(), "other": other if apart else k,
+                   "dweights": dweights if apart else m, "dk": dk, "di": di}  # fmt: skip
         if k.numel():
             run(mlstm_keys_grad_kernel, grid, tensors, [*k.stride()[:3], *i.stride(), *sizes],
-                constants | {"TWO": len(given) == 2})  # fmt: skip
+                constants | {"ALIKE": dy is not None, "APART": apart})  # fmt: skip
         return dk, di, None, None
+
+
+def _in_pytorch_weighted(
+    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype, grads: tuple[Optional, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of keys and gates where something looks at the operators of a backward pass."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (k, i)]
+        found = in_pytorch.weighted(leaves[0], leaves[1], m, dtype)
+        pairs = [(y, grad) for y, grad in zip(found, grads, strict=True) if grad is not None]
+        ys, given = ([pair[n] for pair in pairs] for n in (0, 1))
+    return torch.autograd.grad(ys, leaves, given, materialize_grads=True)
 
 
 class _Quotients(torch.autograd.Function):
@@ -242,15 +265,14 @@ def _in_pytorch(
 
 def weighted(
     k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """e^{i - m} k [B, T, H, K] in ``dtype`` of i and m [B, T, H], twice: for two readers. m is in float64 and a
-    constant."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `in_pytorch.weighted` gives: m is in float64 and a constant."""
     k, m = k if k.stride(-1) == 1 else k.contiguous(), m.contiguous()
     if torch.is_grad_enabled() and (k.requires_grad or i.requires_grad):
-        pair: tuple[torch.Tensor, torch.Tensor] = _Weighted.apply(k, i, m, dtype)
-        return pair
-    y = _keys(k, i, m, dtype)
-    return y, y
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Weighted.apply(k, i, m, dtype)
+        return found
+    y, weights = _keys(k, i, m, dtype)
+    return y, k, weights
 
 
 def quotients(

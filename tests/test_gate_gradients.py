@@ -1,0 +1,139 @@
+"""Gradients of gates in bfloat16, of every op that has them: token by token, and summed over tokens, which is what a
+bias, a projection or A_log gets.
+
+The first head's gates are mild, the second's strong, the third's mild but for one that is closed, behind which values
+are a hundred times as large: what happens there cannot depend on gates before it. Kernels run in Triton's interpreter.
+The reference is the token loop in float64. The bound comes from the same loop of numbers that were rounded to bfloat16
+once more: twice its error, of the worst head.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexsp import ops
+from flexsp.testing import oracles
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests import test_mlstm
+from tests import test_vector_gates as vector
+from tests.test_generated import ENV
+
+BF16 = torch.bfloat16
+T, CLOSED, K, V = 130, 71, 16, 16
+CHANNELS = ("gla", "rwkv6", "hgrn2", "kda")
+ROUNDED = ("q", "r", "k", "v", "x", "B", "C")
+DRAWS, COTANGENTS, MORE = 3, 2, 12
+Tensors = dict[str, Tensor]
+
+
+class Op(NamedTuple):
+    chunk: Callable[..., Any]
+    oracle: Callable[..., Any]
+    gates: tuple[str, ...] = ("g",)
+
+
+_NORM = {"use_qk_l2norm_in_kernel": True}
+OPS = {
+    "simple_gla": Op(ops.chunk_simple_gla, oracles.simple_gla),
+    "mamba2": Op(ops.mamba2_ssd, oracles.mamba2_ssd, ("dt", "A")),
+    "gla": Op(ops.chunk_gla, vector.gla),
+    "hgrn2": Op(ops.chunk_hgrn2, vector.hgrn2),
+    "rwkv6": Op(ops.chunk_rwkv6, vector.rwkv6, ("w",)),
+    "gated_delta_rule": Op(partial(ops.chunk_gated_delta_rule, **_NORM), partial(oracles.delta_rule, **_NORM)),
+    "kda": Op(partial(ops.chunk_kda, **_NORM), partial(oracles.delta_rule, **_NORM)),
+    "mlstm": Op(ops.chunk_mlstm, test_mlstm.oracle, ("f", "i")),
+}
+
+
+def inputs_of(name: str, made: torch.Generator) -> Tensors:
+    """Numbers of bfloat16, and of float32 for gates and the like, in float64."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made, dtype=torch.float64)
+
+    raw = normal(1, T, 3, *([K] if name in CHANNELS else []))
+    g = torch.nn.functional.logsigmoid(raw + 3)
+    g[:, :, 1] = -3 * torch.sigmoid(raw[:, :, 1])
+    g[:, CLOSED, 2] = -1e4
+    q, k, v = normal(1, T, 3, K), normal(1, T, 3, K), normal(1, T, 3, V)
+    v[:, CLOSED + 1 :, 2] *= 100
+    found = {"q": q, "k": k, "v": v, "g": g}
+    if name in ("gated_delta_rule", "kda"):
+        found["beta"] = torch.rand(1, T, 3, generator=made, dtype=torch.float64)
+    elif name == "hgrn2":
+        del found["k"]
+    elif name == "rwkv6":
+        found = {"r": q, "k": k, "v": v, "w": g, "u": normal(3, K)}
+    elif name == "mlstm":
+        found["f"], found["i"] = torch.special.logit(found.pop("g").exp()).clamp(min=-1e4), normal(1, T, 3)
+    elif name == "mamba2":
+        v[:, CLOSED, 2] /= 1e4  # it is written with the size of its gate
+        found = {"x": v, "dt": -g, "A": -torch.ones(3, dtype=torch.float64), "B": k, "C": q}
+    return {key: (x.to(BF16) if key in ROUNDED else x.float()).double() for key, x in found.items()}
+
+
+def rounded_again(x: Tensor, made: torch.Generator, times: int = 1) -> Tensor:
+    """x to as many digits as bfloat16 has, but other ones."""
+    for _ in range(times):
+        factor = 1 + torch.rand((), generator=made, dtype=torch.float64)
+        x = (x * factor).to(BF16).double() / factor
+    return x
+
+
+def gradients(op: Callable[..., Any], inputs: Tensors, gates: tuple[str, ...], dos: list[Tensor], low: bool) -> Tensors:
+    """Of gates, for all cotangents of the outputs; `low`: of inputs in bfloat16 and gates in float32."""
+    kinds = {key: (BF16 if key in ROUNDED else torch.float32) if low else torch.float64 for key in inputs}
+    leaves = {key: x.to(kinds[key]).requires_grad_() for key, x in inputs.items()}
+    o, _ = op(**leaves)
+    found = [torch.autograd.grad(o, [leaves[x] for x in gates], do.to(o), retain_graph=True) for do in dos]
+    return {x: torch.stack([each[n] for each in found]).double() for n, x in enumerate(gates)}
+
+
+def in_parts(found: Tensors) -> Tensors:
+    """By tokens and summed over them, of each head and, of the third, on both sides of the closed gate."""
+    parts = {}
+    for name, x in found.items():
+        if x.dim() < 4:  # a parameter
+            parts |= {f"d{name} of head {h}": x[..., h] for h in range(3)}
+            continue
+        heads = {"mild": x[:, 0, :, 0], "strong": x[:, 0, :, 1], "before a closed gate": x[:, 0, :CLOSED, 2],
+                 "behind a closed gate": x[:, 0, CLOSED + 1 :, 2]}  # fmt: skip
+        parts |= {f"d{name}, {kind}": y for kind, y in heads.items()}
+        parts |= {f"d{name}, {kind}, summed over tokens": y.sum(1) for kind, y in heads.items()}
+    return parts
+
+
+def errors(sp: Any, name: str, seed: int) -> dict[str, tuple[float, float]]:
+    """Of each part that of the op, and what it may be."""
+    made, op = torch.Generator().manual_seed(seed), OPS[name]
+    inputs = inputs_of(name, made)
+    dos = [torch.randn(1, T, 3, V, generator=made, dtype=torch.float64).to(BF16).double() for _ in range(MORE)]
+    want = in_parts(gradients(op.oracle, inputs, op.gates, dos, False))
+    # A sum over tokens may nearly vanish for some cotangents: its size is that for all of them.
+    sizes = {key: x.norm().item() * (COTANGENTS / MORE) ** 0.5 for key, x in want.items()}
+    want, dos = {key: x[:COTANGENTS] for key, x in want.items()}, dos[:COTANGENTS]
+    found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
+    drawn, times = [], 2 if "beta" in inputs else 1  # delta rules round U, W and the inverse too
+    for _ in range(DRAWS):
+        off = {key: rounded_again(x, made, times) if key in ROUNDED else x for key, x in inputs.items()}
+        low = in_parts(gradients(op.oracle, off, op.gates, [rounded_again(do, made, times) for do in dos], False))
+        drawn.append({key: relative_error(low[key], x, sizes[key]) for key, x in want.items()})
+    # Where mLSTM's denominator crosses what it is at least, gradients jump, in the reference as elsewhere.
+    pick = min if name == "mlstm" else max
+    worst = max(pick(each[key] for each in drawn) for key in want)
+    return {key: (relative_error(found[key], x, sizes[key]), 2 * worst) for key, x in want.items()}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gates(name: str) -> None:
+    (found,) = run_ranks(errors, 1, name, random.randrange(2**31), env=ENV, timeout=200)
+    over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
+    assert not over, "\n".join(over)

@@ -137,3 +137,34 @@ def test_gates(name: str) -> None:
     (found,) = run_ranks(errors, 1, name, random.randrange(2**31), env=ENV, timeout=200)
     over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
     assert not over, "\n".join(over)
+
+
+def long_errors(sp: Any, seed: int) -> dict[str, tuple[float, float]]:
+    """Of 32 chunks in one segment, whose edge alone has exact states: what is carried from chunk to chunk adds up."""
+    from flexsp.kernels.diagonal import tiles
+
+    tiles.segment_length = lambda n_chunks, heads, programs: n_chunks
+    made, size = torch.Generator().manual_seed(seed), (1, 32 * 64, 2)
+    q, k, v, do = (torch.randn(*size, 16, generator=made, dtype=torch.float64).to(BF16) for _ in range(4))
+    k = torch.nn.functional.normalize(k.float(), dim=-1).to(BF16)
+    g = torch.nn.functional.logsigmoid(torch.randn(size, generator=made) + 3)
+
+    def gradient(op: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        gates = inputs[-1].requires_grad_()
+        (found,) = torch.autograd.grad(op(*inputs)[0], gates, do.to(inputs[0]))
+        return found.double()
+
+    want = gradient(oracles.simple_gla, *(x.double() for x in (q, k, v, g)))
+    low = gradient(oracles.simple_gla, *(rounded_again(x.double(), made) for x in (q, k, v)), g.double())
+    found = gradient(ops.chunk_simple_gla, q, k, v, g)
+    sizes = {"token by token": want.norm(), "summed over tokens": want.pow(2).sum(1).sqrt().norm()}
+    return {
+        name: (relative_error(of(found), of(want), size.item()), 2 * relative_error(of(low), of(want), size.item()))
+        for (name, size), of in zip(sizes.items(), (lambda x: x, lambda x: x.sum(1)), strict=True)
+    }
+
+
+def test_nothing_is_carried_over_chunks_in_bfloat16() -> None:
+    (found,) = run_ranks(long_errors, 1, random.randrange(2**31), env=ENV, timeout=200)
+    over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
+    assert not over, "\n".join(over)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.prepare import sum_over
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR, begins
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, store_state
 from flexsp.runtime.launch import begin
@@ -143,11 +144,11 @@ def exact_forward(
             b1 = _number(beta, n + 1, beta_st, more)
             left1 = _decay(g, n + 1, g_st, rows, more, K, GATED, STEPS)
             S = _decayed(S, left, GATED)
-            error = vn - tl.sum(S * kn[:, None], axis=0)
+            error = vn - sum_over(S * kn[:, None], 0)
             S += kn[:, None] * (error * bn)[None, :]
             if READS:
                 reads = n % STEPS == STEPS - 1
-                found = tl.sum(S * _row(q, n // STEPS, q_st, rows, K, reads)[:, None], axis=0) * scale
+                found = sum_over(S * _row(q, n // STEPS, q_st, rows, K, reads)[:, None], 0) * scale
                 tl.store(o + n // STEPS * H * V + cols, found.to(o.dtype.element_ty), mask=(cols < V) & reads)
             kn, vn, bn, left = k1, v1, b1, left1
         if PACKED and LEAVES:
@@ -208,7 +209,7 @@ def exact_backward(
             reads = n % STEPS == STEPS - 1
             of_output = _row(do, n // STEPS, do_st, cols, V, reads) * scale
             dS += _row(q, n // STEPS, q_st, rows, K, reads)[:, None] * of_output[None, :]
-            y = tl.sum(dS * kn[:, None], axis=0) * _number(beta, n, beta_st, True)
+            y = sum_over(dS * kn[:, None], 0) * _number(beta, n, beta_st, True)
             dS -= kn[:, None] * y[None, :]
             dS = _decayed(dS, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
         if PACKED:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flexsp.kernels.delta.launches import DeltaCall
     from flexsp.kernels.delta.plan import Part
 
-__all__ = ["backward", "choose", "forward", "grads", "rounds"]
+__all__ = ["backward", "choose", "forward", "grads", "rounds", "scratch"]
 
 _COLS = 8  # of the state, in one warp
 _WARP = Launch(_COLS, 1, 1)
@@ -96,16 +96,32 @@ def grads(call: DeltaCall, part: Part, to_beta: str, to_gate: str | None, tiles:
     p = call.plan
     if not rounds(call):
         return []
-    cols = max(16, 1 << (p.V - 1).bit_length())
-    how = Launch(cols, max(4, min(16, p.key_block * cols // 1024)), 1)
-    inputs = ["q", "k", "v", call.beta, call.gate, "@do"]
+    cols, inputs = columns_of_grads(call), ["q", "k", "v", call.beta, call.gate, "@do"]
+    how = Launch(cols, max(4, p.key_block * cols // 2048), 1)
     made = (*call.to_keys, "d.v", to_beta, *named(to_gate))
-    every = [*inputs, "@exact", "@entering", "@leaving", *call.to_keys, "d.v", to_beta, to_gate]
+    every = [*inputs, "@exact", "@entering", "@leaving", "@scratch", *call.to_keys, "d.v", to_beta, to_gate]
     given = ["do" if x == "@do" else x for x in inputs]
-    numbers = (*call.strides(given), p.T, p.H, p.n_chunks, part.chunks_before, part.chunks, p.held, call.scale)
-    grid = -(-part.chunks // int(exact.GROUP_OF_CHUNKS.value)), p.B * p.H, 1
+    groups = -(-part.chunks // int(exact.GROUP_OF_CHUNKS.value)) * p.B * p.H
+    numbers = *call.strides(given), p.T, p.H, p.n_chunks, part.chunks_before, part.chunks, p.held, groups, call.scale
     return [LaunchSpec(
-        "exact_grads", how, grid, (*(x or "q" for x in every), "@table" if p.docs else "q"),
-        tuple(x for x in named(*every) if x not in made), made, numbers,
+        "exact_grads", how, (min(groups, programs_of_grads(call)), 1, 1),
+        (*(x or "q" for x in every), "@table" if p.docs else "q"),
+        tuple(x for x in named(*every) if x not in made and x != "@scratch"), (*made, "@scratch"), numbers,
         _constants(call) | {"BV": cols, "TILES": tiles}, how.options, kernel=exact_grads.exact_grads,
     )]  # fmt: skip
+
+
+def columns_of_grads(call: DeltaCall) -> int:
+    """Columns of the values at a time: a state of so many is in the registers of eight warps at most."""
+    p = call.plan
+    return min(max(16, 1 << (p.V - 1).bit_length()), 16384 // p.key_block)
+
+
+def programs_of_grads(call: DeltaCall) -> int:
+    return 2 * call.plan.programs
+
+
+def scratch(call: DeltaCall) -> tuple[int, ...]:
+    """Numbers in fp32: rows of a chunk for each program."""
+    p = call.plan
+    return programs_of_grads(call), p.tiles.chunk, 3 * p.K + 2 * columns_of_grads(call)

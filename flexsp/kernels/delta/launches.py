@@ -23,7 +23,7 @@ _SAVED = (
     "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth", "@exact",
 )  # fmt: skip
 _OWN = (
-    *_SAVED, "@gain", "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
+    *_SAVED, "@gain", "@scratch", "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
     "@derrors", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
 )  # fmt: skip
 _KERNELS = {
@@ -94,6 +94,7 @@ class DeltaCall:
             "@strength": (_F32, (*chunks, C)),
             "@gain": (_F32, chunks),
             "@exact": (torch.int32, chunks),
+            "@scratch": (_F32, exact_launches.scratch(self)),
             "@decays": (_F32, (2, *chunks, C)),
             "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),

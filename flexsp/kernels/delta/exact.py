@@ -20,15 +20,19 @@ from flexsp.kernels.delta.walks import CHANNEL, SCALAR, begins
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, store_state
 from flexsp.runtime.launch import begin
 
-LIMIT = tl.constexpr(24.0)
-"""Of a chunk's sum of squares. Random keys of 64 channels and beta 1 stay below it; one key with beta 0.6 does not."""
+LIMIT = tl.constexpr(0.375)
+"""Of a chunk's sum of squares, for each of its tokens. Random keys of 64 channels stay below it up to beta 1, one key up
+to beta 0.5."""
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
 _ALONE = tl.constexpr(2)  # in `mild`: neither kernels for mild chunks nor those for others
 
 
-@triton.jit
-def choose(gain, exact, mild, n_chunks, per_seg, MILD: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "n_chunks", "per_seg"])
+def choose(
+    gain, exact, mild, table, T, n_chunks, per_seg, C: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token."""
     begin(PDL)
     row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -38,7 +42,8 @@ def choose(gain, exact, mild, n_chunks, per_seg, MILD: tl.constexpr, PDL: tl.con
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         given = tl.load(gain + row * n_chunks + c, mask=c < c1, other=0.0)
-        found = tl.maximum(found, tl.max((given > LIMIT).to(tl.int32), axis=0))
+        length = tl.load(table + c * 5 + 1, mask=c < c1, other=0) if PACKED else tl.minimum(T - c * C, C)
+        found = tl.maximum(found, tl.max((given > LIMIT * length).to(tl.int32), axis=0))
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)

@@ -21,8 +21,8 @@ def _add(base, i, x, N: tl.constexpr, index, more):
 
 @triton.jit
 def _panel(
-    q, k, v, beta, g, do, entering, leaving, dv, rows_of_chunk, start, length, v0, H, of_beta, of_gate, q_st, k_st, v_st,
-    beta_st, g_st, do_st, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    q, k, v, beta, g, do, entering, leaving, dv, rows_of_chunk, start, length, v0, H, of_beta, of_gate, q_st, k_st,
+    v_st, beta_st, g_st, do_st, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """What BV columns of the values from v0 on add to the rows A, B and those of dq, each [C, K]; to dbeta and to that
@@ -78,6 +78,70 @@ def _panel(
     return of_beta, of_gate, kept
 
 
+@triton.jit
+def _chunk(
+    q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T,
+    H, n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    b = row // H
+    h = row % H
+    q += b * q_sb + h // GROUP * q_sh
+    k += b * k_sb + h // GROUP * k_sh
+    v += b * v_sb + h * v_sh
+    do += b * do_sb + h * do_sh
+    beta += b * beta_sb + h * beta_sh
+    g += b * g_sb + h * g_sh
+    dq += (b * (T // STEPS) * H + h) * K
+    dk += (b * T * H + h) * K
+    dv += (b * T * H + h) * V
+    rows = tl.arange(0, BK)
+    index = tl.arange(0, C)
+    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+    of_beta = tl.zeros([C], tl.float32)
+    of_gate = tl.zeros([C], tl.float32)
+    behind = tl.zeros([BK], tl.float32)
+    for v0 in range(0, V, BV):
+        of_beta, of_gate, kept = _panel(
+            q, k, v, beta, g, do, entering + place * V * K, leaving + place * V * K, dv, rows_of_chunk, start, length,
+            v0, H, of_beta, of_gate, q_st, k_st, v_st, beta_st, g_st, do_st, scale, K, BK, V, BV, C, GATED, STEPS,
+        )  # fmt: skip
+        behind += kept
+    if GATED == SCALAR:
+        of_gate += tl.where(index == length - 1, tl.sum(behind, axis=0), 0.0)
+    for j in range(0, length):
+        i = length - 1 - j
+        n = start + i
+        reads = n % STEPS == STEPS - 1
+        a = _row(rows_of_chunk, i, K, rows, K, True)
+        read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
+        of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
+        tl.store(dk + n * H * K + rows, (a - read).to(dk.dtype.element_ty), mask=rows < K)
+        tl.store(dq + n // STEPS * H * K + rows, of_query.to(dq.dtype.element_ty), mask=(rows < K) & reads)
+        of_query *= _row(q, n // STEPS, q_st, rows, K, reads)
+        if GATED == SCALAR:
+            of_gate += tl.where(index == i, sum_over(of_query, 0), 0.0)
+        if GATED == CHANNEL:
+            behind += of_query - _row(k, n, k_st, rows, K, True) * (a + read)
+            found = tl.where(_row(g, n, g_st, rows, K, True) < GATE_MIN, 0.0, behind)
+            tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
+    zeros = tl.zeros([C], tl.float32)
+    for tile in tl.static_range(TILES):
+        found = of_beta if tile == 0 else zeros
+        if GATED == CHANNEL:
+            to = dbeta + ((tile * (heads // H) + b) * T + start + index) * H + h
+            tl.store(to, found.to(dbeta.dtype.element_ty), mask=index < length)
+        else:
+            tile_size = (n_chunks * C).to(tl.int64) * heads
+            to = dbeta + tile * tile_size + (row * n_chunks + c) * C + index
+            tl.store(to, found)
+            if GATED == SCALAR:
+                tl.store(to + TILES * tile_size, of_gate if tile == 0 else zeros)
+                tl.store(to + 2 * TILES * tile_size, zeros)
+    tl.debug_barrier()  # the rows are read before they are written over
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_chunks", "before", "count", "held", "groups"])
 def exact_grads(
     q, k, v, beta, g, do, exact, entering, leaving, scratch, dq, dk, dv, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
@@ -114,67 +178,3 @@ def exact_grads(
                     do_sh, row, c, row * held + c - before, heads, T, H, n_chunks, scale, K, BK, V, BV, C, TILES, GATED,
                     PACKED, GROUP, STEPS,
                 )  # fmt: skip
-
-
-@triton.jit
-def _chunk(
-    q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T, H,
-    n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    b = row // H
-    h = row % H
-    q += b * q_sb + h // GROUP * q_sh
-    k += b * k_sb + h // GROUP * k_sh
-    v += b * v_sb + h * v_sh
-    do += b * do_sb + h * do_sh
-    beta += b * beta_sb + h * beta_sh
-    g += b * g_sb + h * g_sh
-    dq += (b * (T // STEPS) * H + h) * K
-    dk += (b * T * H + h) * K
-    dv += (b * T * H + h) * V
-    rows = tl.arange(0, BK)
-    index = tl.arange(0, C)
-    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-    of_beta = tl.zeros([C], tl.float32)
-    of_gate = tl.zeros([C], tl.float32)
-    behind = tl.zeros([BK], tl.float32)
-    for v0 in range(0, V, BV):
-        of_beta, of_gate, kept = _panel(
-            q, k, v, beta, g, do, entering + place * V * K, leaving + place * V * K, dv, rows_of_chunk, start, length, v0, H,
-            of_beta, of_gate, q_st, k_st, v_st, beta_st, g_st, do_st, scale, K, BK, V, BV, C, GATED, STEPS,
-        )  # fmt: skip
-        behind += kept
-    if GATED == SCALAR:
-        of_gate += tl.where(index == length - 1, tl.sum(behind, axis=0), 0.0)
-    for j in range(0, length):
-        i = length - 1 - j
-        n = start + i
-        reads = n % STEPS == STEPS - 1
-        a = _row(rows_of_chunk, i, K, rows, K, True)
-        read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
-        of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
-        tl.store(dk + n * H * K + rows, (a - read).to(dk.dtype.element_ty), mask=rows < K)
-        tl.store(dq + n // STEPS * H * K + rows, of_query.to(dq.dtype.element_ty), mask=(rows < K) & reads)
-        of_query *= _row(q, n // STEPS, q_st, rows, K, reads)
-        if GATED == SCALAR:
-            of_gate += tl.where(index == i, sum_over(of_query, 0), 0.0)
-        if GATED == CHANNEL:
-            behind += of_query - _row(k, n, k_st, rows, K, True) * (a + read)
-            found = tl.where(_row(g, n, g_st, rows, K, True) < GATE_MIN, 0.0, behind)
-            tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
-    zeros = tl.zeros([C], tl.float32)
-    for tile in tl.static_range(TILES):
-        found = of_beta if tile == 0 else zeros
-        if GATED == CHANNEL:
-            to = dbeta + ((tile * (heads // H) + b) * T + start + index) * H + h
-            tl.store(to, found.to(dbeta.dtype.element_ty), mask=index < length)
-        else:
-            tile_size = (n_chunks * C).to(tl.int64) * heads
-            to = dbeta + tile * tile_size + (row * n_chunks + c) * C + index
-            tl.store(to, found)
-            if GATED == SCALAR:
-                tl.store(to + TILES * tile_size, of_gate if tile == 0 else zeros)
-                tl.store(to + 2 * TILES * tile_size, zeros)
-    tl.debug_barrier()  # the rows are read before they are written over

@@ -23,8 +23,8 @@ _SAVED = (
     "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth", "@exact",
 )  # fmt: skip
 _OWN = (
-    *_SAVED, "@gain", "@scratch", "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
-    "@derrors", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
+    *_SAVED, "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
+    "@derrors", "@gain", "@scratch", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
@@ -136,9 +136,9 @@ class DeltaCall:
         if p.scanned:
             launches += [*self._summarize(given), *exact_launches.forward(self, "summarize", given)]
             launches += self._scan("@states", reverse=False)
-        given = given if in_walk else None
-        launches.append(self._output(given))
-        launches += exact_launches.forward(self, "output", given, final="@final" if self.ends else None)
+        entering = given if in_walk else None
+        launches.append(self._output(entering))
+        launches += exact_launches.forward(self, "output", entering, final="@final" if self.ends else None)
         return launches if p.n_chunks else self._of_no_tokens(launches)
 
     def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
@@ -159,10 +159,10 @@ class DeltaCall:
         if p.scanned:
             launches += [*self._collect(after), *exact_launches.backward(self, "collect", after)]
             launches += self._scan("@dstates", reverse=True)
-        given, after = "@initial" if self.initial and in_walk else None, after if in_walk else None
+        before, behind = "@initial" if self.initial and in_walk else None, after if in_walk else None
         for part in p.parts:
-            launches += [self._states(given, part), *exact_launches.forward(self, "states", given, part)]
-            launches += [self._back(after, to, part), *exact_launches.backward(self, "back", after, to, part)]
+            launches += [self._states(before, part), *exact_launches.forward(self, "states", before, part)]
+            launches += [self._back(behind, to, part), *exact_launches.backward(self, "back", behind, to, part)]
             launches += self._grads(part)
         launches += self._summed()
         if p.n_chunks:

@@ -78,7 +78,7 @@ class Keys:
         return op(**given, **bounds, **more, output_final_state=True)
 
     def loop(self, given: dict[str, torch.Tensor]) -> Any:
-        bounds = {"cu_seqlens": torch.tensor(self.bounds)} if self.bounds else {}
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
         return oracles.delta_rule(**given, **bounds, steps=self.steps)
 
 
@@ -88,9 +88,10 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
     draw = torch.Generator().manual_seed(seed + 1)
     do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
     ends = torch.randn(given["initial_state"].shape, generator=draw)
-    wide = {x: y.double().requires_grad_() for x, y in given.items()}
+    wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
-    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], [do.double(), ends.double()])]
+    cotangents = [x.double().to(device) for x in (do, ends)]
+    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], cotangents)]
     part, whole = {}, {}
     for x, y in given.items():
         whole[x] = slice(None)

@@ -21,8 +21,8 @@ from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, s
 from flexsp.runtime.launch import begin
 
 LIMIT = tl.constexpr(0.375)
-"""Of a chunk's sum of squares, for each of its tokens. Random keys of 64 channels stay below it up to beta 1, one key up
-to beta 0.5."""
+"""Of a chunk's sum of squares, for each of its tokens. Random keys of 64 channels stay below it up to beta 0.9, one key
+up to beta 0.5."""
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
 _ALONE = tl.constexpr(2)  # in `mild`: neither kernels for mild chunks nor those for others

@@ -30,9 +30,10 @@ def choose(call: DeltaCall, mild: str | None) -> list[LaunchSpec]:
     if not rounds(call):
         return []
     pointers = "@gain", "@exact", mild or "@exact", "@table" if p.docs else "@exact"
+    constants = {"C": p.tiles.chunk, "MILD": mild is not None, "PACKED": p.docs > 0}
     return [LaunchSpec(
         "choose", _WARP, (p.B * p.H, p.n_seg, 1), pointers, ("@gain", *named(mild)), ("@exact", *named(mild)),
-        (p.T, p.n_chunks, p.per_seg), {"C": p.tiles.chunk, "MILD": mild is not None, "PACKED": p.docs > 0}, _WARP.options, kernel=exact.choose,
+        (p.T, p.n_chunks, p.per_seg), constants, _WARP.options, kernel=exact.choose,
     )]  # fmt: skip
 
 

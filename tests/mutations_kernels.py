@@ -23,6 +23,7 @@ _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
+_ALIKE = "tests/test_reflections.py::test_against_token_loops"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -310,6 +311,17 @@ KERNELS = [
          "tests/test_launches.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
          "tests/test_launches.py::test_one_token_stride_for_all"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact.py",
+        ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _ALIKE + "[gated]"),
+        ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
+         "tests/test_reflections.py::test_over_ranks[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("behind += of_query - _row", "behind += of_query + _row", "gates' gradients add what keys take", _ALIKE + "[kda]"),
+        ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _ALIKE + "[delta]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",

@@ -43,7 +43,7 @@ def choose(
         c = block + tl.arange(0, _MANY)
         given = tl.load(gain + row * n_chunks + c, mask=c < c1, other=0.0)
         length = tl.load(table + c * 5 + 1, mask=c < c1, other=0) if PACKED else tl.minimum(T - c * C, C)
-        found = tl.maximum(found, tl.max((given > LIMIT * length).to(tl.int32), axis=0))
+        found = tl.maximum(found, tl.max(((given > LIMIT * length) & (c < c1)).to(tl.int32), axis=0))
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)

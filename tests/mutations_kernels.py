@@ -314,6 +314,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/exact.py",
+        (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _ALIKE + "[gated]"),
         ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
          "tests/test_reflections.py::test_over_ranks[gated]"),

@@ -151,3 +151,21 @@ def test_over_ranks(name: str, seed: int) -> None:
     cases = [Keys(name, 1, 1.9, **given), Keys(name, 4, **given, bounds=(0, 35, 50))]
     found = run_ranks(of_kernels, 3, cases, seed, env=ENV)
     assert not any(found), found
+
+
+def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """Of two heads, whose chunks of 64, 64 and 22 tokens are in two segments: those done token by token."""
+    from flexsp.kernels.delta.exact import choose
+
+    gain = torch.tensor([[1.0, 24.1, 8.2], [23.9, 23.9, 8.3]])
+    table = torch.tensor([[64 * c, (64, 64, 22)[c], 0, 0, 0] for c in range(3)], dtype=torch.int32)
+    exact, mild = torch.full((2, 3), -1, dtype=torch.int32), torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32)
+    choose[(2, 2)](gain, exact, mild, table, 150, 3, 2, C=64, MILD=True, PACKED=packed, PDL=False)
+    return exact.tolist(), mild.tolist()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_is_done_token_by_token(packed: bool) -> None:
+    """Each token may add 0.375: short chunks less. What lies behind the last chunk does not count."""
+    (found,) = run_ranks(chosen, 1, packed, env=ENV)
+    assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]])

@@ -33,6 +33,9 @@ def chunk_delta_rule(
 
     Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule (arXiv 2406.06484), eq. 4.
 
+    On Hopper GPUs bfloat16 inputs whose keys repeat or are alike, with beta up to 2, are done token by token in float32
+    where chunks would round too much: right, and several times slower.
+
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``: longer keys make the

@@ -95,7 +95,7 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
     part, whole = {}, {}
     for x, y in given.items():
         whole[x] = slice(None)
-        if sp is not None and sp.rank and x == "initial_state":
+        if sp is not None and sp.rank and x == "initial_state" and not keys.bounds:
             continue
         if sp is not None and x != "initial_state":
             start, n = sum(keys.lengths[: sp.rank]), keys.lengths[sp.rank]

@@ -348,6 +348,26 @@ def test_links_between_documents_lead_to_headings() -> None:
             assert anchor in anchors, f"{document.name}: {path}#{anchor}"
 
 
+def test_inverses_of_contractions_are_small() -> None:
+    """Section 7, "Keys that are alike": no row of M^-1 - I is beyond 1 with beta up to 1, and reflections are."""
+    for many in (1, 2, 3, C):
+        k = torch.nn.functional.normalize(normal(many, K).detach(), dim=-1)[torch.randint(0, many, (C,))]
+        alike = torch.nn.functional.normalize(k[:1] + 0.05 * normal(C, K).detach(), dim=-1)
+        for keys in (k, alike):
+            for b in (torch.zeros(C, K), gates(C, K).detach().cumsum(0) / C):
+                G = scores(keys, keys, decay(b.double())).tril(-1)
+                for beta in (torch.ones(C), torch.rand(C), torch.rand(C).round()):
+                    assert rows_of_inverse(G * beta.double()).max() < 1 + 1e-12
+    G = torch.ones(C, C, dtype=torch.float64).tril(-1)
+    assert rows_of_inverse(2 * G)[1:].min() > 1.25
+
+
+def rows_of_inverse(G: Tensor) -> Tensor:
+    """Of each row of (I + G)^-1 - I the sum of squares."""
+    one = torch.eye(C, dtype=torch.float64)
+    return (torch.linalg.inv(one + G) - one).square().sum(1)
+
+
 @pytest.mark.parametrize("by_channel", [True, False])
 def test_delta_rule_token_by_token(by_channel: bool) -> None:
     """Section 7, "Keys that are alike": of gates the sum from a token on is not needed."""

@@ -1,4 +1,4 @@
-"""Delta rules in bfloat16 whose keys repeat or are alike, with beta up to 2: kernels against token loops in float64.
+"""Delta rules in bfloat16 whose keys repeat or are alike, with beta beyond 1: kernels against token loops in float64.
 
 A reflection (beta 2) lets no error decay, so that rounded inverses of chunks would be off by any factor: see
 `flexsp.kernels.delta.exact`.
@@ -14,11 +14,19 @@ import torch
 
 from flexsp import ops
 from flexsp.testing import oracles
-from flexsp.testing.compare import relative_error
+from flexsp.testing.compare import (
+    DRAWS,
+    WIDE,
+    RoundedProducts,
+    a_rounding_off,
+    check_functions,
+    low_precision,
+    relative_error,
+)
 from flexsp.testing.ranks import run_ranks
 from tests.interpreted import poisoned
 from tests.marks import quick
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT
+from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, differentiated
 
 BOUND = 0.02
 NAMES = ("delta", "gated", "kda", "product")
@@ -69,17 +77,20 @@ class Keys:
             given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
         return given | {"initial_state": normal(docs, self.H, self.K, self.V)}
 
+    @property
+    def op(self) -> Any:
+        return {"delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
+                "product": ops.chunk_gated_delta_product}[self.name]  # fmt: skip
+
     def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
         if self.name == "product":
             more["num_householder"] = 2
-        op = {"delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
-              "product": ops.chunk_gated_delta_product}[self.name]  # fmt: skip
-        return op(**given, **bounds, **more, output_final_state=True)
+        return self.op(**given, **bounds, **more, output_final_state=True)
 
-    def loop(self, given: dict[str, torch.Tensor]) -> Any:
+    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
-        return oracles.delta_rule(**given, **bounds, steps=self.steps)
+        return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
@@ -131,7 +142,7 @@ def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
 CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
     "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)), Keys("gated", 1, T=66)],
-    "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 0.7, T=40, bounds=(0, 33, 40))],
+    "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
@@ -142,6 +153,28 @@ CASES = {
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=ENV)
     assert not found, found
+
+
+def judged(sp: Any, cases: list[Keys], seed: int) -> None:
+    """By chunks in PyTorch, on data that is a rounding off and with products of operands in bfloat16."""
+    for keys in cases:
+        given, made = keys.inputs(seed), torch.Generator().manual_seed(seed + 1)
+        shapes = (*given["q"].shape[:3], keys.V), given["initial_state"].shape
+        ends = [tuple(torch.randn(x, generator=made).bfloat16().double() for x in shapes) for _ in range(DRAWS)]
+        with poisoned(keys.segments, keys.H):
+            found = [differentiated(lambda x, keys=keys: keys.call(x), dict(given), [each])[0] for each in ends]
+        want = differentiated(lambda x, keys=keys: keys.loop(x), {x: y.double() for x, y in given.items()}, ends)
+        off = {x: y if x in WIDE else a_rounding_off(y, made, torch.bfloat16) for x, y in given.items()}
+        ends = [tuple(a_rounding_off(x, made, torch.bfloat16) for x in each) for each in ends]
+        with RoundedProducts(torch.bfloat16):
+            low = differentiated(lambda x, keys=keys: keys.loop(x, low_precision), off, ends)
+        check_functions(found, want, low)
+
+
+@pytest.mark.parametrize("name", quick(NAMES, "gated"))
+def test_steps_that_do_not_reflect(name: str, seed: int) -> None:
+    """With beta up to 1 such keys stay in chunks, and round as those do."""
+    run_ranks(judged, 1, [Keys(name, 0, 0.7), Keys(name, 1, 1.0)], seed, env=ENV)
 
 
 @pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated"))
@@ -157,7 +190,7 @@ def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
     """Of two heads, whose chunks of 64, 64 and 22 tokens are in two segments: those done token by token."""
     from flexsp.kernels.delta.exact import choose
 
-    gain = torch.tensor([[1.0, 24.1, 8.2], [23.9, 23.9, 8.3]])
+    gain = torch.tensor([[1.0, 80.1, 27.4], [79.9, 79.9, 27.6]])
     table = torch.tensor([[64 * c, (64, 64, 22)[c], 0, 0, 0] for c in range(3)], dtype=torch.int32)
     exact, mild = torch.full((2, 3), -1, dtype=torch.int32), torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32)
     choose[(2, 2)](gain, exact, mild, table, 150, 3, 2, C=64, MILD=True, PACKED=packed, PDL=False)
@@ -166,6 +199,6 @@ def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_is_done_token_by_token(packed: bool) -> None:
-    """Each token may add 0.375: short chunks less. What lies behind the last chunk does not count."""
+    """Each token may add 1.25: short chunks less. What lies behind the last chunk does not count."""
     (found,) = run_ranks(chosen, 1, packed, env=ENV)
     assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]])

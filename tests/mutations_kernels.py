@@ -57,6 +57,8 @@ KERNELS = [
         "flexsp/kernels/delta/prepare.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
+        ("found = unit_inverse(x, C)\n    if", "found = unit_inverse(0.95 * x, C)\n    if", "keys that are alike are less so",
+         "tests/test_reflections.py::test_steps_that_do_not_reflect[gated]"),
         ("_joined(a, -_product", "_joined(a, _product", "blocks of the inverse have the wrong sign", _DELTA_ALL),
         ("growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0,", "growth = tl.maximum(0.0 * squares, 1.0,",
          "the horizon knows no growth by large keys", _DELTA + "test_large_keys_have_no_horizon"),
@@ -315,6 +317,8 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/exact.py",
         (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("tl.constexpr(1.25)", "tl.constexpr(0.95)", "steps that are contractions are done token by token",
          "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _ALIKE + "[gated]"),
         ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",

@@ -26,6 +26,7 @@ _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
+_REPEATED = "tests/test_reflections.py::test_against_token_loops"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -59,6 +60,8 @@ KERNELS = [
         "flexsp/kernels/delta/prepare.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
+        ("found = unit_inverse(x, C)\n    if", "found = unit_inverse(0.95 * x, C)\n    if", "keys that are alike are less so",
+         "tests/test_reflections.py::test_steps_that_do_not_reflect[gated]"),
         ("_joined(a, -_product", "_joined(a, _product", "blocks of the inverse have the wrong sign", _DELTA_ALL),
         ("growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0,", "growth = tl.maximum(0.0 * squares, 1.0,",
          "the horizon knows no growth by large keys", _DELTA + "test_large_keys_have_no_horizon"),
@@ -324,6 +327,21 @@ KERNELS = [
          "tests/test_launches.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
          "tests/test_launches.py::test_one_token_stride_for_all"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact.py",
+        (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("tl.constexpr(1.25)", "tl.constexpr(0.95)", "steps that are contractions are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _REPEATED + "[gated]"),
+        ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
+         "tests/test_reflections.py::test_over_ranks[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("behind += of_query - _row", "behind += of_query + _row", "gates' gradients add what keys take", _REPEATED + "[kda]"),
+        ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _REPEATED + "[delta]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",

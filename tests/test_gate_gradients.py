@@ -140,7 +140,7 @@ def test_gates(name: str) -> None:
 
 
 def long_errors(sp: Any, segments: int, seed: int) -> dict[str, tuple[float, float]]:
-    """Of 32 chunks in few segments, whose edges alone have exact states: what is carried from chunk to chunk adds up."""
+    """Of 32 chunks in few segments, whose edges alone have exact states: what chunks hand on adds up."""
     from flexsp.kernels.diagonal import tiles
 
     tiles.segment_length = lambda n_chunks, heads, programs: n_chunks // segments

@@ -145,9 +145,11 @@ def dkv_kernel(
     Right to left. DK needs a tile of dS with all of V, DV one with all of K; both at once, all of dS. DG goes with DK:
     writes [B, H, chunks, K tiles, PARTS, C], pairs [B, H, chunks, K tiles, C / 16, C], edges [K tiles, B, n_seg, H] and
     write_sums [B, H, chunks, K tiles, BK] (EXACT; rows of <dS, what the chunk adds to S>, dS as it enters), all fp32,
-    are then this tile's channels of those sums. `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv: what j
-    wrote for all tokens that read it. `pairs` are what i reads of its own chunk, of the same rounded scores, so that a
-    chunk's pairs cancel. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
+    are then this tile's channels of those sums. EXACT: `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv:
+    what j wrote for all tokens that read it; `pairs` are what i reads of its own chunk, of the same rounded scores, so
+    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of a
+    token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
+    than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -175,6 +177,8 @@ def dkv_kernel(
         dv_st = q_st
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
+    if DG and not EXACT:
+        before = (rows[None, :] < rows[:, None]).to(DOT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
@@ -209,6 +213,8 @@ def dkv_kernel(
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
+        if DG and not EXACT:
+            pair = tl.zeros([C, C], tl.float32)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
                 decay = power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
@@ -220,16 +226,24 @@ def dkv_kernel(
             if DV or DG:
                 ac = mm(kc, tl.trans(qc), DOT, PREC)
                 a = (ac * decay).to(DOT)
-            if DG and DV:
+            if DG and not EXACT:
+                pair = ac * decay * dac
+            elif DG and DV:
                 _column_sums(pairs + at_sums * (C // 16) * C, a.to(tl.float32) * dac, C, C)
             elif DG:
                 _column_sums(pairs + at_sums * (C // 16) * C, da.to(tl.float32) * ac, C, C)
+        if DG and not EXACT:  # noqa: SIM102
+            if length >= 0:  # of the pairs written before p, those read at p or later
+                both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
+                _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
             if length >= 0:
                 dkc = mm(vc, tl.trans(held), DOT, PREC)
                 if GATED:
                     dkc = dkc * into[:, None]
+                if DG and not EXACT:
+                    _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
         if GATED:
             dS = dS * power(b_end)
             dS += written(qc, power(bc) * scale, oc, V, DOT, PREC)
@@ -237,7 +251,7 @@ def dkv_kernel(
             dS += written(qc, None, oc, V, DOT, PREC) * scale
         if DK:
             dkc += mm(da, qc, DOT, PREC)
-            if DG and not DV:
+            if DG and EXACT and not DV:
                 _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
@@ -247,7 +261,7 @@ def dkv_kernel(
                 if GATED:
                     dvc = dvc * into[:, None]
             dvc += mm(a, oc, DOT, PREC)
-            if DG:
+            if DG and EXACT:
                 _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:  # noqa: SIM102
@@ -309,16 +323,16 @@ def gate_grad_kernel(
         write = tl.zeros([C], tl.float32)
         previous = tl.zeros([C], tl.float32)
         read = tl.zeros([C], tl.float32)
+        pair = tl.zeros([C], tl.float32)
         for i in tl.static_range(TILES * PARTS):
             term = writes + at * (TILES * PARTS) + i * C + rows
             previous += tl.load(term - 1, mask=before, other=0.0)
             if not EXACT:
                 write += tl.load(term, mask=valid, other=0.0)
-        for i in tl.static_range(TILES * (C // 16)):
-            term = pairs + at * (TILES * (C // 16)) + i * C + rows
-            previous -= tl.load(term - 1, mask=before, other=0.0)
-            if not EXACT:
-                write -= tl.load(term, mask=valid, other=0.0)
+                pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
+        if EXACT:
+            for i in tl.static_range(TILES * (C // 16)):
+                previous -= tl.load(pairs + at * (TILES * (C // 16)) + i * C + rows - 1, mask=before, other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
         if EXACT:
@@ -332,8 +346,8 @@ def gate_grad_kernel(
         straddle = tl.where(noise, 0.0, straddle)
         carried = tl.where(noise, 0.0, carried)
         to = dg + row.to(tl.int64) * T + start + rows
-        inside = tl.cumsum(read, axis=0, reverse=True) + tl.cumsum(previous, axis=0)
-        tl.store(to, inside + straddle, mask=valid)
+        after = pair + tl.cumsum(read, axis=0, reverse=True)
+        tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
         if EXACT:
             arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)
             carried += arrived * arrived

@@ -102,7 +102,7 @@ class DiagonalCall:
             "@edges": (_F32, (self._dk_tiles, p.B, p.n_seg, p.H)),
             "@ends": (_F32, (p.docs, p.H)),
             "@reads": (_F32, self._sums(_count(p.K, p.tiles.dq.bk), p.tiles.dq.parts)),
-            "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.chunk // 16)),
+            "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else p.tiles.dk.parts)),
             "@writes": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
             "@read_sums": (_F32, (p.B, p.H, p.n_chunks, _count(p.K, p.tiles.dq.bk), p.tiles.dq.bk)),
             "@write_sums": (_F32, (p.B, p.H, p.n_chunks, self._dk_tiles, p.tiles.dk.bk)),

@@ -49,7 +49,7 @@ OPS = {
     "rwkv6": Op(ops.chunk_rwkv6, vector.rwkv6, ("w",)),
     "gated_delta_rule": Op(partial(ops.chunk_gated_delta_rule, **_NORM), partial(oracles.delta_rule, **_NORM)),
     "kda": Op(partial(ops.chunk_kda, **_NORM), partial(oracles.delta_rule, **_NORM)),
-    "mlstm": Op(ops.chunk_mlstm, test_mlstm.oracle, ("f", "i")),
+    "mlstm": Op(partial(ops.chunk_mlstm, head_first=False), test_mlstm.oracle, ("f", "i")),
 }
 
 

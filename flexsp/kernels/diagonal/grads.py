@@ -147,8 +147,8 @@ def dkv_kernel(
     write_sums [B, H, chunks, K tiles, BK] (EXACT; rows of <dS, what the chunk adds to S>, dS as it enters), all fp32,
     are then this tile's channels of those sums. EXACT: `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv:
     what j wrote for all tokens that read it; `pairs` are what i reads of its own chunk, of the same rounded scores, so
-    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of a
-    token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
+    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of
+    a token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
     than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
     begin(PDL)

@@ -14,6 +14,8 @@ _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
 _ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
+_LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
+_LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
 _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
@@ -24,6 +26,7 @@ _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
+_REPEATED = "tests/test_reflections.py::test_against_token_loops"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -57,6 +60,8 @@ KERNELS = [
         "flexsp/kernels/delta/prepare.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
+        ("found = unit_inverse(x, C)\n    if", "found = unit_inverse(0.95 * x, C)\n    if", "keys that are alike are less so",
+         "tests/test_reflections.py::test_steps_that_do_not_reflect[gated]"),
         ("_joined(a, -_product", "_joined(a, _product", "blocks of the inverse have the wrong sign", _DELTA_ALL),
         ("growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0,", "growth = tl.maximum(0.0 * squares, 1.0,",
          "the horizon knows no growth by large keys", _DELTA + "test_large_keys_have_no_horizon"),
@@ -161,7 +166,13 @@ KERNELS = [
         ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
     ),
     *_in(
+        "flexsp/kernels/primitives.py",
+        ("value = value * w\n", "value = value * 1.0\n", "one column does not decay", "tests/test_mlstm_kernels.py"),
+    ),
+    *_in(
         "flexsp/kernels/diagonal/summarize.py",
+        ("S += written(xc, w, yc, V, DOT, PREC)", "S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)",
+         "states at edges are of other rounded operands than the walks' own", _LONG_EDGES),
         ("slot = (b * (n_seg + 1) + seg + (0", "slot = (b * n_seg + seg + (0", "states of B > 1 overlap", _PLAIN),
         ("w = power(bc) * scale if REVERSE", "w = power(bc) if REVERSE", "no scale backward", _PLAIN),
         ("            S = tl.where(first, 0.0, S)  #", "            S = S  #",
@@ -196,15 +207,21 @@ KERNELS = [
          "edges of K > 32 are read as if B were 1", _EDGES + "test_several_sequences_heads_and_tiles_of_keys"),
         ("noise = (b_end < DROP) &", "noise = (b_end < 2 * DROP - 100) &",
          "rounding is carried past closed gates", _EDGES + "test_large_numbers_behind_closed_gates_leave_no_rounding"),
-        ("before = (rows[None, :] < rows", "before = (rows[None, :] <= rows", "a token's own write counts as one before",
-         _PLAIN),
-        ("mask=valid & (rows > 0), other=0.0)", "mask=valid, other=0.0)", "the row above a chunk is read", _PLAIN),
+        ("previous += tl.load(term - 1, mask=before", "previous += tl.load(term, mask=before", "a token's own write counts as one before", _PLAIN),
+        ("before = valid & (rows > 0)", "before = valid", "the row above a chunk is read", _PLAIN),
+        ("arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)", "arrived = tl.sum(read, axis=0)",
+         "rounded reads are carried from chunk to chunk", _LONG_GATES),
+        ("written = _all_of(write_sums, at // C, TILES, BK)", "written = tl.sum(previous, axis=0)",
+         "rounded writes are carried from chunk to chunk", _LONG_GATES),
+        ("_inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end",
+         "_inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S.to(DOT).to(tl.float32), end",
+         "rounded last states are carried from chunk to chunk", _LONG_GATES.replace("[1]", "[packed]")),
         ("ROUNDING * ROUNDING * carried)", "1.0e30 * carried)", "what passes strong decay is always dropped",
          "tests/test_scalar_decay.py::test_gradients_of_gates_before_strong_decay"),
-        ("straddle += tl.sum(read, axis=0)", "straddle += 0.0", "reads do not straddle", _ENGINE + "test_segments[1]"),
+        ("straddle += arrived", "straddle += 0.0", "reads do not straddle", _ENGINE + "test_segments[1]"),
         ("straddle = tl.where(last, edge, straddle)", "straddle = straddle",
          "what straddles a document's end stays", _ENGINE + "test_segments[1]"),
-        ("            S += mm(tl.trans(kc) * power(b_end - bc)", "            S += mm(tl.trans(kc) * power(b_end)",
+        ("S += written(kc, power(b_end - bc)", "S += written(kc, power(b_end)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
     ),
@@ -278,7 +295,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/diagonal/launches.py",
-        ("p.packed and self.ends and self.gate", "False and self.gate",
+        ('"@edges" if dfinal is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
         ('zero=p.packed or not dfinal', 'zero=p.packed', "gradients of final states are not asked for",
          _ENGINE + "test_gradients_of_sums"),
@@ -313,6 +330,21 @@ KERNELS = [
          "tests/test_launches.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
          "tests/test_launches.py::test_one_token_stride_for_all"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact.py",
+        (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("tl.constexpr(1.25)", "tl.constexpr(0.95)", "steps that are contractions are done token by token",
+         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _REPEATED + "[gated]"),
+        ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
+         "tests/test_reflections.py::test_over_ranks[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("behind += of_query - _row", "behind += of_query + _row", "gates' gradients add what keys take", _REPEATED + "[kda]"),
+        ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _REPEATED + "[delta]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",

@@ -85,6 +85,7 @@ GROUPS = ([*QUICK, *OVER_RANKS], NO_DECAY, IN_TRITON, LARGE, SHARED)
 """One child each; ranks have most kernels in common with the first."""
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
 ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|256)", name)]
+EXACT = {"choose", "exact_forward", "exact_backward", "exact_grads"}
 WALKS = {"output", "states", "back", "summarize", "collect"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
@@ -179,6 +180,7 @@ def test_kernels(name: str) -> None:
         want |= {"join"} if of == "gated_deltanet" or (segments and CONFIGS[name].get("H") == 8) else set()
         of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
         want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
+    want |= EXACT if CONFIGS[name].get("dtype", "bfloat16") == "bfloat16" else set()
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
@@ -189,6 +191,7 @@ def test_kernels(name: str) -> None:
 def test_products_of_training_shapes(name: str) -> None:
     found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"values", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
+    assert not [x for x in found if x["name"] in EXACT and x["stack"]], described(found)
     if RELEASE in MAY_SPILL:
         may = {"channel_grads": MAY_SPILL[RELEASE]["channel_grads"]} if in_gluon(name) else MAY_SPILL[RELEASE]
         over = [x["name"] for x in found if x["stack"] > may.get(x["name"], 0)]

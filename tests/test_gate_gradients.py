@@ -140,14 +140,14 @@ def test_gates(name: str) -> None:
     assert not over, "\n".join(over)
 
 
-def long_errors(sp: Any, packed: bool, seed: int) -> dict[str, tuple[float, float]]:
-    """Of 32 chunks in one segment, whose edge alone has exact states: what is carried from chunk to chunk adds up.
+def long_errors(sp: Any, segments: int, packed: bool, seed: int) -> dict[str, tuple[float, float]]:
+    """Of 32 chunks in few segments, whose edges alone have exact states: what chunks hand on adds up.
 
     `packed`: as a document whose last state is read too.
     """
     from flexsp.kernels.diagonal import tiles
 
-    tiles.segment_length = lambda n_chunks, heads, programs: n_chunks
+    tiles.segment_length = lambda n_chunks, heads, programs: n_chunks // segments
     made, size = torch.Generator().manual_seed(seed), (1, 32 * 64, 2)
     q, k, v, do = (torch.randn(*size, 16, generator=made, dtype=torch.float64).to(BF16) for _ in range(4))
     k = torch.nn.functional.normalize(k.float(), dim=-1).to(BF16)
@@ -177,8 +177,8 @@ def long_errors(sp: Any, packed: bool, seed: int) -> dict[str, tuple[float, floa
     }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_carried_over_chunks_in_bfloat16(packed: bool) -> None:
-    (found,) = run_ranks(long_errors, 1, packed, random.randrange(2**31), env=ENV, timeout=200)
+@pytest.mark.parametrize(("segments", "packed"), [(1, False), (4, False), (1, True)], ids=["1", "4", "packed"])
+def test_nothing_is_carried_over_chunks_in_bfloat16(segments: int, packed: bool) -> None:
+    (found,) = run_ranks(long_errors, 1, segments, packed, random.randrange(2**31), env=ENV, timeout=200)
     over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
     assert not over, "\n".join(over)

@@ -346,3 +346,60 @@ def test_links_between_documents_lead_to_headings() -> None:
             titles = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{document.name}: {path}#{anchor}"
+
+
+def test_inverses_of_contractions_are_small() -> None:
+    """Section 7, "Keys that are alike": no row of M^-1 - I is beyond 1 with beta up to 1, and reflections are."""
+    for many in (1, 2, 3, C):
+        k = torch.nn.functional.normalize(normal(many, K).detach(), dim=-1)[torch.randint(0, many, (C,))]
+        alike = torch.nn.functional.normalize(k[:1] + 0.05 * normal(C, K).detach(), dim=-1)
+        for keys in (k, alike):
+            for b in (torch.zeros(C, K), gates(C, K).detach().cumsum(0) / C):
+                G = scores(keys, keys, decay(b.double())).tril(-1)
+                for beta in (torch.ones(C), torch.rand(C), torch.rand(C).round()):
+                    assert rows_of_inverse(G * beta.double()).max() < 1 + 1e-12
+    G = torch.ones(C, C, dtype=torch.float64).tril(-1)
+    assert rows_of_inverse(2 * G)[1:].min() > 1.25
+
+
+def rows_of_inverse(G: Tensor) -> Tensor:
+    """Of each row of (I + G)^-1 - I the sum of squares."""
+    one = torch.eye(C, dtype=torch.float64)
+    return (torch.linalg.inv(one + G) - one).square().sum(1)
+
+
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_delta_rule_token_by_token(by_channel: bool) -> None:
+    """Section 7, "Keys that are alike": of gates the sum from a token on is not needed."""
+    x = {"q": normal(C, K), "k": normal(C, K), "v": normal(C, V), "beta": normal(C), "S": normal(K, V)}
+    x["g"] = gates(C, K) if by_channel else gates(C, 1)
+    do, dS = normal(C, V).detach(), normal(K, V).detach()
+
+    def step(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+        S = x["g"].exp().reshape(-1, 1) * S
+        S = S + x["beta"] * x["k"][:, None] * (x["v"] - x["k"] @ S)
+        return S, x["q"] @ S
+
+    o, last = loop(x, step)
+    want = gradients(x, o, last, do, dS)
+    q, k, v, beta, g = (x[name].detach() for name in ("q", "k", "v", "beta", "g"))
+    states, after, S = [], [], x["S"].detach()
+    for t in range(C):
+        states.append(g[t].exp().reshape(-1, 1) * S)
+        S = states[t] + beta[t] * k[t][:, None] * (v[t] - k[t] @ states[t])
+        after.append(S)
+    got = {name: torch.zeros_like(y) for name, y in want.items()}
+    behind = (after[-1] * dS).sum(1)
+    for t in reversed(range(C)):
+        D = dS + q[t][:, None] * do[t]
+        e, y = v[t] - k[t] @ states[t], beta[t] * k[t] @ D
+        written, read = beta[t] * D @ e, states[t] @ y
+        got["q"][t], got["k"][t], got["v"][t], got["beta"][t] = after[t] @ do[t], written - read, y, e @ (k[t] @ D)
+        if by_channel:
+            behind = behind + q[t] * got["q"][t] - k[t] * (written + read)
+        else:
+            behind = behind.sum() + q[t] @ got["q"][t] - v[t] @ y
+        got["g"][t] = behind
+        dS = g[t].exp().reshape(-1, 1) * (D - k[t][:, None] * y)
+    got["S"] = dS
+    close(got, want)

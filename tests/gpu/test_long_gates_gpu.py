@@ -1,6 +1,6 @@
 """On one GPU: gradients of gates, and of parameters that are sums over tokens, at 131,072 tokens.
 
-A rounding that is carried from token to token does not show in short tests. The reference is the same call with the same
+A rounding that is carried from token to token does not show in short tests. The reference is the same call of the same
 numbers in float32. Every error is at most 1 %, token by token and summed over tokens, as A_log or the bias of a
 projection get it. `test_a_million_tokens` does the same at 1,048,576 tokens.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import channels, walks
+from flexsp.kernels.delta import channels, exact_launches, walks
 from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named, step
@@ -60,11 +60,11 @@ class ChannelCall(DeltaCall):
         return "@decay"
 
     @property
-    def _gated(self) -> int:
+    def gated(self) -> int:
         return int(walks.CHANNEL.value)
 
     @property
-    def _alive(self) -> str | None:
+    def alive(self) -> str | None:
         return None
 
     @property
@@ -76,9 +76,9 @@ class ChannelCall(DeltaCall):
         return None
 
     @property
-    def _mild(self) -> str | None:
-        """Which chunks these kernels leave to others."""
-        return None
+    def _skipped(self) -> str | None:
+        """The chunks whose gradients other kernels make."""
+        return "@exact" if self._gain is not None else None
 
     @property
     def _growth(self) -> str | None:
@@ -107,8 +107,9 @@ class ChannelCall(DeltaCall):
             GROWTH=self._growth is not None, GROUP=p.group,
         )  # fmt: skip
         inverse = LaunchSpec(
-            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse",), ("@inverse",), ("@inverse",),
-            constants={"C": t.chunk}, options=t.prepare.options,
+            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse", self._gain or "@inverse"),
+            ("@inverse",), ("@inverse", *named(self._gain)), constants={"C": t.chunk, "GAIN": self._gain is not None},
+            options=t.prepare.options,
         )  # fmt: skip
         values = self._chunkwise(
             "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
@@ -130,21 +131,22 @@ class ChannelCall(DeltaCall):
         parts = self._chunkwise(
             "channel_parts", t.channel_parts,
             [
-                "@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._mild, "d.v", "@kept",
-                *left,
+                "@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._skipped, "d.v",
+                "@kept", *left,
             ],
             [*([] if strong else ["d.v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
-            V=p.V, BV=width, ROWS=rows, STRONG=strong,
+            V=p.V, BV=width, ROWS=rows, STRONG=strong, SKIPS=self._skipped is not None,
         )  # fmt: skip
         to_beta = f"d.{self.beta}"
         whole = t.channel_grads.cols >= p.K
-        made = [*self._to_keys, to_beta if whole else "@dbeta", f"d.{self.gate}"]
+        made = [*self.to_keys, to_beta if whole else "@dbeta", f"d.{self.gate}"]
         grads = self._chunkwise(
-            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._mild, "@kept", *left, *made], made,
+            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._skipped, "@kept", *left, *made], made,
             [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
-            STRONG=strong, GROUP=p.group,
+            SKIPS=self._skipped is not None, GROUP=p.group,
         )  # fmt: skip
-        return [parts, replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))]
+        exact = exact_launches.grads(self, part, made[2], made[3], 1 if whole else -(-p.K // t.channel_grads.cols))
+        return [*exact, parts, replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))]
 
     def _summed(self) -> list[LaunchSpec]:
         whole = self.plan.tiles.channel_grads.cols >= self.plan.K

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import load_numbers, sum_over, unit_inverse
+from flexsp.kernels.delta.prepare import load_numbers, store_gain, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -159,8 +159,8 @@ def channel_scores(
     [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
 
     GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
-    than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, here and below: chunks that are
-    `mild` are left to `hopper_channels`.
+    than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, and SKIPS below: chunks that are
+    `mild` are left to `hopper_channels`, or to `exact`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -215,13 +215,15 @@ def channel_scores(
 
 
 @triton.jit
-def channel_inverse(inverse, C: tl.constexpr, PDL: tl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C]."""
+def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr):
+    """Inverses of I + G in place of G [B H, chunks, C, C]; GAIN: and gain, as in `prepare`."""
     begin(PDL)
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     place = inverse + at * C * C + i[:, None] * C + i[None, :]
     found = unit_inverse(tl.load(place).to(tl.float32), C)
+    if GAIN:
+        store_gain(gain, at, found, C)
     tl.debug_barrier()
     tl.store(place, found.to(inverse.dtype.element_ty))
 
@@ -270,8 +272,8 @@ def _chunk(
 def channel_parts(
     do, inverse, errors, derrors, entering, leaving, mild, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
     do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
@@ -285,7 +287,7 @@ def channel_parts(
     h = row % H
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
-    if STRONG:  # noqa: SIM102
+    if SKIPS:  # noqa: SIM102
         if tl.load(mild + at) != 0:
             return
     i = tl.arange(0, C)
@@ -351,7 +353,7 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 def channel_grads(
     q, k, g, beta, blocks, sizes, mild, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
     k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
-    COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr,
+    COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SKIPS: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of channels, dbeta [tiles, B, T, H], of what `channel_parts` left."""
@@ -361,7 +363,7 @@ def channel_grads(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
-    if STRONG:  # noqa: SIM102
+    if SKIPS:  # noqa: SIM102
         if tl.load(mild + at) != 0:
             return
     q += b * q_sb + h // GROUP * q_sh + start * q_st

@@ -47,11 +47,15 @@ class HopperChannelCall(HopperCall, ChannelCall):
         return "@mild"
 
     @property
+    def _skipped(self) -> str | None:
+        return "@mild"
+
+    @property
     def _growth(self) -> str | None:
         return "@growth" if self.plan.scanned else None
 
     @property
-    def _alive(self) -> str | None:
+    def alive(self) -> str | None:
         return "@alive" if self.plan.scanned else None
 
     @property
@@ -99,7 +103,7 @@ class HopperChannelCall(HopperCall, ChannelCall):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, names = self.plan, ["q", "k", str(self.gate), self.beta]
         pointers = [*names, "@do", "d.v", "@errors", "@entering", "@leaving", "@mild"]
-        made = (*self._to_keys, "@dbeta", f"d.{self.gate}")
+        made = (*self.to_keys, "@dbeta", f"d.{self.gate}")
         constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.tiles.chunk}
         constants |= {"PACKED": p.docs > 0, "GROUP": p.group}
         little = LaunchSpec(

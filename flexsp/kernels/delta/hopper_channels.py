@@ -212,7 +212,7 @@ def channel_grads(
     k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: gl.constexpr,
     PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks that are `mild`.
+    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks that are `mild`, and not 2.
 
     dv [B, T, H, V], errors N^T, and the S^T around the chunk are what the walks left. The first of PARTS tiles of
     dbeta has what 64 channels add, the others zeros.
@@ -224,7 +224,7 @@ def channel_grads(
     TILES: gl.constexpr = K // N
     c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
     at = row * n_chunks + c
-    if gl.load(mild + at) == 0:
+    if gl.load(mild + at) != 1:
         return
     k0 = tile * N
     b = row // H

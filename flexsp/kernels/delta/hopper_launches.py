@@ -30,7 +30,7 @@ class HopperCall(DeltaCall):
     @property
     def _walked(self) -> str | None:
         """How many chunks of a segment count, at its end and at its start."""
-        return "@walked" if self._alive is not None and self.plan.scanned else None
+        return "@walked" if self.alive is not None and self.plan.scanned else None
 
     @property
     def _decays(self) -> str | None:
@@ -55,13 +55,13 @@ class HopperCall(DeltaCall):
 
     def _prepare(self) -> LaunchSpec:
         p, names = self.plan, ["q", "k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self._gates, self._bounds, self._decays, "@scores"]
+        made = ["@inverse", "@strength", self._gates, self._bounds, self._gain, self._decays, "@scores"]
         constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "BOUNDS": self._bounds is not None}
         constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
         pointers = [*names, *made, "@table" if p.docs else None]
         return LaunchSpec(
             "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*names),
-            named(*made), (*self._strides(names), p.T, p.H, self.scale), constants, _PREPARE.options,
+            named(*made), (*self.strides(names), p.T, p.H, self.scale), constants, _PREPARE.options,
         )  # fmt: skip
 
     def _walk(
@@ -73,7 +73,7 @@ class HopperCall(DeltaCall):
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, before, p.held]
         numbers.append(self.scale)
-        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self._gated, "PACKED": p.docs > 0}
+        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self.gated, "PACKED": p.docs > 0}
         constants |= {"GROUP": p.group, "STEPS": p.steps}
         reads = tuple(x for x in named(*pointers) if x not in writes)
         flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
@@ -95,10 +95,10 @@ class HopperCall(DeltaCall):
         queries, keys, written = self._keys_of_walks
         pointers = [queries if reads else None, keys, written, "v", self._decays or "@strength", "@inverse"]
         pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
-        pointers += [*([self._alive, walked] if sums else [None, None]), given, final]
+        pointers += [*([self.alive, walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), part, READS=reads,
-            KEEPS=kind == "states", SUMS=sums, ALIVE=sums and self._alive is not None, ENTERS=p.scanned and not sums,
+            KEEPS=kind == "states", SUMS=sums, ALIVE=sums and self.alive is not None, ENTERS=p.scanned and not sums,
             BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
 
@@ -139,12 +139,13 @@ class HopperCall(DeltaCall):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, how = self.plan, self.plan.tiles.grads
         pointers = ["q", "k", "@do", "d.v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
-        writes = (*self._to_keys, "@parts")
+        writes = (*self.to_keys, "@parts")
         pointers += [*writes, "@table" if p.docs else None]
         constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
         constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
-        return [LaunchSpec(
+        spec = LaunchSpec(
             "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
             tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,
             ("q", "k", "do", p.T, p.H, p.n_chunks, part.chunks_before, p.held, self.scale), constants, how.options,
-        )]  # fmt: skip
+        )  # fmt: skip
+        return [spec, *self._exact_grads(part)]

@@ -116,8 +116,16 @@ def _put(tile, x, i: gl.constexpr, j: gl.constexpr, TURNED: gl.constexpr = False
 
 
 @gluon.jit
+def _put_counted(tile, x, i: gl.constexpr, j: gl.constexpr, squares):
+    """As `_put`; returns squares with those of x."""
+    _put(tile, x, i, j)
+    return squares + x * x
+
+
+@gluon.jit
 def _inverted(blocks, others, tile, EXACT: gl.constexpr):
-    """The blocks below and on the diagonal of the inverse of I - N, into a tile in shared memory.
+    """The blocks below and on the diagonal of the inverse of I - N, into a tile in shared memory. Returns squares of
+    their entries, [16, 16], some added up.
 
     blocks: of N on the diagonal, side by side in shared memory; others: those below, column by column, split. d stands
     for inverses of the former, x for what is found below, y for N times what is known of the inverse to the right; a
@@ -136,6 +144,7 @@ def _inverted(blocks, others, tile, EXACT: gl.constexpr):
     _put(tile, d1, 1, 1)
     _put(tile, d2, 2, 2)
     _put(tile, d3, 3, 3)
+    squares = d0t * d0t + d1 * d1 + d2 * d2 + d3 * d3
     d0t, d1, d2, d3 = _split(d0t), _split(d1), _split(d2), _split(d3)
     d1t = _split(inverses.slice(16, 16, dim=1).permute((1, 0)).load(_SUMS))
     d2t = _split(inverses.slice(32, 16, dim=1).permute((1, 0)).load(_SUMS))
@@ -145,16 +154,17 @@ def _inverted(blocks, others, tile, EXACT: gl.constexpr):
     x32 = _times(d3, _split(_times(d2t, n32, zeros, EXACT)), zeros)
     _put(tile, x10t, 1, 0, True)
     _put(tile, x32, 3, 2)
+    squares += x10t * x10t + x32 * x32
     x10t, x32 = _split(x10t), _split(x32)
 
     y20t = _split(_times(x10t, n21, _times(d0t, n20, zeros, EXACT), EXACT))
     y30t = _split(_times(x10t, n31, _times(d0t, n30, zeros, EXACT), EXACT))
     y21t = _split(_times(d1t, n21, zeros, EXACT))
     y31t = _split(_times(d1t, n31, zeros, EXACT))
-    _put(tile, _times(d2, y20t, zeros), 2, 0)
-    _put(tile, _times(d2, y21t, zeros), 2, 1)
-    _put(tile, _times(d3, y30t, _times(x32, y20t, zeros)), 3, 0)
-    _put(tile, _times(d3, y31t, _times(x32, y21t, zeros)), 3, 1)
+    squares = _put_counted(tile, _times(d2, y20t, zeros), 2, 0, squares)
+    squares = _put_counted(tile, _times(d2, y21t, zeros), 2, 1, squares)
+    squares = _put_counted(tile, _times(d3, y30t, _times(x32, y20t, zeros)), 3, 0, squares)
+    return _put_counted(tile, _times(d3, y31t, _times(x32, y21t, zeros)), 3, 1, squares)
 
 
 @gluon.jit
@@ -167,8 +177,9 @@ def _store(to, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal."""
+def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
+    """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal; GAIN: and gain
+    [B H, chunks], as `prepare.store_gain` has it."""
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inverse += at * C * C
@@ -191,8 +202,10 @@ def inverse(inverse, C: gl.constexpr, PDL: gl.constexpr):
             else:
                 below = below + ((n,),)
     gl.thread_barrier()
-    _inverted(blocks, below, tile, True)
+    squares = _inverted(blocks, below, tile, True)
     _store(inverse, tile, C)
+    if GAIN:
+        gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)
 
 
 # What comes before it
@@ -302,12 +315,12 @@ def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def prepare(
-    q, k, beta, g, inverse, strength, gates, bounds, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    q, k, beta, g, inverse, strength, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
     BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens; with
-    gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}.
+    gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
     """
@@ -355,5 +368,6 @@ def prepare(
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     made = _decayed(x, factors, totals, blocks, tile, GATED)
     gl.thread_barrier()
-    _inverted(blocks, made, tile, False)
+    squares = _inverted(blocks, made, tile, False)
     _store(inverse + at * C * C, tile, C)
+    gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.delta import grads, join, prepare, walks
+from flexsp.kernels.delta import exact_launches, grads, join, prepare, walks
 from flexsp.kernels.delta.plan import Part, Plan
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
@@ -20,11 +20,11 @@ __all__ = ["DeltaCall"]
 _F32 = torch.float32
 _SAVED = (
     "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w",
-    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth",
+    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth", "@exact",
 )  # fmt: skip
 _OWN = (
     *_SAVED, "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
-    "@derrors", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
+    "@derrors", "@gain", "@scratch", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
 )  # fmt: skip
 _KERNELS = {
     kernel.__name__: kernel
@@ -92,6 +92,9 @@ class DeltaCall:
             "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
             "@strength": (_F32, (*chunks, C)),
+            "@gain": (_F32, chunks),
+            "@exact": (torch.int32, chunks),
+            "@scratch": (_F32, exact_launches.scratch(self)),
             "@decays": (_F32, (2, *chunks, C)),
             "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),
@@ -129,10 +132,13 @@ class DeltaCall:
     def forward(self) -> list[LaunchSpec]:
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
         given = "@initial" if self.initial else None
-        launches = self._prepared()
+        launches = [*self._prepared(), *exact_launches.choose(self, self._mild)]
         if p.scanned:
-            launches += [*self._summarize(given), *self._scan("@states", reverse=False)]
-        launches.append(self._output(given if in_walk else None))
+            launches += [*self._summarize(given), *exact_launches.forward(self, "summarize", given)]
+            launches += self._scan("@states", reverse=False)
+        entering = given if in_walk else None
+        launches.append(self._output(entering))
+        launches += exact_launches.forward(self, "output", entering, final="@final" if self.ends else None)
         return launches if p.n_chunks else self._of_no_tokens(launches)
 
     def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
@@ -149,10 +155,15 @@ class DeltaCall:
         """All gradients of inputs are computed, whichever are `wanted`."""
         p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
-        launches = [*self._collect(after), *self._scan("@dstates", reverse=True)] if p.scanned else []
+        launches: list[LaunchSpec] = []
+        if p.scanned:
+            launches += [*self._collect(after), *exact_launches.backward(self, "collect", after)]
+            launches += self._scan("@dstates", reverse=True)
+        before, behind = "@initial" if self.initial and in_walk else None, after if in_walk else None
         for part in p.parts:
-            launches.append(self._states("@initial" if self.initial and in_walk else None, part))
-            launches += [self._back(after if in_walk else None, to, part), *self._grads(part)]
+            launches += [self._states(before, part), *exact_launches.forward(self, "states", before, part)]
+            launches += [self._back(behind, to, part), *exact_launches.backward(self, "back", behind, to, part)]
+            launches += self._grads(part)
         launches += self._summed()
         if p.n_chunks:
             return launches
@@ -168,16 +179,25 @@ class DeltaCall:
         return None if self.gate is None else "@gates"
 
     @property
-    def _gated(self) -> int:
+    def _mild(self) -> str | None:
+        """Which chunks kernels of channels leave to others."""
+        return None
+
+    @property
+    def gated(self) -> int:
         """What decays a state, as `walks` knows it."""
         return int((walks.NONE if self.gate is None else walks.SCALAR).value)
 
     @property
-    def _bounds(self) -> str | None:
-        return "@bounds" if self._gated == walks.SCALAR.value and self.plan.scanned else None
+    def _gain(self) -> str | None:
+        return "@gain" if exact_launches.rounds(self) else None
 
     @property
-    def _alive(self) -> str | None:
+    def _bounds(self) -> str | None:
+        return "@bounds" if self.gated == walks.SCALAR.value and self.plan.scanned else None
+
+    @property
+    def alive(self) -> str | None:
         """Which segments' matrices count: not where states decay to nothing, or a document begins."""
         return "@alive" if self.gate is not None or (self.plan.docs and self.plan.scanned) else None
 
@@ -205,11 +225,11 @@ class DeltaCall:
     ) -> LaunchSpec:
         p, how = self.plan, Launch(min(32, self.plan.tiles.output.cols), 4 if self.plan.K <= 128 else 8, 1)
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if WHOLE and not reverse else 0)
-        pointers = [states, "@A", self._alive, edges, total if not reverse else None]
+        pointers = [states, "@A", self.alive, edges, total if not reverse else None]
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
         reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
         constants = {"K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols}
-        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self._alive is not None}
+        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.alive is not None}
         return LaunchSpec(
             "join", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
@@ -222,7 +242,7 @@ class DeltaCall:
         p = self.plan
         reads = tuple(x for x in named(*pointers) if x not in writes)
         sizes = {"K": p.K, "BK": p.key_block, "C": p.tiles.chunk}
-        flags = {"GATED": self._gated, "PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
+        flags = {"GATED": self.gated, "PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
         constants = sizes | flags | constants | dots(self.dtype)
         table = "@table" if p.docs else "q"
         return LaunchSpec(
@@ -230,16 +250,16 @@ class DeltaCall:
             how.options,
         )  # fmt: skip
 
-    def _strides(self, names: Sequence[str | None]) -> list[int | str]:
+    def strides(self, names: Sequence[str | None]) -> list[int | str]:
         """Those of a token's numbers are 0 where there is no such input."""
         return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
     def _prepare(self) -> LaunchSpec:
         p, names = self.plan, ["k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self._gates, self._bounds]
+        made = ["@inverse", "@strength", self._gates, self._bounds, self._gain]
         return self._spec(
             "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            [*self._strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None},
+            [*self.strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None, "GAIN": self._gain is not None},
         )  # fmt: skip
 
     def _prepared(self) -> list[LaunchSpec]:
@@ -259,7 +279,7 @@ class DeltaCall:
         """A walk over the chunks of segments."""
         p = self.plan
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
-        given = self._strides([x if x in self._keys or x == "do" else None for x in inputs])
+        given = self.strides([x if x in self._keys or x == "do" else None for x in inputs])
         numbers: list[int | float | str] = [*given, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
         numbers += [self.scale] if scaled else []
         grid = panels, p.B * p.H, p.n_seg
@@ -268,9 +288,9 @@ class DeltaCall:
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         return [self._launch(
             "summarize", self.plan.tiles.states,
-            [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self._alive],
-            ("@states", "@A", *named(self._alive)),
-            ["k"], BOUNDARY=given is not None, ALIVE=self._alive is not None,
+            [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self.alive],
+            ("@states", "@A", *named(self.alive)),
+            ["k"], BOUNDARY=given is not None, ALIVE=self.alive is not None,
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
@@ -316,21 +336,25 @@ class DeltaCall:
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Gradients of the chunks of a part, from what its walks keep."""
         p, how = self.plan, self.plan.tiles.grads
-        writes = [*self._to_keys, "d.v", "@parts"]
+        writes = [*self.to_keys, "d.v", "@parts"]
         pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving"]
         numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
-        return [self._spec(
+        spec = self._spec(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes, numbers,
             {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
-        )]  # fmt: skip
+        )  # fmt: skip
+        return [spec, *self._exact_grads(part)]
+
+    def _exact_grads(self, part: Part) -> list[LaunchSpec]:
+        return exact_launches.grads(self, part, "@parts", None, self._tiles_of_keys)
 
     def _summed(self) -> list[LaunchSpec]:
         """Sums of what all chunks left."""
         return [self._gathered(), *self._sum_of_groups()]
 
     @property
-    def _to_keys(self) -> list[str]:
+    def to_keys(self) -> list[str]:
         """Gradients of q and k, of each head."""
         return ["d.q", "d.k"] if self.plan.group == 1 else ["@dq", "@dk"]
 
@@ -345,7 +369,7 @@ class DeltaCall:
         how, tokens = Launch(0, 4, 1), p.T // p.steps
         rows = p.B * p.T * heads
         return [LaunchSpec(
-            "sum_of_groups", how, (-(-rows // lines), 2, 1), ("q", "k", *self._to_keys, *made), tuple(self._to_keys),
+            "sum_of_groups", how, (-(-rows // lines), 2, 1), ("q", "k", *self.to_keys, *made), tuple(self.to_keys),
             made, ("q", "k", rows // p.steps, tokens, rows, p.T, heads), constants, how.options,
         )]  # fmt: skip
 
@@ -358,5 +382,5 @@ class DeltaCall:
         return LaunchSpec(
             "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B),
             (*(x or "q" for x in pointers), "@table" if p.docs else "q"), named(self.gate, "@parts"),
-            named(*pointers[2:]), (*self._strides([self.gate]), p.T, p.H, p.n_chunks), constants, how.options,
+            named(*pointers[2:]), (*self.strides([self.gate]), p.T, p.H, p.n_chunks), constants, how.options,
         )  # fmt: skip

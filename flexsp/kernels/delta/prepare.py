@@ -119,14 +119,22 @@ def unit_inverse(x, C: tl.constexpr):
     return tl.reshape(found, [C, C])
 
 
+@triton.jit
+def store_gain(gain, at, found, C: tl.constexpr):
+    """The sum of squares of the inverse's entries below the diagonal, see `exact`."""
+    tl.store(gain + at, tl.sum(tl.sum(found * found, axis=1), axis=0) - C)
+
+
 @triton.jit(do_not_specialize=["T", "H"])
 def prepare(
-    k, beta, g, inverse, strength, gates, bounds, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
+    k, beta, g, inverse, strength, gates, bounds, gain, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    BOUNDS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    BOUNDS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
+
+    GAIN: also gain [B H, chunks], as `store_gain` has it.
 
     BOUNDS: also bounds [B H, 2, chunks], log2 of how the chunk changes a state at most, and of how it makes one grow
     at most; a token changes it by no more than e^g max(1, |1 - beta |k|^2|).
@@ -163,8 +171,10 @@ def prepare(
         x = x * power(tl.where(below, total[:, None] - total[None, :], float("-inf")))
     else:
         x = tl.where(below, x, 0.0)
-    found = unit_inverse(x, C).to(inverse.dtype.element_ty)
-    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found)
+    found = unit_inverse(x, C)
+    if GAIN:
+        store_gain(gain, at, found, C)
+    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found.to(inverse.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "H"])

@@ -167,6 +167,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/primitives.py",
+        ("(row % H).to(tl.int64) * g_sh", "(row % H) * g_sh", "heads of gates lie within 2^31 numbers",
+         _EDGES + "test_heads_of_gates_that_lie_far_apart"),
         ("value = value * w\n", "value = value * 1.0\n", "one column does not decay", "tests/test_mlstm_kernels.py"),
     ),
     *_in(

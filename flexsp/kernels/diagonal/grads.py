@@ -289,7 +289,7 @@ def gate_grad_kernel(
     begin(PDL)
     row = tl.program_id(0)
     b = row // H
-    h = row % H
+    h = (row % H).to(tl.int64)
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
@@ -306,7 +306,7 @@ def gate_grad_kernel(
         if PACKED:
             edge = 0.0
             if FINAL:
-                here = ends + (doc * H + h).to(tl.int64) * (READ_TILES * READ_BK)
+                here = ends + (doc * H + h) * (READ_TILES * READ_BK)
                 for i in tl.static_range(READ_TILES):
                     edge += tl.sum(tl.load(here + i * READ_BK + tl.arange(0, READ_BK), mask=last, other=0.0), axis=0)
             straddle = tl.where(last, edge, straddle)

@@ -96,7 +96,7 @@ def test_nan_is_seen_from_its_token_on(name: str) -> None:
 
 
 def _far_apart(sp: Any, file: str) -> float:
-    """Difference of outputs where heads of gates lie 4 GiB from each other, in a file of holes, and where they do not."""
+    """Difference of outputs where heads of gates lie 4 GiB apart, in a file of holes, and where they do not."""
     from flexsp.ops import chunk_simple_gla
 
     far, T, H = 2**30, 20, 3

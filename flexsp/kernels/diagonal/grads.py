@@ -9,8 +9,8 @@ What is carried goes into every token of a segment: its rounding would grow with
 tokens would add that up. In bf16 the tokens' own numbers take states rounded to 8 bits, and their errors stay in one
 chunk. What is carried takes the sums <S, Q^T dO> and <dS, K^T V> from the fp32 states and from the very products that
 dS and S are made of (`read_sums`, `write_sums`), so that the terms of neighbouring chunks cancel to fp32 rounding.
-`summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them. `output_kernel` does not, so that
-`ends` are not of the final states that it leaves.
+`summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them. `output_kernel` does not,
+so that `ends` are of the state that the walk of dq has, not of the final states.
 
 A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
 adding them up later costs less than a barrier a chunk.
@@ -58,8 +58,8 @@ def dq_kernel(
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
-    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL): rows
-    of <S, dfinal> of packed documents that end here.
+    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
+    rows of <S, dfinal> of packed documents that end here.
     """
     begin(PDL)
     tile = tl.program_id(0)

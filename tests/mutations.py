@@ -216,10 +216,6 @@ _COMPILER = [
         ("[0] == of_v and", "[0] == dtype and", "values of another dtype are read as keys", _SCALAR),
     ),
     *_in(
-        "flexsp/compiler/graph.py",
-        ("lowered and cu_seqlens is not None", "False", "graphs of packed calls lose final states", _SCALAR),
-    ),
-    *_in(
         "flexsp/compiler/planning/lowering.py",
         ("phases.get(x.kind, (x,))", "(x,)", "nothing is replaced", "tests/test_lowering.py::test_several_launches_in_place_of_one"),
         ("if other is not lowering:", "if other is None:", "an engine takes the place of another",

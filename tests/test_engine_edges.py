@@ -93,3 +93,20 @@ def _after_nan(sp: Any, name: str) -> list[bool]:
 def test_nan_is_seen_from_its_token_on(name: str) -> None:
     (found,) = run_ranks(_after_nan, 1, name, env=ENV)
     assert all(found), found
+
+
+def _far_apart(sp: Any, file: str) -> float:
+    """Difference of outputs where heads of gates lie 4 GiB apart, in a file of holes, and where they do not."""
+    from flexsp.ops import chunk_simple_gla
+
+    far, T, H = 2**30, 20, 3
+    g = torch.from_file(file, shared=True, size=(H - 1) * far + T).as_strided((1, T, H), (0, 1, far))
+    g.copy_(-torch.rand(1, T, H))
+    q, k, v = torch.randn(3, 1, T, H, 4)
+    found, want = (chunk_simple_gla(q, k, v, x)[0] for x in (g, g.contiguous()))
+    return float((found - want).abs().max())
+
+
+def test_heads_of_gates_that_lie_far_apart(tmp_path: Any) -> None:
+    """Strides fit 32 bits, offsets do not."""
+    assert run_ranks(_far_apart, 1, str(tmp_path / "gates"), env=ENV) == [0.0]

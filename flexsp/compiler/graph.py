@@ -150,14 +150,10 @@ def _looks(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]
 
 def call(
     key: str, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None,
-    lowered: bool = False,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of a call through the operators. `key` is what `name_of` gave.
-
-    `lowered`: kernels of an engine may run it, and may read final states of documents in the backward pass.
-    """
-    ends, keeps = sp is None or cu_seqlens is not None or sp.is_last, lowered and cu_seqlens is not None
-    return operators.call(key, tensors, initial, cu_seqlens, want_final=ends, sp=sp, keeps_final=keeps)
+    """Outputs and final states of a call through the operators. `key` is what `name_of` gave."""
+    ends = sp is None or cu_seqlens is not None or sp.is_last
+    return operators.call(key, tensors, initial, cu_seqlens, want_final=ends, sp=sp)
 
 
 def call_now(
@@ -168,4 +164,4 @@ def call_now(
     if torch.jit.is_tracing() or get_proxy_mode() is not None:
         _lasting.add(variant)
     given = [inputs[name] for name in variant.names]
-    return call(variant.graph_name, given, initial, cu_seqlens, sp, variant.lowering is not None)
+    return call(variant.graph_name, given, initial, cu_seqlens, sp)

@@ -152,8 +152,8 @@ class LinearAttention:
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
-            given, lowered = [inputs[name] for name in self.names], self.lowering is not None
-            found = graph.call(self.graph_name, given, prev_s, cu_seqlens, group, lowered)
+            given = [inputs[name] for name in self.names]
+            found = graph.call(self.graph_name, given, prev_s, cu_seqlens, group)
             return arguments.answered(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 

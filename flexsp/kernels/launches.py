@@ -115,7 +115,6 @@ class Facts:
         scan: how the scan over segments sees the state: its kind, rows and columns.
         ends: final states leave on this rank.
         sparse: kernels write final states, and gradients of initial ones, in part: the rest is 0.
-        keeps_final: the backward pass reads the final states.
         optional: inputs whose gradients are left out where nobody wants them.
         by_head: inputs with one number a token, whose gradients kernels write in float32 as [B, H, T].
         by_token: parameters [H] whose gradients kernels leave for every token, in float32 as [B, H, T].
@@ -135,7 +134,6 @@ class Facts:
     scan: tuple[str, int, int]
     ends: bool
     sparse: bool = False
-    keeps_final: bool = False
     optional: frozenset[str] = frozenset()
     by_head: frozenset[str] = frozenset()
     by_token: frozenset[str] = frozenset()

@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
-Kept = tuple[torch.Tensor, Optional, Optional]  # what `Operation.forward` says is kept, the table, the final states
+Kept = tuple[torch.Tensor, Optional]  # what `Operation.forward` says is kept, and the table
 Shard = tuple[int, int, int]  # its first token, its end, of how many
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -109,11 +109,11 @@ def gradients(
     dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
     """`Operation.backward` with a recipe."""
-    saved, table, final = kept
+    saved, table = kept
     if do is None:
         do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
     names = frozenset([name for name, wants in zip(recipe.names, wanted, strict=True) if wants])
-    return recipe.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names, final)
+    return recipe.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def _fake_forward(key, tensors, initial, cu_seqlens, scale, want_final, order=No
 
 
 def _backward(  # type: ignore[no-untyped-def]
-    key, tensors, initial, saved, table, final, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    key, tensors, initial, saved, table, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
     order=None, sp=-1,
 ):  # fmt: skip
     """Gradients of the tensors and of the initial states, empty unless wanted."""
     first_only_inside(*_refusal(key), do, dfinal)
-    asked, kept = _asked(tensors, initial, None, docs, scale, want_final, sp), (saved, table, final)
+    asked, kept = _asked(tensors, initial, None, docs, scale, want_final, sp), (saved, table)
     grads, dinitial = _operation(key).backward(asked, kept, do, dfinal, wanted, want_dinitial)
     found = []
     for x, dx, wants in zip(tensors, grads, wanted, strict=True):
@@ -159,7 +159,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    key, tensors, initial, saved, table, final, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    key, tensors, initial, saved, table, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
     order=None, sp=-1,
 ):  # fmt: skip
     found = [x.new_empty(x.shape if wants else 0) for x, wants in zip(tensors, wanted, strict=True)]
@@ -187,7 +187,7 @@ def _define(name: str, inputs: str, outputs: int, real: Any, fake: Any) -> tuple
 
 
 _INPUTS = "str key, Tensor[] tensors, Tensor? initial"
-_KEPT = "Tensor saved, Tensor? table, Tensor? final, Tensor? do, Tensor? dfinal"
+_KEPT = "Tensor saved, Tensor? table, Tensor? do, Tensor? dfinal"
 _ASKED = "float scale, bool want_final"
 _forwards = _define("forward", f"{_INPUTS}, Tensor? cu_seqlens, {_ASKED}", 4, _forward, _fake_forward)
 _backwards: dict[int, tuple[Any, Any]] = {}  # by the number of tensors: what mutates a tensor cannot return a list
@@ -231,7 +231,7 @@ class _Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, direct, asked, keeps_final, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, direct, asked, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
         key, sp, docs, scale, want_final = asked
         if direct is None:
             given = key, list(tensors), initial, cu_seqlens, scale, want_final
@@ -241,7 +241,7 @@ class _Function(torch.autograd.Function):
         else:
             recipe, table = direct
             o, final, saved = recipe.run_forward(tensors, initial, table)
-        ctx.save_for_backward(*tensors, initial, saved, table, final if keeps_final else None)
+        ctx.save_for_backward(*tensors, initial, saved, table)
         ctx.recipe = None if direct is None else direct[0]
         if key is not None and not torch.compiler.is_compiling():
             ctx.operation = _operation(key)  # which must not end before the backward pass
@@ -257,14 +257,14 @@ class _Function(torch.autograd.Function):
         refusal = _refusal(key) if ctx.recipe is None else (ctx.recipe.call.facts.name, IN_PYTORCH)
         first_only(*refusal)  # before a checkpoint computes anything again
         untransformed(*refusal, do, dfinal)
-        *tensors, initial, saved, table, final = ctx.saved_tensors
+        *tensors, initial, saved, table = ctx.saved_tensors
         if not torch.compiler.is_compiling():
-            same_place(ctx.device, *tensors, initial, saved, table, final)
+            same_place(ctx.device, *tensors, initial, saved, table)
             if _dtypes(tensors, initial) != ctx.dtypes:
                 changed("dtypes", ctx.dtypes, _dtypes(tensors, initial))
             do, dfinal = [x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal)]
         wanted = [*ctx.needs_input_grad[-len(tensors) :]]
-        want_dinitial, kept = initial is not None and ctx.needs_input_grad[4], (saved, table, final)
+        want_dinitial, kept = initial is not None and ctx.needs_input_grad[3], (saved, table)
         with contextlib.nullcontext() if sp < 0 else get_sp(sp).answering(ctx.number):
             if ctx.recipe is not None and (key is None or plain(do, dfinal, *tensors)):
                 recipe = ctx.recipe.of(tensors, initial)
@@ -274,18 +274,17 @@ class _Function(torch.autograd.Function):
                 given = key, tensors, initial, *kept, do, dfinal, docs, scale, want_final, wanted, want_dinitial
                 *grads, dinitial = _call(_backwards[len(tensors)], sp, *given)
         grads = [dx if wants else None for dx, wants in zip(grads, wanted, strict=True)]
-        return None, None, None, None, dinitial if want_dinitial else None, None, *grads
+        return None, None, None, dinitial if want_dinitial else None, None, *grads
 
 
 def call(
     key: str, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional, *, want_final: bool,
-    sp: SequenceParallel | None, scale: float = 1.0, keeps_final: bool = False,
+    sp: SequenceParallel | None, scale: float = 1.0,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """Outputs and final states of a call through the operators, differentiable; traced by torch.compile.
 
     Args:
         want_final: final states are wanted, and leave on this rank.
-        keeps_final: the backward pass reads them.
     """
     group = sp if sp is not None and sp.world_size > 1 else None
     sp_id = -1 if group is None else group.id
@@ -295,7 +294,7 @@ def call(
         return o, final if want_final else None
     anchor = None if group is None else group.anchor
     asked = key, sp_id, _docs(cu_seqlens), scale, want_final
-    return _Function.apply(None, asked, keeps_final, anchor, initial, cu_seqlens, *tensors)
+    return _Function.apply(None, asked, anchor, initial, cu_seqlens, *tensors)
 
 
 def run(
@@ -317,4 +316,4 @@ def run(
         return recipe.run_forward(tensors, initial, table)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, facts.docs, scale, facts.ends
-    return _Function.apply((recipe, table), asked, facts.keeps_final, anchor, initial, None, *tensors)
+    return _Function.apply((recipe, table), asked, anchor, initial, None, *tensors)

@@ -40,7 +40,7 @@ def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl
     chunk = tl.program_id(0)
     start, length, doc, first, last = chunk_info(table, chunk, T, C, PACKED)
     i = tl.arange(0, C)
-    at = g + (row // H).to(tl.int64) * g_sb + (row % H) * g_sh + (start + i) * g_st
+    at = g + (row // H).to(tl.int64) * g_sb + (row % H).to(tl.int64) * g_sh + (start + i) * g_st
     gate = tl.load(at, mask=i < length, other=0.0).to(b.dtype.element_ty)
     gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
     to = b + (row.to(tl.int64) * tl.num_programs(0) + chunk) * C

@@ -307,24 +307,20 @@ class Recipe(Generic[_C]):
     def run_backward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
         do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
-        final: Optional = None,
     ) -> tuple[list[Optional], Optional]:  # fmt: skip
         """Gradients of the inputs, and of the initial states.
 
         Args:
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
-            final: the final states, where `call.facts.keeps_final`.
         """
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.call.facts.vectors:
             well = well and do.data_ptr() % 16 == 0 and in_vectors(self.given.strides_of(do))
         do = do if well else do.clone(memory_format=torch.contiguous_format)
-        saved, table = self._as_kept(saved, initial, table, final)
+        saved, table = self._as_kept(saved, initial, table)
         given = self.inputs(tensors, initial, table) | {"@do": do}
         if dfinal is not None:
             given["@dfinal"] = dfinal.to(_F32).contiguous()
-        if final is not None:
-            given["@final"] = final.contiguous()
         dinitial = None
         if want_dinitial:
             dinitial = given["@dinitial"] = self._edge(tensors[0])
@@ -343,15 +339,13 @@ class Recipe(Generic[_C]):
         ]
         return grads, dinitial
 
-    def _as_kept(
-        self, saved: torch.Tensor, initial: Optional, table: Optional, final: Optional
-    ) -> tuple[torch.Tensor, Optional]:
+    def _as_kept(self, saved: torch.Tensor, initial: Optional, table: Optional) -> tuple[torch.Tensor, Optional]:
         """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""
         if saved.dtype != torch.uint8 or saved.numel() != self.saved.nbytes:
             changed("memory", f"{self.saved.nbytes} x {torch.uint8}", f"{saved.numel()} x {saved.dtype}")
-        types = (torch.int32, _F32, _F32)
-        if any([x is not None and x.dtype != kept for x, kept in zip((table, initial, final), types, strict=True)]):
-            got = [None if x is None else x.dtype for x in (table, initial, final)]
+        types = (torch.int32, _F32)
+        if any([x is not None and x.dtype != kept for x, kept in zip((table, initial), types, strict=True)]):
+            got = [None if x is None else x.dtype for x in (table, initial)]
             changed("dtypes of chunk table and states", types, got)
         if not saved.is_contiguous() or saved.data_ptr() % 16:
             saved = saved.clone(memory_format=torch.contiguous_format)

@@ -247,7 +247,7 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2], 1 if apart else steps)
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
-        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group, True)
+        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group)
     else:
         o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
     return o[:, steps - 1 :: steps] if apart else o, _final(final, call)

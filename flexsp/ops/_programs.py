@@ -94,7 +94,7 @@ def _run(
     """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``: H, K, V and the scale."""
     if torch.compiler.is_compiling():
         made, names = _made_for_graphs(name, *sizes)
-        return graph.call(made, [inputs[x] for x in names], initial, call.cu_seqlens, group, True)
+        return graph.call(made, [inputs[x] for x in names], initial, call.cu_seqlens, group)
     program = _program(name, *sizes)
     return program(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=False if group is None else group, **inputs)
 

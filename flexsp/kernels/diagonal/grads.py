@@ -3,13 +3,14 @@
 The gate gradient of token p sums A.dA over all pairs (write j < p, read i >= p). Each kind of pair is counted on its
 own: both ends in the chunk, read here but written before (`reads`), written here but read later (`writes`), and one end
 on either side of the chunk. The last is a number a chunk, <S, dS> less what the chunk reads or writes. It is carried
-from the segment's edge, where <S, dS> is taken of states in fp32 (`edges`).
+from the segment's edge, where <S, dS> is taken of states in fp32 (`edges`), or from a packed document's (`ends`).
 
 What is carried goes into every token of a segment: its rounding would grow with the segment's length, and a sum over
 tokens would add that up. In bf16 the tokens' own numbers take states rounded to 8 bits, and their errors stay in one
 chunk. What is carried takes the sums <S, Q^T dO> and <dS, K^T V> from the fp32 states and from the very products that
 dS and S are made of (`read_sums`, `write_sums`), so that the terms of neighbouring chunks cancel to fp32 rounding.
-`summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them.
+`summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them. `output_kernel` does not,
+so that `ends` are of the state that the walk of dq has, not of the final states.
 
 A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
 adding them up later costs less than a barrier a chunk.
@@ -46,18 +47,19 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, dq, reads, read_sums, states, initial, table,
+    q, k, v, do, gate, dq, reads, read_sums, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, PARTS: tl.constexpr,
-    EXACT: tl.constexpr,
+    DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
+    PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
-    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters.
+    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
+    rows of <S, dfinal> of packed documents that end here.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -125,6 +127,11 @@ def dq_kernel(
             S += written(kc, power(b_end - bc), vc, V, DOT, PREC)
         else:
             S += written(kc, None, vc, V, DOT, PREC)
+        if FINAL:  # noqa: SIM102 (a constexpr, then a value)
+            if last:
+                at_doc = (doc * H + h).to(tl.int64)
+                end = load_state(dfinal + at_doc * K * V, k0, 0, True, K, V, BK, BV)
+                _inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end, BK)
         dqc += mm(da, kc, DOT, PREC)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
@@ -147,8 +154,8 @@ def dkv_kernel(
     write_sums [B, H, chunks, K tiles, BK] (EXACT; rows of <dS, what the chunk adds to S>, dS as it enters), all fp32,
     are then this tile's channels of those sums. EXACT: `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv:
     what j wrote for all tokens that read it; `pairs` are what i reads of its own chunk, of the same rounded scores, so
-    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of a
-    token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
+    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of
+    a token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
     than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
     """
     begin(PDL)
@@ -280,7 +287,7 @@ def _all_of(x, chunk, TILES: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def gate_grad_kernel(
-    pairs, reads, read_sums, writes, write_sums, edges, doc_edges, gate, dg, table, g_sb, g_sh,
+    pairs, reads, read_sums, writes, write_sums, edges, ends, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
     BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr,
@@ -296,7 +303,7 @@ def gate_grad_kernel(
     begin(PDL)
     row = tl.program_id(0)
     b = row // H
-    h = row % H
+    h = (row % H).to(tl.int64)
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
@@ -313,7 +320,9 @@ def gate_grad_kernel(
         if PACKED:
             edge = 0.0
             if FINAL:
-                edge = tl.load(doc_edges + doc * H + h)
+                here = ends + (doc * H + h) * (READ_TILES * READ_BK)
+                for i in tl.static_range(READ_TILES):
+                    edge += tl.sum(tl.load(here + i * READ_BK + tl.arange(0, READ_BK), mask=last, other=0.0), axis=0)
             straddle = tl.where(last, edge, straddle)
             carried = tl.where(last, edge * edge, carried)
         bc, b_end = DECAY(gate, c, C)

@@ -13,7 +13,7 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Plan, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.launches import Alike, Buffer, Facts, Launch, LaunchSpec, copied, named, scan, step, zeroed
+from flexsp.kernels.launches import Alike, Buffer, Facts, Launch, LaunchSpec, copied, named, scan, zeroed
 from flexsp.kernels.primitives import dots
 from flexsp.runtime.steps import Workspace
 
@@ -34,11 +34,6 @@ _KERNELS = {
 
 def _count(n: int, block: int) -> int:
     return -(-n // block)
-
-
-def _products(final: torch.Tensor, dfinal: torch.Tensor, out: torch.Tensor) -> None:
-    """What documents' last states add to the gradient of their gates."""
-    out.copy_((final * dfinal).sum((-1, -2)))
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,7 @@ class DiagonalCall:
         return Facts(
             NAME, self.text, p.B, p.T, p.H, p.docs,
             p.tiles.chunk, p.n_chunks, p.n_seg, (kind, p.K, p.V), self.ends,
-            sparse=p.packed, keeps_final=p.packed and self.ends and self.gate is not None,
-            optional=frozenset(() if self.gate is None else (self.gate,)), by_head=frozenset({"g"}),
+            sparse=p.packed, optional=frozenset(() if self.gate is None else (self.gate,)), by_head=frozenset({"g"}),
             by_token=frozenset({"g_gamma"}),
         )  # fmt: skip
 
@@ -100,7 +94,7 @@ class DiagonalCall:
             "@cut": (torch.int32, (p.B, p.n_seg)),
             "@gates": (decay_dtype(self.dtype), (p.B, p.H, self._row)),
             "@edges": (_F32, (self._dk_tiles, p.B, p.n_seg, p.H)),
-            "@ends": (_F32, (p.docs, p.H)),
+            "@ends": (_F32, (p.docs, p.H, _count(p.K, p.tiles.dq.bk), p.tiles.dq.bk)),
             "@reads": (_F32, self._sums(_count(p.K, p.tiles.dq.bk), p.tiles.dq.parts)),
             "@pairs": (_F32, self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else p.tiles.dk.parts)),
             "@writes": (_F32, self._sums(self._dk_tiles, p.tiles.dk.parts)),
@@ -175,7 +169,7 @@ class DiagonalCall:
             launches.append(zeroed("@dstates", *([f"d.{self.gate}"] if dgate else [])))
         if dfinal and not p.packed:
             launches.append(copied("@dstates", "@dfinal", p.n_seg))
-        dq, propagate = self._dq(dgate), self._propagate("@dstates", reverse=True)
+        dq, propagate = self._dq(dgate, in_walk if dgate else None), self._propagate("@dstates", reverse=True)
         launches += [dq, propagate] if self.early else [propagate, dq]
         dinitial_of = "@dinitial" if dinitial and p.packed else None
         with_dv = p.tiles.dv is None
@@ -183,7 +177,7 @@ class DiagonalCall:
         if p.tiles.dv is not None:
             launches.append(self._dkv(p.tiles.dv, in_walk, dinitial_of, "d.v", True, False))
         if dgate:
-            launches += self._gate_grad(in_walk)
+            launches.append(self._gate_grad(in_walk))
         if dinitial and not p.packed:
             launches.append(copied("@dinitial", "@dstates", None, 0))
         return launches
@@ -264,16 +258,19 @@ class DiagonalCall:
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "@o"),
         )  # fmt: skip
 
-    def _dq(self, dgate: bool) -> LaunchSpec:
+    def _dq(self, dgate: bool, dfinal: str | None) -> LaunchSpec:
+        """`dgate`: leaves what the gate gradient needs, which includes products of `dfinal`."""
         tile, p = self.plan.tiles.dq, self.plan
         initial = "@initial" if p.packed and self.initial else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
+        ends = None if dfinal is None else "@ends"
         return self._walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "@do", *(self._gates or (None,)), "d.q", reads, sums, "@states", initial, self._table],
-            ["q", "k", "v", "@do", "@states", *named(initial)], named("d.q", reads, sums),
+            ["q", "k", "v", "@do", *(self._gates or (None,)), "d.q", reads, sums, ends, "@states", initial, dfinal,
+             self._table],
+            ["q", "k", "v", "@do", "@states", *named(initial, dfinal)], named("d.q", reads, sums, ends),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides("d.q")],
-            INITIAL=initial is not None, READS=dgate, PARTS=tile.parts, EXACT=self._exact,
+            INITIAL=initial is not None, READS=dgate, FINAL=dfinal is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), "d.q"),
         )  # fmt: skip
 
@@ -294,12 +291,8 @@ class DiagonalCall:
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d.v"),
         )  # fmt: skip
 
-    def _gate_grad(self, dfinal: str | None) -> list[LaunchSpec]:
-        p, launches, how = self.plan, list[LaunchSpec](), Launch(0, 2, 1)
-        ends = "@edges"
-        if dfinal is not None:
-            ends = "@ends"
-            launches.append(step("ends", _products, ("@final", dfinal), (ends,)))
+    def _gate_grad(self, dfinal: str | None) -> LaunchSpec:
+        p, how, ends = self.plan, Launch(0, 2, 1), "@edges" if dfinal is None else "@ends"
         dq, dk = p.tiles.dq, p.tiles.dk
         constants = {
             "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": dk.parts, "READ_PARTS": dq.parts,
@@ -312,8 +305,7 @@ class DiagonalCall:
         reads = ("@pairs", "@reads", sums[0], "@writes", sums[1], "@edges", ends, "@gates")
         numbers = (*self._gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         to = f"d.{self.gate}"
-        kernel = LaunchSpec(
+        return LaunchSpec(
             "gate_grad_kernel", how, (p.B * p.H, p.n_seg, 1), (*reads, to, self._table), reads, (to,), numbers,
             constants, {"num_warps": how.warps},
         )  # fmt: skip
-        return [*launches, kernel]

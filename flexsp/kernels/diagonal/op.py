@@ -117,7 +117,6 @@ def diagonal(
     if not operators.plain(*tensors, initial, cu_seqlens):
         return operators.call(
             f"{_KIND}|{name}", tensors, initial, cu_seqlens, scale=scale, want_final=want_final, sp=sp,
-            keeps_final=gate is not None and cu_seqlens is not None and want_final,
         )  # fmt: skip
     docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     asked = Asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp)

@@ -41,7 +41,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def saturating() -> LinearAttention:
-    """A variant whose state is not affine: ranks run one after the other."""
+    """A variant whose state is not affine: ranks run one after the other. Its shards start on edges of chunks."""
     h, k, v = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 3)
     key = SymbTensor(["T", h, k])
     meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
@@ -50,7 +50,7 @@ def saturating() -> LinearAttention:
         lambda k, v: k.T @ v,
         lambda prev_s, chunk_state: (prev_s + chunk_state).tanh(),
         lambda q, k, v, chunk_state: (q @ k.T).tril(0) @ v + q @ chunk_state,
-        chunk_size=4,
+        chunk_size=2,
         fallback="pytorch",
     )
 
@@ -577,7 +577,7 @@ def some_leaves(
     return found
 
 
-@pytest.mark.parametrize("lengths", [[7, 6], [0, 9], [4, 0, 5]])
+@pytest.mark.parametrize("lengths", [[6, 7], [0, 9], [4, 0, 5]])
 def test_each_rank_asks_for_another_gradient(lengths: list[int], seed: int) -> None:
     """Of another output, too. None waits for a message that a rank leaves out."""
     given = lengths, torch.float64, seed

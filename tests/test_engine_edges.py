@@ -73,7 +73,7 @@ def test_more_heads_than_a_grid_has_rows() -> None:
     q, v = torch.empty(2048, 1, 32, 16, device="meta"), torch.empty(2048, 1, 32, 4, device="meta")
     with planned_for(H200):
         assert make_plan(q[:, :, :31], v[:, :, :31], 0).B == 2048
-        with pytest.raises(ValueError, match=r"q: expected B \* H <= 65535 .* got 2048 \* 32"):
+        with pytest.raises(ValueError, match=r"q: expected B \* H <= 65535 .* got 65536\. Pack"):
             make_plan(q, v, 0)
 
 

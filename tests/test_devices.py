@@ -326,11 +326,14 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
         recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, None)
         o, final = operators.run(recipe, None, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
-    rows = [
-        x for back in (False, True)
-        for x in predict(code, recipe.call.plan, recipe.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
+    passes = [
+        predict(code, recipe.call.plan, recipe.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        for back in (False, True)
     ]  # fmt: skip
-    assert [kernel.__name__ for kernel, *_ in launches] == [x.kernel for x in rows]
+    rows, tail = [x for some in passes for x in some], ["tail_kernel"] if docs else []  # not of the plan: writes zeros
+    assert [kernel.__name__ for kernel, *_ in launches] == [
+        name for some in passes for name in (*(x.kernel for x in some), *tail)
+    ]
     walk = recipe.call.plan.walk
     for kernel, _, given in launches:
         if kernel.__name__ in ("output", "back", "states"):

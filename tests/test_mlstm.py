@@ -181,7 +181,7 @@ def test_scale_and_eps() -> None:
     want = oracle(**inputs, scale=0.3, eps=0.25)
     cotangents = cotangents_of(want)
     expected = results(want, inputs, cotangents)
-    for op in (ops.chunk_mlstm, ops.recurrent_mlstm):
+    for op in (chunk_mlstm, recurrent_mlstm):
         got = op(**inputs, scale=0.3, eps=0.25, return_last_states=True)
         assert not got[1][2].requires_grad
         assert_alike(results(got, inputs, cotangents), expected)
@@ -201,7 +201,7 @@ def test_documents_and_strides(dtype: torch.dtype) -> None:
 def test_no_tokens() -> None:
     """States pass through. C e^m is what counts, so the gradient of m is made of the others'."""
     inputs = with_gradients(draw(2, 0, 2))
-    for op in (ops.chunk_mlstm, ops.recurrent_mlstm):
+    for op in (chunk_mlstm, recurrent_mlstm):
         h, (C, n, m) = op(**inputs, return_last_states=True)
         assert h.shape[1] == 0
         for name, x in zip(STATES, (C, n, m), strict=True):
@@ -216,8 +216,8 @@ def test_parts_equal_the_whole() -> None:
     whole = chunk_mlstm(**inputs, return_last_states=True)
     cotangents, cut = cotangents_of(whole), random.randrange(1, 70)
     states, h = [inputs[name] for name in STATES], []
-    prompt = [(slice(0, cut), ops.chunk_mlstm), (slice(cut, 70), ops.chunk_mlstm)]
-    for at, op in (*prompt, *((slice(t, t + 1), ops.recurrent_mlstm) for t in range(70, 75))):
+    prompt = [(slice(0, cut), chunk_mlstm), (slice(cut, 70), chunk_mlstm)]
+    for at, op in (*prompt, *((slice(t, t + 1), recurrent_mlstm) for t in range(70, 75))):
         part = {name: inputs[name][:, at] for name in TOKENS} | dict(zip(STATES, states, strict=True))
         out, states = op(**part, return_last_states=True)
         h.append(out)
@@ -243,7 +243,7 @@ def test_gates_of_all_sizes(dtype: torch.dtype) -> None:
         check_op(step, bounded, inputs, dtype=dtype, wide=KEPT_WIDE)
 
 
-@pytest.mark.parametrize("op", [ops.chunk_mlstm, ops.recurrent_mlstm])
+@pytest.mark.parametrize("op", [chunk_mlstm, recurrent_mlstm], ids=["chunk", "recurrent"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_nothing_written_or_kept(op: Any, dtype: torch.dtype) -> None:
     """Input gates of -inf, forget gates of -inf and an m of -inf are zeros; no query gives 0, however small e^-m is."""
@@ -344,8 +344,8 @@ def test_kernels(dtype: torch.dtype) -> None:
 def test_one_graph() -> None:
     """torch.compile breaks the op nowhere."""
     inputs = with_gradients(draw(2, 70, 2))
-    compiled = torch.compile(ops.chunk_mlstm, backend="aot_eager", fullgraph=True)
-    want, got = (op(**inputs, return_last_states=True) for op in (ops.chunk_mlstm, compiled))
+    compiled = torch.compile(chunk_mlstm, backend="aot_eager", fullgraph=True)
+    want, got = (op(**inputs, return_last_states=True) for op in (chunk_mlstm, compiled))
     cotangents = cotangents_of(want)
     assert_alike(results(got, inputs, cotangents), results(want, inputs, cotangents))
 
@@ -422,7 +422,7 @@ def test_a_wrong_argument_is_named() -> None:
     inputs = draw(1, 6, 2)
     cu = torch.tensor([0, 2, 6])
     chunk_mlstm(**inputs, cu_seqlens=cu)
-    for op, given in ((ops.chunk_mlstm, inputs | {"cu_seqlens": cu}), (ops.recurrent_mlstm, draw(1, 6, 1))):
+    for op, given in ((chunk_mlstm, inputs | {"cu_seqlens": cu}), (recurrent_mlstm, draw(1, 6, 1))):
         for key in inputs:
             for bad in (given[key].to(torch.complex64), given[key].tolist(), given[key][None]):
                 with pytest.raises(ValueError, match=f"^{key}: expected .*, got "):

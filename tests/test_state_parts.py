@@ -166,7 +166,10 @@ def test_what_is_not_finite_stays_there(name: str, lengths: tuple[int, ...], tmp
 
 
 class Apart(CLASSES["normalised"]):  # type: ignore[misc]
-    """z is kept as it is: a column has another factor than the state beside it."""
+    """z is kept as it is: a column has another factor than the state beside it. What is added to it decays within its
+    chunk, so that chunks are part of the model."""
+
+    chunk_size = 64
 
     def propagate(self, state, mean, z, chunk_state, chunk_mean, chunk_z, g):  # type: ignore[no-untyped-def]
         new, mean, _ = super().propagate(state, mean, z, chunk_state, chunk_mean, chunk_z, g)

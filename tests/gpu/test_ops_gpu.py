@@ -257,7 +257,7 @@ def test_bad_input_is_refused_before_a_launch() -> None:
     with pytest.raises(ValueError, match=r"k: expected .*, got"):
         chunk_simple_gla(q, k.cpu(), v, g)
     with pytest.raises(ValueError, match=r"v: expected .*, got"):
-        chunk_linear_attn(q, k, v.float())
+        chunk_linear_attn(q, k, v.double())
     os.environ["FLEXSP_CHECK"] = "1"
     try:
         with pytest.raises(ValueError, match=r"g: expected natural-log gates <= 0, got"):

@@ -118,8 +118,8 @@ def precompiled_engine(sp: Any) -> list[bool]:
         recipe = diagonal.recipe_of(x, initial, 2 * packed, 0.1, True, -1, "")
         table = torch.zeros(recipe.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
-            o, final, saved = recipe.run_forward([*x.values()], initial, table)
-            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given, None, final)
+            o, _, saved = recipe.run_forward([*x.values()], initial, table)
+            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
         found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
     return found
 

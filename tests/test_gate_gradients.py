@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flexsp import ops
+from flexsp.devices import H200, planned_for
 from flexsp.testing import oracles
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -145,9 +147,6 @@ def long_errors(sp: Any, segments: int, packed: bool, seed: int) -> dict[str, tu
 
     `packed`: as a document whose last state is read too.
     """
-    from flexsp.kernels.diagonal import tiles
-
-    tiles.segment_length = lambda n_chunks, heads, programs: n_chunks // segments
     made, size = torch.Generator().manual_seed(seed), (1, 32 * 64, 2)
     q, k, v, do = (torch.randn(*size, 16, generator=made, dtype=torch.float64).to(BF16) for _ in range(4))
     k = torch.nn.functional.normalize(k.float(), dim=-1).to(BF16)
@@ -166,7 +165,8 @@ def long_errors(sp: Any, segments: int, packed: bool, seed: int) -> dict[str, tu
     # A sum over tokens is one number a head: one draw would be near it by luck.
     lows = [torch.cat([rounded_again(x.double(), made) for _ in range(LONG_DRAWS)]) for x in (q, k, v)]
     low = gradient(oracles.simple_gla, *lows, g.double().repeat(LONG_DRAWS, 1, 1)).split(1)
-    found = gradient(ops.chunk_simple_gla, q, k, v, g, output_final_state=True)
+    with planned_for(replace(H200, programs=segments * size[2])):
+        found = gradient(ops.chunk_simple_gla, q, k, v, g, output_final_state=True)
     sizes = {"token by token": want.norm(), "summed over tokens": want.pow(2).sum(1).sqrt().norm()}
     return {
         name: (

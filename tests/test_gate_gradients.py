@@ -152,7 +152,7 @@ def long_errors(sp: Any, segments: int, packed: bool, seed: int) -> dict[str, tu
     k = torch.nn.functional.normalize(k.float(), dim=-1).to(BF16)
     g = torch.nn.functional.logsigmoid(torch.randn(size, generator=made) + 3)
 
-    dfinal = torch.randn(1, 2, 16, 16, generator=made) if packed else torch.zeros(1, 2, 16, 16)
+    dfinal = 10 * torch.randn(1, 2, 16, 16, generator=made) if packed else torch.zeros(1, 2, 16, 16)
     document = {"cu_seqlens": torch.tensor([0, size[1]])} if packed else {}
 
     def gradient(op: Callable[..., Any], *inputs: Tensor, **more: Any) -> Tensor:

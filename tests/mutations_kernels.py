@@ -213,7 +213,7 @@ KERNELS = [
         ("before = valid & (rows > 0)", "before = valid", "the row above a chunk is read", _PLAIN),
         ("arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)", "arrived = tl.sum(read, axis=0)",
          "rounded reads are carried from chunk to chunk", _LONG_GATES),
-        ("written = _all_of(write_sums, at // C, TILES, BK)", "written = tl.sum(previous, axis=0)",
+        ("departed = _all_of(write_sums, at // C, TILES, BK)", "departed = tl.sum(previous, axis=0)",
          "rounded writes are carried from chunk to chunk", _LONG_GATES),
         ("_inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end",
          "_inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S.to(DOT).to(tl.float32), end",

@@ -345,12 +345,12 @@ def gate_grad_kernel(
         for i in tl.static_range(READ_TILES * READ_PARTS):
             read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
         if EXACT:
-            written = _all_of(write_sums, at // C, TILES, BK)
-            carried += written * written
+            departed = _all_of(write_sums, at // C, TILES, BK)
+            carried += departed * departed
         else:
-            written = tl.sum(write, axis=0)
+            departed = tl.sum(write, axis=0)
             carried += tl.sum(tl.where(valid, write * write, 0.0), axis=0)  # not fused with the sum: see `sum_over`
-        straddle -= written
+        straddle -= departed
         noise = (b_end < DROP) & (straddle * straddle <= ROUNDING * ROUNDING * carried)
         straddle = tl.where(noise, 0.0, straddle)
         carried = tl.where(noise, 0.0, carried)

@@ -404,3 +404,11 @@ def test_a_wrong_cache_is_refused(name: str) -> None:
         layer(x, cache=cache._replace(conv=None))
     with pytest.raises(ValueError, match=r"cache\.state: expected \[1, "):
         layer(x, cache=cache._replace(state=cache.state[:, :, :-1]))
+
+
+def test_slopes_beyond_float32_have_finite_gradients() -> None:
+    layer = GatedDeltaProduct(16, 2, 8)
+    with torch.no_grad():
+        layer.A_log.fill_(89.0)
+    layer(torch.randn(1, 5, 16)).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in layer.parameters())

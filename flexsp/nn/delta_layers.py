@@ -400,7 +400,8 @@ class GatedDeltaProduct(_DeltaLayer):
         beta = _wide(self.b_proj(x)).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
         g = None
         if self.use_forget_gate:
-            g = -_wide(self.A_log).exp() * F.softplus(_wide(self.a_proj(x)) + self.dt_bias)
+            slope = _wide(self.A_log).clamp(max=88.0).exp()  # infinite, it would make gradients 0 times infinity
+            g = -slope * F.softplus(_wide(self.a_proj(x)) + self.dt_bias)
         return {
             "q": q, "k": k, "v": v, "g": g, "beta": self._by_step(beta, (self.num_v_heads,)),
             "num_householder": self.num_householder, "use_qk_l2norm_in_kernel": True,

@@ -20,6 +20,8 @@ from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 from tests.test_compile_diagonal import _summary, described
 
+pytestmark = pytest.mark.compiles
+
 OF_LARGE = ("output", "back", "grads")
 OF_LARGE_CHANNELS = ("back", "channel_parts")
 """Of heads of 256, those that take most shared memory and registers: all of them would take too long."""

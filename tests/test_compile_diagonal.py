@@ -23,6 +23,8 @@ from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
+pytestmark = pytest.mark.compiles
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"dtype": "bfloat16", "K": 128, "V": 128},
     "bf16 64": {"dtype": "bfloat16", "K": 64, "V": 64},

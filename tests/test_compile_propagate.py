@@ -15,6 +15,8 @@ import pytest
 from flexsp.devices import H200, of_arch, planned_for
 from tests.marks import quick, slow
 
+pytestmark = pytest.mark.compiles
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "local scalar": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False},
     "local vector": {"shape": (2, 9, 4, 256, 256), "kind": "vector", "cut": True, "reverse": True},

@@ -16,6 +16,8 @@ from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
+pytestmark = pytest.mark.compiles(always=True)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": {"docs": 4},

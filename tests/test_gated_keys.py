@@ -208,6 +208,7 @@ def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]
     return [{x: getattr(one, x) for x in told} for one in found]
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.parametrize("name", [*slow(*CONFIGS)])
 def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no lanes that round a sum differently, no NaN that gives way to a

@@ -30,6 +30,8 @@ from flexsp.runtime.launch import begin
 from flexsp.runtime.triton_private import RELEASE
 from tests.marks import slow
 
+pytestmark = pytest.mark.compiles
+
 SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden" / "gla.py"
 CONFIGS = [

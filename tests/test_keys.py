@@ -176,6 +176,7 @@ def launched() -> list[Any]:
     return launches
 
 
+@pytest.mark.compiles
 def test_compiles_without_spills() -> None:
     for kernel in compile_launches(launched()):
         assert kernel.spills == 0 and kernel.waits_first and not kernel.races and not kernel.uneven_sums, kernel.name

@@ -366,6 +366,7 @@ def compiled(name: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.parametrize("name", slow(*CONFIGS))
 def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no NaN that gives way to a number, no missing barriers, no registers

@@ -297,6 +297,7 @@ def launched() -> list[Any]:
     return found
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.slow
 def test_compiles_without_spills() -> None:
     for kernel in compile_launches(launched()):

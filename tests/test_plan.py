@@ -312,6 +312,7 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("every", [False, *slow(True)])
 def test_launches(every: bool, tmp_path: Path) -> None:
     """Predictions are of the kernels that are launched, in order; their bytes are those of the tensors given.

@@ -36,8 +36,8 @@ from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -221,7 +221,7 @@ def repeated(sp: Any, folder: str) -> dict[str, Any]:
 
 
 def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
-    (found,) = run_ranks(repeated, 1, str(tmp_path), env=ENV)
+    (found,) = run_ranks(repeated, 1, str(tmp_path), env=INTERPRETED)
     assert found["recipes"] == [1, 1, 2, 3, 4]
     assert max(found["errors"]) < 1e-5, found["errors"]
     assert not found["recorded"]
@@ -242,7 +242,7 @@ def under_autocast(sp: Any, folder: str) -> list[float]:
 
 
 def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
-    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=ENV):
+    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=INTERPRETED):
         assert error < 1e-5
 
 
@@ -287,7 +287,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
-    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=ENV)
+    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=INTERPRETED)
     assert error < 1e-6
     assert apart
 
@@ -323,7 +323,8 @@ def plain(sp: Any, folder: str) -> list[Any]:
 
 
 def test_copies_backends_and_transforms(tmp_path: Path) -> None:
-    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, True, False, True, True, True, True, True]]
+    (found,) = run_ranks(plain, 1, str(tmp_path), env=INTERPRETED)
+    assert found == [True, True, True, False, True, True, True, True, True]
 
 
 def _k_v(k: Any, v: Any) -> Any:
@@ -441,7 +442,7 @@ def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
     weights that are infinite above the diagonal, outputs of a dense transition with a gate for each of their columns,
     states that are not read, no sequences."""
-    (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
+    (errors,) = run_ranks(odd, 1, str(tmp_path), env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -502,7 +503,7 @@ def twice(sp: Any, folder: str, name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
 def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
-    assert run_ranks(twice, 1, str(tmp_path), name, env=ENV) == [True]
+    assert run_ranks(twice, 1, str(tmp_path), name, env=INTERPRETED) == [True]
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------
@@ -546,7 +547,7 @@ def interpreted(sp: Any) -> str:
 
 
 def test_the_interpreter_compiles_nothing() -> None:
-    (message,) = run_ranks(interpreted, 1, env=ENV)
+    (message,) = run_ranks(interpreted, 1, env=INTERPRETED)
     assert "TRITON_INTERPRET" in message
 
 

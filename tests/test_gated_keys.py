@@ -20,8 +20,9 @@ from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.testing.compare import check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
+from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
-from tests.test_generated import ENV, MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
 
 BF16 = torch.bfloat16
 MILD = (0.0, -0.02, -0.4)
@@ -132,7 +133,7 @@ def edges(sp: Any, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [BF16, *slow(torch.float32, torch.float16)])
 def test_closed_gates_and_nan(dtype: torch.dtype) -> None:
-    (wrong,) = run_ranks(edges, 1, dtype, env=ENV, timeout=200)
+    (wrong,) = run_ranks(edges, 1, dtype, env=INTERPRETED, timeout=200)
     assert not wrong, wrong
 
 

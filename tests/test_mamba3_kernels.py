@@ -1,4 +1,4 @@
-"""Mamba-3's own kernels: in the interpreter against the token loop of tests/test_mamba3.py, and compiled for sm_90."""
+"""Mamba-3's own kernels: in the interpreter against the token loop, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
-from flexsp.ops import mamba3
+from flexsp.ops import Mamba3State, mamba3
 from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests import test_mamba3 as loops
+from tests.harness import mamba3 as loops
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
-from tests.test_selective_scan import KERNELS, poisoned
 
 HALF = (torch.bfloat16, torch.float16)
 BOUNDS = [0, 0, 1, 12, 12, 20, 29, 29]
@@ -93,7 +93,7 @@ def test_kernels(kind: str) -> None:
     """Outputs, states and gradients. Quick only in one dtype."""
     half = random.choice(HALF)
     for dtype in [half] if kind == "documents" else [torch.float32, half]:
-        assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS) == [True]
+        assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED) == [True]
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "posix"])
@@ -104,13 +104,14 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "posix"])
 @pytest.mark.parametrize("case", ["siso", "siso, groups", "siso, halves"])
 def test_kernels_over_ranks(case: str, transport: str) -> None:
     loops.check_ranks([(case, kind, s) for kind in loops.SHARDS for s in (True, False)], torch.float32, 1e-4,
-                      env=KERNELS, transport=transport)  # fmt: skip
+                      env=INTERPRETED, transport=transport)  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", [*slow("process_group"), "posix"])
 def test_documents_over_ranks(transport: str) -> None:
     kinds = "documents", "documents that end with shards"
-    loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS, transport=transport)
+    cases = [("siso", kind, True) for kind in kinds]
+    loops.check_ranks(cases, torch.float32, 1e-4, env=INTERPRETED, transport=transport)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def no_tokens() -> None:
     inputs = loops.draw("siso", 2, 0, 2)
     states = [z.float().requires_grad_() for z in inputs.pop("initial_state")]
     leaves = {key: x.float().requires_grad_() for key, x in inputs.items()}
-    y, final = mamba3(**leaves, initial_state=loops.Mamba3State(*states), output_final_state=True)
+    y, final = mamba3(**leaves, initial_state=Mamba3State(*states), output_final_state=True)
     assert y.shape == (2, 0, 4, 5) and all(torch.equal(a, b) for a, b in zip(final, states, strict=True))
     found = torch.autograd.grad(y.sum() + sum(z.sum() for z in final), [*states, *leaves.values()])
     assert all(z.eq(1).all() for z in found[:4]) and not any(z.any() for z in found[4:])
@@ -222,7 +223,7 @@ def parts(sp: SequenceParallel, seed: int) -> None:
 
 def test_parts() -> None:
     """tanh, sines and cosines, sums of many turns, no tokens, and what is refused."""
-    run_ranks(parts, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(parts, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def not_finite(sp: SequenceParallel, seed: int) -> None:
@@ -241,7 +242,7 @@ def not_finite(sp: SequenceParallel, seed: int) -> None:
 
 
 def test_what_is_not_finite_stays_in_its_document() -> None:
-    run_ranks(not_finite, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(not_finite, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def in_a_graph(sp: SequenceParallel, seed: int) -> None:
@@ -260,7 +261,7 @@ def in_a_graph(sp: SequenceParallel, seed: int) -> None:
 
 @pytest.mark.slow
 def test_one_graph() -> None:
-    run_ranks(in_a_graph, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(in_a_graph, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
-from tests import test_vector_gates as vector_gates
+from tests.harness import vector_gates
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
-from tests.test_selective_scan import KERNELS, poisoned
 
 Tensors = dict[str, Tensor]
 
@@ -105,7 +105,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", quick(KINDS, *KINDS[:4], "gates that close"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
-        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)
+        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED)
 
 
 def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> int:
@@ -123,7 +123,7 @@ def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> in
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rg_lru_in_kernels(dtype: torch.dtype) -> None:
-    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=KERNELS)
+    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=INTERPRETED)
     assert found > 0
 
 
@@ -156,7 +156,7 @@ def weights(seed: int, T: int) -> Tensor:
 @pytest.mark.parametrize("documents", quick([None, [0, 9, 9, 30, 55]], [0, 9, 9, 30, 55]))
 def test_kernels_over_ranks(documents: list[int] | None) -> None:
     seed = random.randrange(2**31)
-    parts = run_ranks(in_kernels_over_ranks, 3, seed, documents, env=KERNELS)
+    parts = run_ranks(in_kernels_over_ranks, 3, seed, documents, env=INTERPRETED)
     states = len(documents) - 1 if documents else 1
     inputs = draw(1, 55, 5, states, seed)
     inputs["g"][:, 11::16, 2:] = -torch.inf
@@ -173,7 +173,7 @@ def test_kernels_over_ranks(documents: list[int] | None) -> None:
 
 @pytest.mark.slow
 def test_one_graph() -> None:
-    run_ranks(in_a_graph, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(in_a_graph, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def in_a_graph(sp: SequenceParallel, seed: int) -> None:

@@ -119,7 +119,7 @@ HOW = ["order", "dtype", "gates", "kind of gate", "op", "packed", "generated"]
 @pytest.mark.parametrize("how", [*HOW, "schedule", "all_gather"])
 def test_process_group(how: str) -> None:
     """Both neighbours of a mismatch see it at once, and who waits to the right of it is told."""
-    options = {"sp_timeout_s": PATIENCE, "fresh_sp": True, "env": {"FLEXSP_TEST_POOL": "disagreement"}}
+    options = {"sp_timeout_s": PATIENCE, "own_processes": True}
     answers = run_ranks(_errors, 3, how, **options)
     for error in answers:
         assert isinstance(error, PeerMismatch), answers
@@ -223,9 +223,7 @@ def _ask_lengths(sp: Any) -> None:
 
 @pytest.mark.parametrize("how", ["gather and sum", "gather and halo", "halos", "lengths and halo"])
 def test_collectives_and_halos(how: str) -> None:
-    answers = run_ranks(
-        _collectives, 3, how, sp_timeout_s=PATIENCE, fresh_sp=True, env={"FLEXSP_TEST_POOL": "collective"}
-    )
+    answers = run_ranks(_collectives, 3, how, sp_timeout_s=PATIENCE, own_processes=True)
     assert all(isinstance(error, PeerMismatch) for error in answers), answers
 
 
@@ -301,7 +299,7 @@ def _evaluated_first(sp: Any) -> torch.Tensor:
 
 
 def test_exchanges_in_inference_mode_leave_later_ones_working() -> None:
-    grads = run_ranks(_evaluated_first, 2, fresh_sp=True, env={"FLEXSP_TEST_POOL": "evaluated"})
+    grads = run_ranks(_evaluated_first, 2, own_processes=True)
     assert [x.flatten().tolist() for x in grads] == [[2, 3, 3], [2, 2, 2]]
 
 
@@ -311,8 +309,8 @@ def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> Non
     """One rank with gates among ranks without: same shapes, another transition. Ranks that agree with their neighbour
     hear of it from there."""
     answers = run_ranks(
-        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule, fresh_sp=True,
-        env={"FLEXSP_TEST_POOL": "stamps"},
+        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule,
+        own_processes=True,
     )  # fmt: skip
     for rank, (state, error) in enumerate(answers):
         if rank or schedule == "all_gather":

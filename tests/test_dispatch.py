@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,6 +34,7 @@ from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.compiling import in_child
 from tests.harness.interpreted import INTERPRETED
 
 Tensors = dict[str, torch.Tensor]
@@ -103,7 +102,7 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
 def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
-    assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled, 1, name, str(tmp_path), own_processes=True) == [[True] * 4]
 
 
 def precompiled_engine(sp: Any) -> list[bool]:
@@ -125,7 +124,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
 
 
 def test_backward_kernels_of_the_engine_are_precompiled() -> None:
-    assert run_ranks(precompiled_engine, 1, env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled_engine, 1, own_processes=True) == [[True] * 4]
 
 
 class Launched(Exception):
@@ -173,7 +172,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
 def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None:
     """Of lengths for which the plan is of one kind: several segments (or one, of a dense transition)."""
     lengths = [4096, 4097, 5000, 6001, 8192, 10007]
-    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, env={"TRITON_INTERPRET": "0"})
+    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, own_processes=True)
     assert counts[0] >= 5
     assert counts == [counts[0]] * len(lengths), counts
 
@@ -508,28 +507,23 @@ def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
 
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
-AHEAD = """
-import sys, time, torch
-from tests import variants
-from flexsp.compiler.ahead import compile_ahead
-from flexsp.compiler.engine import Generated
-from triton.backends.compiler import GPUTarget
 
-code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
-print(compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
-variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
-"""
+def ahead() -> int:
+    from triton.backends.compiler import GPUTarget
+
+    from flexsp.compiler.ahead import compile_ahead
+    from flexsp.compiler.engine import Generated
+
+    code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
+    found = compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32))
+    variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
+    return found
 
 
 def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
-    root = str(Path(__file__).parents[1])
-    env |= {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    env |= {"FLEXSP_CODE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    found = in_child(ahead, TRITON_CACHE_DIR=tmp_path / "cache", FLEXSP_CODE_DIR=tmp_path)
     cubins = list((tmp_path / "cache").glob("*/*.cubin"))
-    assert len(cubins) == int(done.stdout) >= 10
+    assert len(cubins) == found >= 10
     assert {"output.cubin", "grads.cubin", "_propagate_kernel.cubin"} <= {x.name for x in cubins}
 
 

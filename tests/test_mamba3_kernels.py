@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +19,7 @@ from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness import mamba3 as loops
+from tests.harness.compiling import in_child, told_of
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
 
@@ -332,9 +329,9 @@ def compile_config(
     dtype: str = "bfloat16", T: int = 65536, H: int = 32, G: int = 1, K: int = 128, P: int = 64, S: int = 32,
     docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels.mamba3 import op
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
@@ -350,21 +347,12 @@ def compile_config(
         )  # fmt: skip
         found = op.with_skip(meta(*tokens, P, kind=of), rows), rows.q, rows.k, rows.v, last
         torch.autograd.backward(found, [x.detach() for x in found])
-    wanted = ("name", "registers", "stack", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
-    return [{key: getattr(found, key) for key in wanted} for found in compile_launches(launches)]
+    return told_of(launches)
 
 
 @functools.cache
 def compiled(name: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return in_child(functools.partial(compile_config, **CONFIGS[name]))
 
 
 @pytest.mark.compiles(always=True)
@@ -378,7 +366,3 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
         assert RELEASE != (3, 6) or not kernel["stack"], kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(**CONFIGS[sys.argv[1]])))

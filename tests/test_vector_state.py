@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
 from tests.harness import vector_gates
+from tests.harness.compiling import in_child, told_of
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
 
@@ -196,10 +193,10 @@ CONFIGS: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"docs": 4}, "odd s
 
 
 def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs: int = 0) -> list[dict[str, Any]]:
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.vector.op import vector_state
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
@@ -214,21 +211,12 @@ def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs:
         )  # fmt: skip
         assert last is not None
         torch.autograd.backward([o, last], [o.detach(), last.detach()])
-    wanted = ("name", "stack", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
-    return [{key: getattr(found, key) for key in wanted} for found in compile_launches(launches)]
+    return told_of(launches)
 
 
 @functools.cache
 def compiled(name: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return in_child(functools.partial(compile_config, **CONFIGS[name]))
 
 
 @pytest.mark.compiles(always=True)
@@ -242,7 +230,3 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
         assert RELEASE != (3, 6) or not kernel["stack"], kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(**CONFIGS[sys.argv[1]])))

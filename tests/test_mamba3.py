@@ -16,6 +16,7 @@ from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.mamba3 import (
     CASES,
+    OPS,
     SHARDS,
     call,
     check_ranks,
@@ -55,7 +56,7 @@ def test_token_by_token(case: str, dtype: torch.dtype) -> None:
     compare(recurrent_mamba3, case, inputs, dtype)
     if dtype == torch.float32:
         plain = {key: tuple(z.float() for z in x) if isinstance(x, tuple) else x.float() for key, x in inputs.items()}
-        for op in (mamba3, recurrent_mamba3):
+        for op in OPS:
             want = op(**plain, output_final_state=True)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 found = op(**plain, output_final_state=True)
@@ -68,7 +69,7 @@ def test_what_may_be_left_out(case: str) -> None:
     for name in ("D", "B_bias", "C_bias"):
         del inputs[name]
     want, _ = oracle(**inputs, **options(case))
-    for op in (mamba3, recurrent_mamba3):
+    for op in OPS:
         y, state = op(**inputs, **options(case))
         assert relative_error(y, want) < EXACT and state is None
 
@@ -86,7 +87,7 @@ def test_no_tokens(case: str) -> None:
     """The state passes through, and so does its gradient."""
     inputs = draw(case, 2, 0, states=2)
     state = Mamba3State(*(z.requires_grad_() for z in inputs["initial_state"]))
-    for op in (mamba3, recurrent_mamba3):
+    for op in OPS:
         y, final = op(**(inputs | {"initial_state": state}), output_final_state=True)
         assert y.shape[1] == 0 and all(torch.equal(a, b) for a, b in zip(final, state, strict=True))
         assert not {z.data_ptr() for z in final} & {z.data_ptr() for z in state}
@@ -192,7 +193,7 @@ def test_kernels_over_ranks(case: str) -> None:
 @pytest.mark.parametrize("case", ["siso", "mimo"])
 def test_a_wrong_argument_is_named(case: str) -> None:
     inputs = draw(case, 1, 6, states=1)
-    for op in (mamba3, recurrent_mamba3):
+    for op in OPS:
         op(**inputs, **options(case))
         for key in inputs:
             if key == "initial_state":

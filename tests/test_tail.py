@@ -16,7 +16,8 @@ from flexsp.testing.cases import CASES, Case
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.objectives import MODELS, draw_for
-from tests.harness.tail import ALL, wrong
+from tests.harness.ops import ALL
+from tests.harness.tail import wrong
 from tests.marks import quick
 
 QUICK = ("gamma", "gated_delta_product", "hgrn", "selective_scan", "mamba3")

@@ -26,6 +26,7 @@ from flexsp.nn import (
     SimpleGLA,
 )
 
+# The class, its arguments, and the width of its input [B, T, width].
 LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     "conv": (ShortConvolution, {"dim": 6, "width": 4, "bias": True}, 6),
     "conv-wide": (ShortConvolution, {"dim": 5, "width": 9, "activation": None}, 5),
@@ -72,6 +73,11 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "attention-without-positions": (Attention, {"hidden_size": 12, "num_heads": 2, "rope_theta": None}, 12),
 }  # fmt: skip
+
+OF_EACH: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {}
+"""The first of each class, by its name; tests/test_validation.py fails for a public layer that has none."""
+for row in LAYERS.values():
+    OF_EACH.setdefault(row[0].__name__, row)
 
 
 def make(name: str, seed: int) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import softplus
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.ops import mamba3
+from flexsp.ops import mamba3, recurrent_mamba3
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
@@ -135,6 +135,9 @@ def call(op: Any, **given: Any) -> Any:
 
 def options(case: str) -> dict[str, bool]:
     return {} if CASES[case][4] else {"rotate_pairwise": False}
+
+
+OPS = mamba3, recurrent_mamba3
 
 
 def compare(op: Any, case: str, inputs: Tensors, dtype: torch.dtype, **others: Any) -> None:

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape
-from tests.op_cases import OTHER_CASES
-
-ALL = CASES | DELTA_CASES | OTHER_CASES
+from flexsp.testing.cases import CASES, Case, Shape
 
 
 def _leaves(x: Any) -> list[torch.Tensor]:

@@ -56,6 +56,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where kernels that the tests of a file generate are written."""
+    return str(tmp_path_factory.mktemp("generated"))
+
+
 def pytest_sessionfinish() -> None:
     close_pools()
     if _MADE:

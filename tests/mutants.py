@@ -316,9 +316,12 @@ def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
 
 @functools.cache
 def _test_files(root: Path) -> dict[str, str]:
-    """The text of each."""
+    """The text of each, and of what it imports of tests/harness/."""
+    shared = {x.stem: x.read_text() for x in (root / "tests" / "harness").glob("*.py")}
     found = {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
-    return {name: text for name, text in found.items() if name not in _NOT_IN_COPIES}
+    names = {name: re.findall(r"tests\.harness(?:\.| import )(\w+)", text) for name, text in found.items()}
+    with_shared = {name: text + "".join(shared.get(x, "") for x in names[name]) for name, text in found.items()}
+    return {name: text for name, text in with_shared.items() if name not in _NOT_IN_COPIES}
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flexsp.bench import document, record, scale, table
 from flexsp.bench.cases import CASES
 from flexsp.bench.timing import spread
 from flexsp.launch.cli import main
-from tests.test_bench import CPU, ROOT, _row
+from tests.harness.bench import CPU, ROOT, _row
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 

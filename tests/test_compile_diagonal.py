@@ -10,10 +10,6 @@ two in registers. There only shared memory is bounded.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ import triton
 
 from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
+from tests.harness.compiling import described, in_child, told_of
 from tests.marks import slow
 
 pytestmark = pytest.mark.compiles
@@ -51,7 +48,7 @@ def compile_config(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled.
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled.
 
     `learned`: the gate has a gradient.
     """
@@ -59,7 +56,7 @@ def compile_config(
 
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.diagonal.dispatch import recipe_of
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -77,33 +74,20 @@ def compile_config(
         found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
-    return [_summary(found) for found in compile_launches(launches)]
+    return told_of(launches)
 
 
-def _summary(found: Any) -> dict[str, Any]:
-    told = vars(found) | {"wgmma": found.ptx.count("wgmma.mma_async"), "waits_first": found.waits_first}
-    told |= {"uneven_sums": found.uneven_sums, "drops_nan": found.drops_nan, "races": found.races}
-    return {name: value for name, value in told.items() if name != "ptx"}
+def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
+    return {name: compile_config(**CONFIGS[name]) for name in names}
 
 
 @functools.cache
-def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def group(of_quick: bool) -> dict[str, list[dict[str, Any]]]:
+    return in_child(compile_all, *(QUICK if of_quick else SLOW))
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
-
-
-def described(kernels: list[dict[str, Any]]) -> str:
-    return "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in kernels)
+    return group(name in QUICK)[name]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
@@ -143,7 +127,3 @@ def test_nothing_touches_memory_before_the_kernel_before_is_done(name: str) -> N
 def test_what_the_interpreter_cannot_show(name: str, what: str) -> None:
     """Lanes that round a sum differently, NaN that gives way to a number, missing barriers, registers not written."""
     assert not any(kernel[what] for kernel in compiled(name)), described(compiled(name))
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,8 +34,9 @@ from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.compiling import in_child
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -103,7 +102,7 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
 def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
-    assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled, 1, name, str(tmp_path), own_processes=True) == [[True] * 4]
 
 
 def precompiled_engine(sp: Any) -> list[bool]:
@@ -125,7 +124,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
 
 
 def test_backward_kernels_of_the_engine_are_precompiled() -> None:
-    assert run_ranks(precompiled_engine, 1, env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled_engine, 1, own_processes=True) == [[True] * 4]
 
 
 class Launched(Exception):
@@ -173,7 +172,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
 def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None:
     """Of lengths for which the plan is of one kind: several segments (or one, of a dense transition)."""
     lengths = [4096, 4097, 5000, 6001, 8192, 10007]
-    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, env={"TRITON_INTERPRET": "0"})
+    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, own_processes=True)
     assert counts[0] >= 5
     assert counts == [counts[0]] * len(lengths), counts
 
@@ -221,7 +220,7 @@ def repeated(sp: Any, folder: str) -> dict[str, Any]:
 
 
 def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
-    (found,) = run_ranks(repeated, 1, str(tmp_path), env=ENV)
+    (found,) = run_ranks(repeated, 1, str(tmp_path), env=INTERPRETED)
     assert found["recipes"] == [1, 1, 2, 3, 4]
     assert max(found["errors"]) < 1e-5, found["errors"]
     assert not found["recorded"]
@@ -242,7 +241,7 @@ def under_autocast(sp: Any, folder: str) -> list[float]:
 
 
 def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
-    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=ENV):
+    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=INTERPRETED):
         assert error < 1e-5
 
 
@@ -287,7 +286,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
-    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=ENV)
+    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=INTERPRETED)
     assert error < 1e-6
     assert apart
 
@@ -323,7 +322,8 @@ def plain(sp: Any, folder: str) -> list[Any]:
 
 
 def test_copies_backends_and_transforms(tmp_path: Path) -> None:
-    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, True, False, True, True, True, True, True]]
+    (found,) = run_ranks(plain, 1, str(tmp_path), env=INTERPRETED)
+    assert found == [True, True, True, False, True, True, True, True, True]
 
 
 def _k_v(k: Any, v: Any) -> Any:
@@ -441,7 +441,7 @@ def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
     weights that are infinite above the diagonal, outputs of a dense transition with a gate for each of their columns,
     states that are not read, no sequences."""
-    (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
+    (errors,) = run_ranks(odd, 1, str(tmp_path), env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -502,33 +502,28 @@ def twice(sp: Any, folder: str, name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
 def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
-    assert run_ranks(twice, 1, str(tmp_path), name, env=ENV) == [True]
+    assert run_ranks(twice, 1, str(tmp_path), name, env=INTERPRETED) == [True]
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
-AHEAD = """
-import sys, time, torch
-from tests import variants
-from flexsp.compiler.ahead import compile_ahead
-from flexsp.compiler.engine import Generated
-from triton.backends.compiler import GPUTarget
 
-code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
-print(compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
-variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
-"""
+def ahead() -> int:
+    from triton.backends.compiler import GPUTarget
+
+    from flexsp.compiler.ahead import compile_ahead
+    from flexsp.compiler.engine import Generated
+
+    code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
+    found = compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32))
+    variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
+    return found
 
 
 def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
-    root = str(Path(__file__).parents[1])
-    env |= {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    env |= {"FLEXSP_CODE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    found = in_child(ahead, TRITON_CACHE_DIR=tmp_path / "cache", FLEXSP_CODE_DIR=tmp_path)
     cubins = list((tmp_path / "cache").glob("*/*.cubin"))
-    assert len(cubins) == int(done.stdout) >= 10
+    assert len(cubins) == found >= 10
     assert {"output.cubin", "grads.cubin", "_propagate_kernel.cubin"} <= {x.name for x in cubins}
 
 
@@ -546,7 +541,7 @@ def interpreted(sp: Any) -> str:
 
 
 def test_the_interpreter_compiles_nothing() -> None:
-    (message,) = run_ranks(interpreted, 1, env=ENV)
+    (message,) = run_ranks(interpreted, 1, env=INTERPRETED)
     assert "TRITON_INTERPRET" in message
 
 

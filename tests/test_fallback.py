@@ -14,8 +14,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.testing import run_ranks
 from tests import variants
-
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+from tests.harness.interpreted import INTERPRETED
 
 
 def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
@@ -80,7 +79,7 @@ def _bent() -> tuple[Any, ...]:
 
 
 def test_no_fallback_unless_asked_for(tmp_path: Path) -> None:
-    (found,) = run_ranks(refusals, 1, str(tmp_path), env=ENV)
+    (found,) = run_ranks(refusals, 1, str(tmp_path), env=INTERPRETED)
     reasons = {
         "large": "K = 257", "chunk": "chunk_size = 48", "no Triton": "Triton",
         "grammar": "K = 300", "not affine": "not affine in the state",

@@ -20,8 +20,8 @@ from torch.nn.functional import logsigmoid, normalize
 from flexsp import ops
 from flexsp.testing import oracles
 from flexsp.testing.compare import relative_error
-from tests import test_vector_gates as vector
 from tests.gpu.judge import CUDA
+from tests.harness import vector_gates as vector
 
 pytest.importorskip("fla.ops", reason="flash-linear-attention is not installed")
 

@@ -55,8 +55,8 @@ def compile_config(
     import torch
 
     from flexsp.kernels import operators, recipe
-    from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import record_launches
+    from tests.harness.recipes import scalar_decay_recipe
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -71,7 +71,7 @@ def compile_config(
     operators.chunk_table = lambda *args: table  # type: ignore[assignment]
     given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
-        found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
+        found = scalar_decay_recipe(given, state, docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return told_of(launches)

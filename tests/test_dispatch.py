@@ -29,13 +29,13 @@ from flexsp.compiler import (
     unit_lower_inverse,
 )
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.diagonal import dispatch as diagonal
 from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness.compiling import in_child
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.recipes import scalar_decay_recipe
 
 Tensors = dict[str, torch.Tensor]
 
@@ -114,7 +114,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
         x |= {} if gate is None else {gate: -torch.rand((1, 4096, 4) if gate == "g" else 4)}
         x = {name: y.requires_grad_() for name, y in x.items()}
         initial = torch.zeros(2 if packed else 1, 4, 64, 64).requires_grad_() if given else None
-        recipe = diagonal.recipe_of(x, initial, 2 * packed, 0.1, True, -1, "")
+        recipe = scalar_decay_recipe(x, initial, 2 * packed, 0.1)
         table = torch.zeros(recipe.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
             o, _, saved = recipe.run_forward([*x.values()], initial, table)

@@ -22,7 +22,8 @@ from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMe
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named, lowering_of
-from flexsp.exceptions import check_dense, fail, kernels_on_cpu
+from flexsp.exceptions import check_dense, fail
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 
@@ -555,11 +556,6 @@ class LinearAttention:
         if prev_s is None or prev_s.dim() <= at or prev_s.shape[at] not in choices:
             raise ValueError(f"{STATE}: expected, since no input tells {size.name} of {list(choices)}")
         return prev_s.shape[at]
-
-
-def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
-    """Whether kernels are for inputs of such a kind."""
-    return wide != torch.float64 and (on_gpu or kernels_on_cpu())
 
 
 def _program(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:

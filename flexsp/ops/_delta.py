@@ -14,9 +14,9 @@ from flexsp.comm.derivatives import transformed
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
-from flexsp.compiler.linear_attention import asks_for_kernels
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.ops._programs import clamped

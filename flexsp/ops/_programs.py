@@ -12,7 +12,8 @@ from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
 from flexsp.compiler.elsewhere import elsewhere
 from flexsp.kernels import gates
-from flexsp.kernels.vector.op import has_kernels, vector_state
+from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     initial = initial_state((D,), "D", call, group, x)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, op, x, D, N, call.cu_seqlens is None)
-    if has_kernels(x):
+    if asks_for_kernels(x.is_cuda, x.dtype):
         o, final = vector_state(
             x, g, op, initial_state=initial, output_final_state=call.output_final_state, cu_seqlens=call.cu_seqlens,
             sp=group,

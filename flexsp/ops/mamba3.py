@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
-from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._rotary import rotate
@@ -331,7 +331,8 @@ def _ends(
 
 def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
     """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
-    return not sizes.mimo and has_kernels(given.x) and plain(*given) and not transformed()
+    in_kernels = not sizes.mimo and asks_for_kernels(given.x.is_cuda, given.x.dtype)
+    return in_kernels and plain(*given) and not transformed()
 
 
 def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter
 
 from flexsp.compiler.backend.operators import BINARY
-from flexsp.compiler.frontend.check import Program, call
+from flexsp.compiler.frontend.program import Program, call
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr
 from flexsp.compiler.graphs.differentiate import Step, cut, differentiate
 from flexsp.compiler.graphs.rewrite import dims

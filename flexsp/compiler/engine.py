@@ -25,8 +25,8 @@ from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.elsewhere import one_at_a_time
-from flexsp.compiler.frontend.check import Program
 from flexsp.compiler.frontend.meta import ConstExpr
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims

@@ -17,8 +17,9 @@ from flexsp.compiler import arguments, graph
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend import functions
-from flexsp.compiler.frontend.check import KINDS, Program, check
+from flexsp.compiler.frontend.check import check
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.program import KINDS, Program
 from flexsp.compiler.frontend.trace import trace
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named, lowering_of

@@ -14,7 +14,7 @@ from flexsp.kernels.launches import Buffer, Call, LaunchSpec
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.engine import Generated
-    from flexsp.compiler.frontend.check import Program
+    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.recipe import Given
 

@@ -110,8 +110,6 @@ _SCAN = [
          "tests/test_group.py::test_token_mean"),
         ("start = sum(lengths[: self.rank])\n        return", "start = sum(lengths[: self.rank + 1])\n        return",
          "shards start where they end", "tests/test_group.py::test_shard_range"),
-        ("[rows * n for n in self._lengths]", "[*self._lengths]", "a token has one row",
-         "tests/test_group.py::test_rows_of_a_token"),
     ),
     *_in(
         "flexsp/comm/transport.py",
@@ -483,11 +481,6 @@ _BETWEEN = [
          "tests/test_torch_compile.py::test_a_checkpoint_that_ends_the_graph_says_so_once"),
     ),
     *_in(
-        "flexsp/comm/group.py",
-        ("            self.compared += 1\n", "", "backward passes do not say which call they are of",
-         "tests/test_disagreement.py::test_check_mode_tells_backward_passes_in_another_order"),
-    ),
-    *_in(
         "flexsp/launch/bootstrap.py",
         ("            dist.barrier(group=cpu_group)", "            pass", "a rank goes on that others still connect to",
          "tests/test_group.py::test_no_rank_goes_on_before_all_are_connected"),
@@ -502,6 +495,10 @@ _BETWEEN = [
     ),
     *_in(
         "flexsp/comm/process_group.py",
+        ("[rows * n for n in sp.lengths]", "[*sp.lengths]", "a token has one row",
+         "tests/test_group.py::test_rows_of_a_token"),
+        ("        sp.compared += 1\n", "", "backward passes do not say which call they are of",
+         "tests/test_disagreement.py::test_check_mode_tells_backward_passes_in_another_order"),
         ('text += f", shards of {sp.lengths} tokens"', 'text += ""', "ranks cut the sequence differently",
          "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
         ("stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)",

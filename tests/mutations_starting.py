@@ -15,7 +15,7 @@ _STEPS = "tests/test_train_hybrid_steps.py::"
 
 STARTING = [
     *_in(
-        "flexsp/comm/group.py",
+        "flexsp/comm/ranks.py",
         ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
          "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
     ),

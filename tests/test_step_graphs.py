@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter
 
 from flexsp.compiler.backend.operators import BINARY
-from flexsp.compiler.frontend.program import Program, call
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr
+from flexsp.compiler.frontend.program import Program, call
 from flexsp.compiler.graphs.differentiate import Step, cut, differentiate
 from flexsp.compiler.graphs.rewrite import dims
 from tests import variants

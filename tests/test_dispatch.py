@@ -26,10 +26,10 @@ from flexsp.compiler import (
     SymbTensor,
     cache_result,
     decayed_scores,
-    engine,
     identity,
     unit_lower_inverse,
 )
+from flexsp.compiler.backend import generated_kernels
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.diagonal import dispatch as diagonal
 from flexsp.runtime.steps import Step, launches_of
@@ -452,7 +452,7 @@ def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
     assert make(4, 16, 32).kernels is kernels
     assert make(2, 16, 17, code_dir=str(tmp_path)).kernels is not kernels
     others = [make(2, 8, 17), make(2, 16, 17, dtype=torch.bfloat16), variants.load("retnet").make(2, 16, 17)]
-    assert len({engine._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
+    assert len({generated_kernels._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
 
 
 def test_more_heads_than_a_grid_has() -> None:
@@ -511,7 +511,7 @@ AHEAD = """
 import sys, time, torch
 from tests import variants
 from flexsp.compiler.ahead import compile_ahead
-from flexsp.compiler.engine import Generated
+from flexsp.compiler.backend.generated_kernels import Generated
 from triton.backends.compiler import GPUTarget
 
 code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)

@@ -129,9 +129,10 @@ def exchange_ints(sp: Ranks, value: int) -> list[int]:
 
 def lengths_for(sp: Ranks, T_local: int, rows: int = 1) -> list[int]:
     """Shard lengths of all ranks; see `SequenceParallel.lengths_for`."""
-    if sp.lengths is not None:
+    given = sp.lengths
+    if given is not None:
         sp.check_shard(T_local, rows)
-        lengths = [rows * n for n in sp.lengths]
+        lengths = [rows * n for n in given]
         if sp.check_calls and not torch.compiler.is_compiling():
             check_signature(sp, ("set_lengths", *lengths))
         return lengths

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm import nvshmem
 from flexsp.comm.heap import SymmetricHeap
-from flexsp.comm.posix import PosixHeap
 from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
@@ -59,12 +57,16 @@ def create_heap(
     device = torch.device(device)
     nbytes = -(-nbytes // 4096) * 4096
     if kind == "posix" or (kind == "auto" and device.type == "cpu"):
+        from flexsp.comm.posix import PosixHeap
+
         if device.type != "cpu":
             raise NotAvailable(f"the posix heap is CPU memory, and this rank computes on {device}")
         return PosixHeap.create(nbytes, rank=rank, world_size=len(global_ranks), cpu_group=cpu_group)
     if device.type != "cuda":
         raise NotAvailable(f"a heap of kind {kind!r} is GPU memory, and this rank computes on {device}")
-    return nvshmem.create_nvshmem_heap(kind, nbytes, global_ranks=global_ranks, cpu_group=cpu_group, device=device)
+    from flexsp.comm.nvshmem import create_nvshmem_heap
+
+    return create_nvshmem_heap(kind, nbytes, global_ranks=global_ranks, cpu_group=cpu_group, device=device)
 
 
 class Transport:
@@ -146,8 +148,10 @@ class _Put(Transport):
         return create_heap("nvshmem", nbytes, **where)
 
     def problem(self, heap: SymmetricHeap, world_size: int) -> str:
+        from flexsp.comm.nvshmem import find_device_library
+
         try:
-            nvshmem.find_device_library()
+            find_device_library()
         except NotAvailable as error:
             return str(error)
         return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from flexsp.comm.derivatives import untransformed
 from flexsp.compiler.frontend import functions, primitives
+from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.program import Program, Transition, call, has_parts
-from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
+from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
 
-__all__ = ["SECOND_MATRIX", "check"]
+__all__ = ["SECOND_MATRIX", "check", "program_of"]
 
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, "torch.Tensor | float"]
@@ -32,6 +34,20 @@ _LARGE = 1e6
 _STRONG = 400.0
 _CUT, _LONG = 3, 8  # tokens: one chunk of 8 does what chunks of 3 and 5 do
 _BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
+
+
+def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
+    """The functions traced and checked; results may depend on where chunks end if ``cuts_matter``."""
+    inputs = {*meta.tokens, *meta.params, *meta.numbers}
+    untransformed("making a variant", "make it, or call what makes it, once before")
+
+    def make() -> Program:
+        chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
+        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
+        decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
+        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), cuts_matter)
+
+    return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 
 
 def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, cuts_matter: bool = False) -> Program:

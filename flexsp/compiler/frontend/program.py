@@ -38,6 +38,7 @@ class Program:
     linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
     value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
     parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
+    lowerings: tuple[Any, ...] = ()  # each a `Lowering`: the first that takes a call runs it, else generated kernels
     disagrees: str | None = None  # how results depend on where chunks end, None where they do not
 
     def call_text(self, dtype: torch.dtype, packed: bool) -> str:

@@ -370,11 +370,14 @@ KERNELS = [
         ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),
     *_in(
-        "flexsp/kernels/delta/launches.py",
+        "flexsp/kernels/delta/call_args.py",
         ("or (self.plan.docs and self.plan.scanned)", "or False", "NaN passes segments without decay",
          _DELTA + "test_nan_stays_in_its_document_where_segments_have_two[False]"),
         ("or (self.plan.docs and self.plan.scanned)", "or (self.plan.docs and self.plan.n_seg > 1)",
          "NaN passes a rank without segments", _DELTA + "test_nan_stays_in_its_document_over_ranks[False]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/launches.py",
         ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),

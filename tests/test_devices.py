@@ -214,7 +214,7 @@ def test_segments_of_an_h200_stay() -> None:
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     return Generated(variants.load(name).make(32, K, V, dtype).program)
 

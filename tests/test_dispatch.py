@@ -24,10 +24,10 @@ from flexsp.compiler import (
     SymbTensor,
     cache_result,
     decayed_scores,
-    engine,
     identity,
     unit_lower_inverse,
 )
+from flexsp.compiler.backend import generated_kernels
 from flexsp.exceptions import NotAvailable
 from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
@@ -452,7 +452,7 @@ def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
     assert make(4, 16, 32).kernels is kernels
     assert make(2, 16, 17, code_dir=str(tmp_path)).kernels is not kernels
     others = [make(2, 8, 17), make(2, 16, 17, dtype=torch.bfloat16), variants.load("retnet").make(2, 16, 17)]
-    assert len({engine._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
+    assert len({generated_kernels._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
 
 
 def test_more_heads_than_a_grid_has() -> None:
@@ -512,7 +512,7 @@ def ahead() -> int:
     from triton.backends.compiler import GPUTarget
 
     from flexsp.compiler.ahead import compile_ahead
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
     found = compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32))
@@ -548,17 +548,17 @@ def test_the_interpreter_compiles_nothing() -> None:
 def over_group(sp: Any, folder: str) -> tuple[bool, list[int], str]:
     import torch.distributed as dist
 
-    from flexsp.comm import group
+    from flexsp.comm.ranks import GROUPS
 
-    live = dict(group._GROUPS)
-    group._GROUPS.clear()
+    live = dict(GROUPS)
+    GROUPS.clear()
     try:
         variants.load("simple_gla").make(2, 8, 4, sp_group=dist.group.WORLD)
         message = ""
     except ValueError as error:
         message = str(error)
     finally:
-        group._GROUPS.update(live)
+        GROUPS.update(live)
     torch.manual_seed(3)
     meta = {"q": (1, 24, 2, 8), "k": (1, 24, 2, 8), "v": (1, 24, 2, 4), "g": (1, 24, 2)}
     x = {name: -torch.rand(shape, dtype=torch.float64) for name, shape in meta.items()}

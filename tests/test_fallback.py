@@ -53,12 +53,12 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     assert 'runs in PyTorch (fallback="pytorch"): K = 300' in asked.explain(**large)
     with pytest.warns(UserWarning, match="runs in PyTorch, slowly: K = 300"):
         asked(**large)
-    engine = sys.modules.pop("flexsp.compiler.engine")
-    sys.modules["flexsp.compiler.engine"] = None  # type: ignore[assignment]
+    engine = sys.modules.pop("flexsp.compiler.backend.generated_kernels")
+    sys.modules["flexsp.compiler.backend.generated_kernels"] = None  # type: ignore[assignment]
     try:
         found["no Triton"] = told(make(2, 5, 4, code_dir=folder))
     finally:
-        sys.modules["flexsp.compiler.engine"] = engine
+        sys.modules["flexsp.compiler.backend.generated_kernels"] = engine
     return found
 
 

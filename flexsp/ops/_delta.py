@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.frontend.elsewhere import elsewhere
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.engine import asks_for_kernels

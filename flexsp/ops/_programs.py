@@ -10,7 +10,7 @@ import torch
 
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.frontend.elsewhere import elsewhere
 from flexsp.kernels import gates
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import vector_state

@@ -13,8 +13,8 @@ from flexsp.kernels.diagonal import in_pytorch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler.engine import Generated
-    from flexsp.compiler.frontend.check import Program
+    from flexsp.compiler.backend.generated_kernels import Generated
+    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.launches import Call
     from flexsp.kernels.recipe import Given

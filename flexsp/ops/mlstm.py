@@ -165,7 +165,7 @@ def recurrent_mlstm(
     written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)[0]
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
-    read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
+    read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
     h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
     h = h.transpose(1, 2) if head_first else h
     return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None

@@ -48,5 +48,13 @@ EXAMPLES = [
         ("statistics.median(found), found[-1])", "statistics.mean(found), found[-1])", "the table has means", _TABLE),
         ('if row.get("solved")]', "]", "unsolved runs count among the steps", _TABLE),
     ),
+    *_in(
+        "tests/tested.py",
+        ('"failed" if "failed" in (before, report.outcome)', '"failed" if report.outcome == "failed"',
+         "a failure is forgotten when the test's end passes", "tests/test_tested.py"),
+        ("env = runs[-1][1]", "env = runs[0][1]", "the table shows the oldest run", "tests/test_tested.py"),
+        ('endswith(f"/{of}")', 'endswith("")', "a half is added to a whole", "tests/test_tested.py"),
+        ('run["environment"]["device"] != "cpu"', "True", "runs on CPU stand among those on GPUs", "tests/test_tested.py"),
+    ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

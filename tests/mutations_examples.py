@@ -50,11 +50,11 @@ EXAMPLES = [
     ),
     *_in(
         "tests/tested.py",
-        ('"failed" if "failed" in (before, report.outcome)', '"failed" if report.outcome == "failed"',
-         "a failure is forgotten when the test's end passes", "tests/test_tested.py"),
-        ("env = runs[-1][1]", "env = runs[0][1]", "the table shows the oldest run", "tests/test_tested.py"),
-        ('endswith(f"/{of}")', 'endswith("")', "a half is added to a whole", "tests/test_tested.py"),
-        ('run["environment"]["device"] != "cpu"', "True", "runs on CPU stand among those on GPUs", "tests/test_tested.py"),
+        (' or report.outcome != "passed"', "", "a test whose fixture fails is not counted",
+         "tests/test_tested.py::test_a_session_leaves_a_record"),
+        ("env = runs[-1][1]", "env = runs[0][1]", "the table shows the oldest run", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
+        ('endswith(f"/{of}")', 'endswith("")', "a half is added to a whole", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
+        ('run["environment"]["device"] != "cpu"', "True", "runs on CPU stand among those on GPUs", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -94,15 +94,18 @@ def test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts() -> None:
     runs = [
         run("a", "2026-01-01", [(MATRIX, "mamba3", 9, 0, 0), ("tests/gpu/test_ops_gpu.py", "mamba3", 5, 0, 0)]),
         run("b", "2026-01-02", [(MATRIX, "mamba3", 1, 1, 0)], "1/2"),
+        run("b", "2026-01-02", [(MATRIX, "mamba3", 50, 0, 0)]),
         run("b", "2026-01-03", [(MATRIX, "mamba3", 2, 0, 0)], "2/2"),
         run("b", "2026-01-04", [(MATRIX, "mamba3", 3, 0, 0), (MATRIX, "chunk_gla", None, 0, None)], "1/2"),
         run("c", "2026-01-05", [("tests/gpu/ranks_ops.py", "mamba3", 7, 1, 0)], world_size=2),
+        run("c", "2026-01-06", [("tests", "all of it", 99, 0, 0)], device="cpu"),
     ]
     lines = {line.split(" | ")[0]: line for line in tested.by_op(runs).splitlines()}
     assert lines["| op"] == "| op | H200, Triton 3.6.0 | 2 x H200, Triton 3.6.0 |"
-    assert lines["| `mamba3`"] == "| `mamba3` | 10 [1, 3, 4] | 7 of 8 [5] |"
-    assert lines["| `chunk_gla`"] == "| `chunk_gla` | passed [4] | not run |"
+    assert lines["| `mamba3`"] == "| `mamba3` | 10 [1, 4, 5] | 7 of 8 [6] |"
+    assert lines["| `chunk_gla`"] == "| `chunk_gla` | passed [5] | not run |"
     assert lines["| `chunk_kda`"] == "| `chunk_kda` | not run | not run |"
+    assert "| all of it" not in lines
     assert tested.of_runs(runs).splitlines()[3].endswith("| `test_matrix`, part 1/2 | 1 | 1 | 0 |")
 
 

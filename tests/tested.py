@@ -100,8 +100,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            before = self.outcomes.get(report.nodeid)
-            self.outcomes[report.nodeid] = "failed" if "failed" in (before, report.outcome) else report.outcome
+            self.outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
         counts: Counts = {}

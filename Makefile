@@ -129,10 +129,12 @@ test-gpu:
 # over the GPUs. SHARD=1/2 takes about half of the tests.
 GPU_WORKERS ?= 12
 SHARD       ?= 1/1
+# What passed is recorded here, and `python -m tests.tested` writes it into docs/tested.md.
+TESTED      ?= benchmarks/results/tested
 
 test-gpu-one:
 	$(GPU_ENV) OMP_NUM_THREADS=1 timeout -k 10 1800 $(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) tests/gpu \
-	    --shard $(SHARD) $(ARGS)
+	    --shard $(SHARD) --tested $(TESTED) $(ARGS)
 
 SANITIZED ?= benchmarks/results/sanitize.json
 
@@ -140,15 +142,7 @@ sanitize:
 	$(GPU_ENV) timeout -k 10 1800 $(GPU_PYTHON) tests/gpu/sanitize.py --out $(SANITIZED) $(ARGS)
 
 test-gpu-ranks:
-	@gpus=$$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
-	for n in 2 4; do \
-	    if [ $$gpus -lt $$n ]; then echo "torchrun with $$n GPUs left out: $$gpus found"; continue; fi; \
-	    for script in $(wildcard tests/gpu/ranks_*.py); do \
-	        echo "== $$n GPUs: $$script"; \
-	        $(GPU_ENV) timeout -k 10 900 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
-	            $$script || { echo "FAILED with $$n GPUs: $$script"; status=1; }; \
-	    done; \
-	done; exit $$status
+	$(GPU_ENV) $(GPU_PYTHON) -m tests.tested ranks --tested $(TESTED)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache

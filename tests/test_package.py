@@ -404,10 +404,10 @@ def test_documents_name_only_files_that_exist(document: Path) -> None:
     assert not missing
 
 
-def test_environment_variables_stand_in_the_readme() -> None:
+def test_environment_variables_stand_in_the_page_on_settings() -> None:
     pattern = re.compile(r"\bFLEXSP_[A-Z0-9_]+")
     used = {name for path in SOURCES for name in pattern.findall(path.read_text())}
-    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "docs/use.md").read_text(), flags=re.MULTILINE))
     assert used == listed
 
 

@@ -106,8 +106,8 @@ def _written(folder: Path, code: str) -> str:
 
 
 def test_changes_of_each_kind(tmp_path: Path) -> None:
-    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed, or types that
-    are converted once more."""
+    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed, or
+    conversions that are repeated."""
     file = _written(tmp_path, CODE)
     found = mutants_of(file, tmp_path)
     assert {x.what.partition(": ")[2] for x in found} == WANTED

@@ -404,6 +404,8 @@ KERNELS = [
         "flexsp/kernels/recipe.py",
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
          "a recipe forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
+        ("if self.sp_id >= 0 else", "if self.sp_id > 0 else", "the first group is none where saved tensors lie otherwise",
+         "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise[2]"),
         ("for x in (do, dfinal)), dinitial, asked)", "for x in (do, dfinal)), None, asked)",
          "a backward pass forgets whether initial states want gradients", "tests/test_generated_edges.py"),
         ("dinitial, asked)\n", "dinitial)\n", "a kept backward pass forgets whose gradients are asked for",

@@ -33,10 +33,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, no decay": {"dtype": "bfloat16", "K": 128, "V": 128, "gated": False, "learned": False},
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
     "bf16 128, one column": {"dtype": "bfloat16", "K": 128, "V": 1, "values": "float32"},
+    "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes"]
-SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column"]
+SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column",
+        "bf16 128 and 64"]
 TRAINING = ["bf16 128", *slow("bf16 64")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {"bf16 128": {"dkv_kernel": 176}, "bf16 64": {}},

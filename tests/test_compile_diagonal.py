@@ -39,19 +39,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes"]
 SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column",
         "bf16 128 and 64"]
+ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", *slow("bf16 64")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {"bf16 128": {"dkv_kernel": 176}, "bf16 64": {}},
 }
+_SIZES = ": sizes"
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel", "tail_kernel"}
 
 
-def compile_config(
+def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled.
+) -> list[Any]:  # fmt: skip
+    """Body of the child process: launches of a forward and backward pass on meta tensors.
 
     `learned`: the gate has a gradient.
     """
@@ -59,7 +61,7 @@ def compile_config(
 
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.diagonal.dispatch import recipe_of
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -77,6 +79,18 @@ def compile_config(
         found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
+    return launches
+
+
+def compile_config(only_sizes: bool = False, **config: Any) -> list[dict[str, Any]]:
+    """All launches compiled; or what shared memory walks need, which is known before they are assembled."""
+    from flexsp.testing.offline import compile_launches, shared_of
+
+    launches = launches_of(**config)
+    if only_sizes:
+        walks = [launch for launch in launches if launch[0].__name__ in WALKS]
+        names = [launch[0].__name__ for launch in walks]
+        return [{"name": name, "shared": n} for name, n in zip(names, shared_of(walks, 90), strict=True)]
     return [_summary(found) for found in compile_launches(launches)]
 
 
@@ -99,7 +113,8 @@ def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
+    quick = [*QUICK, *(f"{x}{_SIZES}" for x in ONLY_SIZES)]
+    return compile_all(*(quick if name in quick else SLOW))[name]
 
 
 def described(kernels: list[dict[str, Any]]) -> str:
@@ -114,6 +129,14 @@ def test_shared_memory(name: str) -> None:
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
     assert {kernel["name"] for kernel in found} == KERNELS - missing
     assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction
+    assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
+
+
+@pytest.mark.parametrize("name", ONLY_SIZES)
+def test_shared_memory_without_learned_gates(name: str) -> None:
+    """What is not weighted is read from shared memory, and held there longer."""
+    found = compiled(name + _SIZES)
+    assert {kernel["name"] for kernel in found} == WALKS
     assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
 
 
@@ -146,4 +169,5 @@ def test_what_the_interpreter_cannot_show(name: str, what: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))
+    given = {name: CONFIGS[name.removesuffix(_SIZES)] for name in sys.argv[1:]}
+    print(json.dumps({name: compile_config(name.endswith(_SIZES), **config) for name, config in given.items()}))

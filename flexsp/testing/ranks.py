@@ -83,11 +83,11 @@ def run_ranks(
     if "WORLD_SIZE" in os.environ:
         return _run_in_place(fn, world_size, args, settings, env, fresh_sp, whole_world, own_processes)
     if own_processes:
-        pool = _Pool(world_size, device, env)
+        own = _Pool(world_size, device, env)
         try:
-            return pool.run(fn, args, settings, fresh_sp, timeout)
+            return own.run(fn, args, settings, fresh_sp, timeout)
         finally:
-            pool.kill()
+            own.kill()
     key: _Key = (world_size, device, tuple(sorted(env.items())))
     pool = _pools.get(key)
     if pool is None:

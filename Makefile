@@ -7,6 +7,7 @@
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 #                ARGS="--sample 40": at random, and says what share of the changes is noticed
 # make same-code BASE=commit  whether every kernel is compiled to the same PTX as there; some minutes, no GPU
+# make host-time BASE=commit  the host's time for calls of six ops, beside that there
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU
@@ -33,7 +34,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-hybrid synthetics test test-all test-fla mutate same-code lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid synthetics test test-all test-fla mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -80,6 +81,9 @@ mutate: $(VENV)/.dev
 
 same-code: $(VENV)/.dev
 	$(BIN)/python tests/same_code.py $(BASE) $(ARGS)
+
+host-time: $(VENV)/.dev
+	$(BIN)/python tests/host_time.py $(BASE) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

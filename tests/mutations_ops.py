@@ -7,8 +7,6 @@ from tests.mutate import in_file as _in
 __all__ = ["OPS"]
 
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
-_LOOKS = "looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)"
-_BLIND = "looks = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0)"
 
 OPS = [
     *_in(
@@ -73,14 +71,6 @@ OPS = [
         ("m[:, -1] if T else entering)", "m[:, -1] if T else begun)", "a last rank without tokens has the first rank's maxima",
          _EDGES + "test_mlstm_with_a_last_rank_without_tokens"),
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
-    ),
-    *_in(
-        "flexsp/kernels/vector/op.py",
-        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
-    ),
-    *_in(
-        "flexsp/kernels/selective/op.py",
-        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_selective_scan"),
     ),
     *_in(
         "flexsp/kernels/selective/launches.py",

@@ -10,7 +10,7 @@ import pytest
 from flexsp.bench import document, record, scale, summary, table
 from flexsp.bench.cases import CASES
 from flexsp.launch.cli import main
-from tests.test_bench import CPU, ROOT, _row
+from tests.harness.bench import CPU, ROOT, _row
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 

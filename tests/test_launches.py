@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
-from flexsp.compiler.engine import Generated
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch

@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,23 +21,54 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import IN_PYTORCH
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.frontend.elsewhere import elsewhere
+from flexsp.compiler.frontend.program import Program
 from flexsp.kernels import operators
 from flexsp.kernels.operators import Asked, Kept
 
-if TYPE_CHECKING:
-    from flexsp.compiler.linear_attention import LinearAttention
-
-__all__ = ["call", "call_now", "kept", "name_of"]
+__all__ = ["Variant", "call", "call_now", "kept", "name_of"]
 
 Optional = torch.Tensor | None
-_variants: WeakValueDictionary[str, LinearAttention] = WeakValueDictionary()
-_lasting: set[LinearAttention] = set()  # that graphs know
+
+
+class Variant(Protocol):
+    """What the operators ask of a `LinearAttention`."""
+
+    names: tuple[str, ...]
+    graph_name: str
+    program: Program
+
+    def likeness(self) -> str: ...
+
+    def prepared(
+        self, tensors: Sequence[torch.Tensor], prev_s: Optional, cu_seqlens: Optional, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def again(
+        self, tensors: Sequence[torch.Tensor], prev_s: Optional, docs: int, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def checked(
+        self, inputs: dict[str, torch.Tensor], prev_s: Optional, cu_seqlens: Optional, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def in_pytorch(
+        self, call: Any, inputs: dict[str, torch.Tensor], prev_s: Optional, bounds: list[int] | None,
+        group: SequenceParallel | None,
+    ) -> tuple[torch.Tensor, Optional]: ...  # fmt: skip
+
+    def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None: ...
+
+    def width(self, inputs: dict[str, torch.Tensor], prev_s: Optional) -> int: ...
+
+
+_variants: WeakValueDictionary[str, Variant] = WeakValueDictionary()
+_lasting: set[Variant] = set()  # that graphs know
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 _KIND = "variant"
 
 
-def name_of(variant: LinearAttention) -> str:
+def name_of(variant: Variant) -> str:
     """What graphs hold in place of the object.
 
     No number, which torch.compile would take for one of many, and different for what may differ in the sizes that the
@@ -57,7 +88,7 @@ def _package() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def kept(make: Callable[[], LinearAttention]) -> tuple[str, tuple[str, ...]]:
+def kept(make: Callable[[], Variant]) -> tuple[str, tuple[str, ...]]:
     """The name of a variant that lives as long as this process, and the names of its inputs in order."""
     variant = elsewhere(torch.device("cpu"), make)
     _lasting.add(variant)
@@ -126,7 +157,7 @@ operators.define_kind(
 
 
 def _again(
-    model: LinearAttention, call: Any, asked: Asked, bounds: list[int] | None, do: Optional, dfinal: Optional,
+    model: Variant, call: Any, asked: Asked, bounds: list[int] | None, do: Optional, dfinal: Optional,
     wanted: Sequence[bool], want_dinitial: bool,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
     """Gradients of the functions in PyTorch, which are called again: a graph keeps no other graph."""
@@ -157,7 +188,7 @@ def call(
 
 
 def call_now(
-    variant: LinearAttention, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
+    variant: Variant, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """The same outside of torch.compile. A trace keeps the key, so the variant lasts."""

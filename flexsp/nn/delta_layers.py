@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.layers import _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
-from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.nn.recurrent import RecurrentLayer, _wide
 from flexsp.nn.start import start_steps
 from flexsp.ops import (
     chunk_delta_rule,
@@ -74,8 +73,8 @@ class _DeltaLayer(RecurrentLayer):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
-        return self._tokens(*self._heads(mixed), x)
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
+        return self._tokens(*self._heads(mixed), x), x
 
     def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return F.silu(qkv).split(self._widths, dim=-1)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
-from flexsp.compiler.elsewhere import elsewhere
-from flexsp.compiler.linear_attention import asks_for_kernels
+from flexsp.compiler.frontend.elsewhere import elsewhere
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
-from flexsp.ops._programs import clamped
+from flexsp.ops._programs import clamped, rows_at, token_loop
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -261,8 +261,12 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     return found
 
 
-def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
-    """The recurrence of what `prepared` gives, token by token, on this rank alone."""
+def recurrent(
+    name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1
+) -> tuple[Tensor, Optional]:  # fmt: skip
+    """What `run` gives, token by token on this rank alone; with ``cu_seqlens`` it is `run` on this rank alone."""
+    if call.cu_seqlens is not None:
+        return run(name, heads, tokens, call, steps)
     q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
     v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
     _, initial = _state(heads, call, None, q)
@@ -270,17 +274,16 @@ def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 
     scale = check.check_scale(call.scale, heads.K)
     decay = None if g is None else clamped(g, q).exp()
     q_t, k_t, v_t, b_t = q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide)
-    state = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
-    o = []
-    for t in range(heads.T):
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         if decay is not None:
-            state = state * (decay[:, t, :, :, None] if decay.dim() == 4 else decay[:, t, :, None, None])
-        for s in range(t * steps, (t + 1) * steps):  # no matmul: autocast would round the state
+            state = state * rows_at(decay, t)
+        for s in range(t * steps, (t + 1) * steps):
             key = k_t[:, s, :, :, None]
             error = v_t[:, s] - (key * state).sum(-2)
             state = state + key * (b_t[:, s, :, None] * error).unsqueeze(-2)
-        o.append((q_t[:, t, :, :, None] * state).sum(-2))
-    out = torch.stack(o, dim=1) if o else v_t[:, :0]
-    if initial is not None and state is initial:
-        state = state.clone()
-    return out.to(v.dtype), _final(state, call)
+        return (q_t[:, t, :, :, None] * state).sum(-2), state
+
+    start = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
+    out, last = token_loop(step, start, heads.T, v_t[:, :0])
+    return out.to(v.dtype), _final(last, call)

@@ -140,13 +140,15 @@ def recurrent_selective_scan(
     check.check_state("initial_state", initial_state, (batch, width, N), "[batch, D, N]", u, None, None)
     dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
     wide_A, wide_B, wide_C, wide_u = (programs.wide(x, u) for x in (A, B, C, u))
-    h, y = dt.new_zeros(batch, width, N) if initial_state is None else initial_state, [dt[:, :0]]
-    for t in range(u.shape[1]):
+
+    def step(h: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         kept, given = in_pytorch.weights(dt[:, t, :, None], wide_A, discretization == "zoh")
         h = kept * h + given * wide_u[:, t, :, None] * wide_B[:, t, None]
-        y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
-    last = (h.clone() if h is initial_state else h) if return_last_state else None
-    return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+        return (h * wide_C[:, t, None]).sum(-1), h
+
+    start = dt.new_zeros(batch, width, N) if initial_state is None else initial_state
+    y, last = programs.token_loop(step, start, u.shape[1], dt)
+    return in_pytorch.gated(y, u, D, z), last if return_last_state else None
 
 
 def _in_groups(B: object) -> bool:

@@ -62,6 +62,9 @@ SUBJECTS = {
     "ranks_propagate": "exchange of states", "ranks_transformers": "models of transformers",
 }  # fmt: skip
 
+# What no test on a GPU is of yet: the table says so.
+WITHOUT_TESTS = ("layers and models of flash-linear-attention", "objectives of flexsp.grammar")
+
 
 def short(file: str) -> str:
     return Path(file).stem.removesuffix("_gpu")
@@ -102,17 +105,21 @@ class Recorder:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.nodeid] = report.outcome
 
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(tryfirst=True)  # before pytest-xdist waits for its workers
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         counts: Counts = {}
         for node, outcome in self.outcomes.items():
             file, _, text = node.partition("::")
             counts.setdefault((file, subject(file, text)), Counter())[outcome] += 1
         if torch.cuda.is_available():
-            save(self.folder, counts, 1, sys.argv[1:], self.part)
+            cut_off = exitstatus == pytest.ExitCode.INTERRUPTED
+            save(self.folder, counts, 1, sys.argv[1:], self.part, cut_off)
 
 
-def save(folder: Path, counts: Counts, gpus: int, command: Sequence[str], part: str = "1/1") -> None:
-    """Write a record, unless no test came to an end."""
+def save(
+    folder: Path, counts: Counts, gpus: int, command: Sequence[str], part: str = "1/1", cut_off: bool = False
+) -> None:
+    """Write a record, unless no test came to an end. ``cut_off``: time was up before all tests had run."""
     if not any(count["passed"] or count["failed"] for count in counts.values()):
         return
     env = record.environment(torch.device("cuda"), command) | {"command": " ".join(command), "world_size": gpus}
@@ -122,7 +129,8 @@ def save(folder: Path, counts: Counts, gpus: int, command: Sequence[str], part: 
     ]
     time = env["date"][11:19].replace(":", "")
     path = folder / f"{record.file_stem('tested', env)}_{time}.json"
-    record.save(path, {"kind": "tested", "runs": [{"environment": env, "part": part, "rows": rows}]})
+    run = {"environment": env, "part": part, "cut_off": cut_off, "rows": rows}
+    record.save(path, {"kind": "tested", "runs": [run]})
     print(f"recorded {path}")
 
 
@@ -221,7 +229,7 @@ def by_op(runs: Sequence[Run]) -> str:
     columns = sorted({column(run) for _, run in on_gpus})
     seen = {row["op"] for _, run in on_gpus for row in run["rows"]}
     variants = [f"variant {name}" for name in VARIANTS]
-    others = sorted(seen - {*OPS, *variants})
+    others = sorted((seen | {*WITHOUT_TESTS}) - {*OPS, *variants})
     lines = [
         [f"`{op}`" if op in OPS else re.sub(r"variant (\w+)", r"variant `\1`", op),
          *(cell([x for x in on_gpus if column(x[1]) == at], op) for at in columns)]
@@ -237,6 +245,7 @@ def of_runs(runs: Sequence[Run]) -> str:
         env, rows = run["environment"], run["rows"]
         files = list(dict.fromkeys(f"`{short(row['file'])}`" for row in rows))
         part = "" if run.get("part", "1/1") == "1/1" else f", part {run['part']}"
+        part += ", cut off" if run.get("cut_off") else ""
         totals = [
             "" if any(row[key] is None for row in rows) else str(sum(row[key] for row in rows))
             for key in ("passed", "failed", "skipped")

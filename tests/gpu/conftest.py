@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Deals pytest-xdist's workers out over the GPUs, before CUDA is initialised. The first process records."""
     folder = config.getoption("--tested", None)
     if folder and not hasattr(config, "workerinput"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # when time is up, what ran is recorded
         config.pluginmanager.register(Recorder(Path(folder), config.getoption("--shard")))
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker.startswith("gw") and gpus > 1:

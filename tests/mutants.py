@@ -37,6 +37,15 @@ _LEFT_OUT = (
     "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
 _NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
+# Tests that go through all of a folder.
+_OF_FOLDERS = {
+    "flexsp/ops/": ("bad_arguments", "op_edges", "peers_calls", "kept_checks", "validation"),
+    "flexsp/nn/": ("layer_formulas", "start", "bad_arguments"),
+    "flexsp/kernels/": ("op_edges", "fallback", "derivatives"),
+    "flexsp/comm/": ("propagate", "derivatives"),
+    "flexsp/grammar/": ("bad_arguments", "grammar"),
+}
+_OF_REFUSALS = ("test_bad_arguments", "test_validation", "test_kept_checks")
 _BEGINS = "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"
 _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
@@ -113,7 +122,8 @@ class _Finder(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         left, right, op = self.code(node.left), self.code(node.right), type(node.op)
-        if op in _SIGNS and not (_is_text(node.left) or _is_text(node.right) or right.startswith("0 * ")):
+        nothing = right == "0.0" or right.startswith("0 * ")
+        if op in _SIGNS and not (nothing or _is_text(node.left) or _is_text(node.right)):
             self.add("sign", node, f"{left} {_SIGNS[op]} {_closed(node.right, right)}")
         if op is ast.BitAnd:
             self.add("mask", node, left)
@@ -203,10 +213,12 @@ class _Finder(ast.NodeVisitor):
             self.generic_visit(node)
 
     def settled(self, node: ast.Call, of: ast.Attribute) -> bool:
-        """Whether the type is that of offsets, which only large tensors need, or the same without this conversion."""
+        """Whether the type is that of offsets, which only large tensors need, or what comes of it is the same without
+        this conversion. Sums and products with numbers in float32 are in float32."""
         loaded = isinstance(of.value, ast.Call) and "load" in _name(of.value.func) and of.value.args
         same = f"{self.code(of.value.args[0])}.dtype.element_ty" if loaded else None
-        return "int64" in self.code(node) or node in self.converted or same in map(self.code, node.args)
+        types = [*map(self.code, node.args)]
+        return "int64" in self.code(node) or node in self.converted or same in types or types == ["tl.float32"]
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Call):
@@ -310,7 +322,13 @@ def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
         return (_BEGINS,)
     if ": barrier: " in mutation.what:
         return compiled or tests
-    return tuple(sorted(tests, key=lambda x: (x in compiled, "::" not in x and Path(x).stem in LONGEST)))
+    refusal = re.search(r"dropped: `(raise|check\w*\.|\w*(fail|check)\w*\()", mutation.what)
+
+    def place(test: str) -> tuple[bool, bool, bool]:
+        first = refusal is not None and Path(test).stem in _OF_REFUSALS
+        return not first, test in compiled, "::" not in test and Path(test).stem in LONGEST
+
+    return tuple(sorted(tests, key=place))
 
 
 def _stages(tests: Sequence[str]) -> list[list[str]]:
@@ -334,9 +352,10 @@ def _try_stages(mutation: Mutation, tree: Path, limit: float) -> Outcome:
 # Which tests ----------------------------------------------------------------------------------------------------------
 
 
-def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
+def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]:
     """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
-    files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
+    files of tests that import it, or are named after it; those that go through all of its folder; what
+    tests/mutations.py has for it."""
     from tests.mutations import MUTATIONS
 
     path = Path(file)
@@ -352,7 +371,9 @@ def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
         if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
         or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
     ]  # fmt: skip
-    ranked = [*[test for test, _ in listed.most_common()], *files, *[test for test, _ in beside.most_common(3)]]
+    folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
+    of_all = [f"tests/test_{name}.py" for names in folders for name in names]
+    ranked = [*[test for test, _ in listed.most_common()], *files[:8], *of_all, *[x for x, _ in beside.most_common(3)]]
     kept: list[str] = []
     for test in dict.fromkeys(ranked):
         whole = test.partition("::")[0]

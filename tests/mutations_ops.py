@@ -7,6 +7,7 @@ from tests.mutate import in_file as _in
 __all__ = ["OPS"]
 
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
+_DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 _LOOKS = "looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)"
 _BLIND = "looks = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0)"
 
@@ -77,10 +78,14 @@ OPS = [
     *_in(
         "flexsp/kernels/vector/op.py",
         (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
+        ("x.dtype != torch.float64", "x.dtype != torch.float32", "float32 has no kernels", _DTYPES),
     ),
     *_in(
         "flexsp/kernels/selective/op.py",
         (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_selective_scan"),
+        ("u.dtype != torch.float64 and", "u.dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
+        ("    untransformed(NAME, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
+         "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
     *_in(
         "flexsp/kernels/selective/launches.py",

@@ -65,6 +65,8 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, text: str) -> None:
         self.lines, self.found = [x.encode() for x in text.splitlines(keepends=True)], list[Change]()
         self.converted = set[ast.AST]()  # what is converted once more where it goes, or has that type already
+        found = re.findall(r"^(\w+) = (?:tl\.constexpr\()?(-?\d[\d.e-]*)\)?(?:  #.*)?$", text, re.MULTILINE)
+        self.numbers = {name: ast.literal_eval(value) for name, value in found}
 
     def code(self, node: ast.AST) -> str:
         """As ast.get_source_segment, which splits the whole text each time."""
@@ -151,7 +153,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         new = _BOUNDS.get(type(node.ops[0]))
-        if len(node.ops) == 1 and new:
+        if len(node.ops) == 1 and new and not (new in ("<", "<=", ">", ">=") and self.is_real(node.comparators[0])):
             kind = "logic" if new in ("!=", "==") else "bound"
             self.add(kind, node, f"{self.code(node.left)} {new} {self.code(node.comparators[0])}")
         self.generic_visit(node)
@@ -212,13 +214,18 @@ class _Finder(ast.NodeVisitor):
         elif name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
             self.generic_visit(node)
 
+    def is_real(self, node: ast.AST) -> bool:
+        """Whether it is a number with a fraction other than 0: that something equals it happens to nobody."""
+        value = self.numbers.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+        return isinstance(value, float) and value != 0
+
     def settled(self, node: ast.Call, of: ast.Attribute) -> bool:
         """Whether the type is that of offsets, which only large tensors need, or what comes of it is the same without
-        this conversion. Sums and products with numbers in float32 are in float32."""
+        this conversion. Sums and products with numbers in float32 are in float32, and those of truths are integers."""
         loaded = isinstance(of.value, ast.Call) and "load" in _name(of.value.func) and of.value.args
-        same = f"{self.code(of.value.args[0])}.dtype.element_ty" if loaded else None
-        types = [*map(self.code, node.args)]
-        return "int64" in self.code(node) or node in self.converted or same in types or types == ["tl.float32"]
+        same = f"{re.split(r'[ +]', self.code(of.value.args[0]))[0]}.dtype.element_ty" if loaded else None
+        types = {*map(self.code, node.args)}
+        return "int64" in self.code(node) or node in self.converted or bool(types & {same, "tl.float32", "tl.int32"})
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Call):

@@ -64,13 +64,15 @@ CODE = '''"""A doc + a string."""
 from x import y
 
 _WARPS = 4
+_MOST = tl.constexpr(8.0)  # of floats
 
 
 @gluon_or_not(3)
 def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     """Less < more."""
     assert a < 3, "1 - 1"
-    if a <= 9 and not C:
+    a < 0.5
+    if a <= 9 and not C and not a < _MOST:
         raise ValueError(f"{a - 1} < 5")
     rows = tl.load(a + C * b_st, mask=C == 0, other=0.5)
     rows = tl.where(C, rows, a).to(tl.float32).to(C) + 0.0
@@ -86,8 +88,9 @@ def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
 '''
 WANTED = {
     "constant: `7` becomes `8`", "constant: `2` becomes `3`",
+    "constant: `8.0` becomes `16.0`", "logic: `not a < _MOST` becomes `a < _MOST`",
     "bound: `a <= 9` becomes `a < 9`", "constant: `9` becomes `10`", "logic: `not C` becomes `C`",
-    "logic: `a <= 9 and not C` becomes `((a <= 9) or (not C))`",
+    "logic: `a <= 9 and not C and not a < _MOST` becomes `((a <= 9) or (not C) or (not a < _MOST))`",
     'dropped: `raise ValueError(f"{a - 1} < 5")` becomes `pass`',
     "sign: `a + C * b_st` becomes `a - (C * b_st)`", "stride: `C * b_st` becomes `C`",
     "logic: `C == 0` becomes `C != 0`", "constant: `0` becomes `1`",

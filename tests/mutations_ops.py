@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OPS"]
 
+_CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
 _LOOKS = "looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)"
 _BLIND = "looks = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0)"
@@ -77,6 +78,12 @@ OPS = [
     *_in(
         "flexsp/kernels/vector/op.py",
         (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
+    ),
+    *_in(
+        "flexsp/ops/selective_scan.py",
+        ("    u = without_tail(u, cu_seqlens, group)  #", "    #", "what lies behind documents reaches a constant B", _CONSTANTS),
+        ("u).repeat_interleave(N),", "u).repeat(N),", "numbers have the biases of other channels", _CONSTANTS),
+        ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),
     *_in(
         "flexsp/kernels/selective/op.py",

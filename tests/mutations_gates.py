@@ -41,6 +41,12 @@ GATES = [
          "tests/test_clamped_gates.py::test_a_gate_that_is_0"),
     ),
     *_in(
+        "flexsp/compiler/frontend/check.py",
+        ("with_wide_sums(traced.module) if wide_sums else", "with_wide_sums(traced.module) if False else",
+         "differences of running sums lose digits",
+         "tests/test_clamped_gates.py::test_strong_gates_cost_chunks_no_digits[gla]"),
+    ),
+    *_in(
         "flexsp/comm/derivatives.py",
         ("x = x if x.stride() == stride else x.contiguous()", "pass", "kernels read saved tensors in other strides",
          "tests/test_derivatives.py::test_saved_tensors_may_come_back_in_other_strides"),

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flexsp.comm.derivatives import IN_PYTORCH, changed
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.elsewhere import elsewhere
-from flexsp.kernels import operators
+from flexsp.kernels import functions, operators
 from flexsp.kernels.operators import Asked, Kept
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ class _Variant:
         call, shard, values = model.prepared(tensors, initial, bounds, asked.group)
         if call.recipe is not None:
             return self.shown(*operators.outputs(call.recipe, asked, shard))
-        given = dict(zip(model.names, tensors, strict=True)), initial, values, asked.group
-        o, final = elsewhere(tensors[0].device, torch.no_grad()(lambda: model.in_pytorch(call, *given)))
-        final = None if final is None else final.clone(memory_format=torch.contiguous_format)  # may be `initial` itself
-        return o.contiguous(), final, o.new_empty(0, dtype=torch.uint8), None if bounds is None else bounds.clone()
+        return functions.forward(lambda x: self.in_pytorch(call, x, values), asked)
 
     def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
         call, table = self.model.again(asked.tensors, asked.initial, asked.docs, asked.group), kept[1]
@@ -92,7 +89,11 @@ class _Variant:
             kept = self.whole(kept, call.recipe)
             return operators.gradients(call.recipe, asked.tensors, asked.initial, kept, *others)
         values = None if table is None else [int(n) for n in table.tolist()]
-        return elsewhere(asked.tensors[0].device, lambda: _again(self.model, call, asked, values, *others))
+        return functions.gradients(lambda x: self.in_pytorch(call, x, values), asked, *others)
+
+    def in_pytorch(self, call: Any, asked: Asked, bounds: list[int] | None) -> tuple[torch.Tensor, Optional]:
+        inputs = dict(zip(self.model.names, asked.tensors, strict=True))
+        return self.model.in_pytorch(call, inputs, asked.initial, bounds, asked.group)
 
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
         model, group, (tensors, initial, cu_seqlens) = self.model, asked.group, asked[:3]
@@ -182,25 +183,6 @@ def _whole(first: torch.Tensor, numel: int) -> torch.Tensor:
         changed("memory", f"{expected} bytes", f"{held}: a graph that holds for many lengths shows hooks the first of "
                 "them alone. Compile with dynamic=False beside hooks that copy saved tensors")  # fmt: skip
     return first.as_strided((numel,), (1,))
-
-
-def _again(
-    model: LinearAttention, call: Any, asked: Asked, bounds: list[int] | None, do: Optional, dfinal: Optional,
-    wanted: Sequence[bool], want_dinitial: bool,
-) -> tuple[list[Optional], Optional]:  # fmt: skip
-    """Gradients of the functions in PyTorch, which are called again: a graph keeps no other graph."""
-    leaves = [x.detach().requires_grad_() for x in asked.tensors]
-    state = None if asked.initial is None else asked.initial.detach().requires_grad_(want_dinitial)
-    inputs = dict(zip(model.names, leaves, strict=True))
-    outputs = model.in_pytorch(call, inputs, state, bounds, asked.group)
-    # A final state may depend on nothing: there may be no tokens, and none given.
-    pairs = [(y, dy) for y, dy in zip(outputs, (do, dfinal), strict=True) if y is not None and y.requires_grad]
-    grads = torch.autograd.grad(
-        [y for y, _ in pairs], [*leaves, *([state] if want_dinitial else [])],  # type: ignore[arg-type]
-        [torch.zeros_like(y) if dy is None else dy for y, dy in pairs], materialize_grads=True,
-    )  # fmt: skip
-    found: list[Optional] = [g.clone(memory_format=torch.contiguous_format) for g in grads]
-    return found[: len(leaves)], found[-1] if want_dinitial else None
 
 
 def _looks(x: torch.Tensor, many: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

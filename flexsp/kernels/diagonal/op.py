@@ -8,9 +8,10 @@ import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.exceptions import kernels_on_cpu
-from flexsp.kernels import operators
+from flexsp.kernels import functions, operators
 from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.plan import NAME, make_plan
+from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked, Kept
 
 if TYPE_CHECKING:
@@ -71,6 +72,29 @@ operators.serve(3)
 operators.serve(4)
 
 
+class _InPytorch:
+    """The same calls where no kernels run them."""
+
+    def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, Optional]:
+        gate, rows, text = how.split("|", 2)
+        given = dict(zip(("q", "k", "v", gate), asked.tensors, strict=False))
+        q, k, v, g, g_gamma = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma"))
+        assert q is not None and k is not None and v is not None
+        return in_pytorch.run(
+            q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, text, asked.want_final,
+            int(rows),
+        )  # fmt: skip
+
+    def like(self, how: str, asked: Asked) -> Like:
+        q, _, v, *_ = asked.tensors
+        (B, T, H, K), V = q.shape, v.shape[-1]
+        states = asked.docs or B, H, K, V
+        return Like((B, T, H, V), v.dtype, states, torch.promote_types(q.dtype, torch.float32))
+
+
+functions.define(_KIND, _InPytorch())
+
+
 def _use_triton(q: torch.Tensor) -> bool:
     if q.dtype == torch.float64:
         return False
@@ -102,18 +126,23 @@ def diagonal(
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
-    if not _use_triton(q):
+    if not _use_triton(q) and not functions.in_graph():
         if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
             call += f", boundaries {cu_seqlens.tolist()}"
         with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
             return in_pytorch.run(
                 q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state, rows
             )  # fmt: skip
-    untransformed(NAME, IN_PYTORCH)
+    if _use_triton(q):
+        untransformed(NAME, IN_PYTORCH)
     want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.rank == sp.world_size - 1)
     initial = None if initial_state is None else initial_state.contiguous()
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     tensors, name = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
+    if not _use_triton(q):
+        return functions.call(
+            _KIND, name, tensors, initial, cu_seqlens, scale=scale, want_final=want_final, sp=sp,
+        )  # fmt: skip
     if not operators.plain(*tensors, initial, cu_seqlens):
         return operators.call(
             f"{_KIND}|{name}", tensors, initial, cu_seqlens, scale=scale, want_final=want_final, sp=sp,

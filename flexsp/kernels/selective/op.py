@@ -9,7 +9,8 @@ import torch
 from flexsp.comm.derivatives import IN_PYTORCH, joined, untransformed
 from flexsp.comm.group import get_sp
 from flexsp.exceptions import kernels_on_cpu
-from flexsp.kernels import operators
+from flexsp.kernels import functions, operators
+from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked, Kept
 from flexsp.kernels.selective import in_pytorch
 from flexsp.runtime.kept import keep
@@ -98,6 +99,31 @@ for _tensors in range(5, 9):
     operators.serve(_tensors)
 
 
+class _InPytorch:
+    """The same calls where no kernels run them."""
+
+    def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, Optional]:
+        flags, text = how.split("|", 1)
+        zoh, softplus, *optional = (x == "1" for x in flags)
+        sp, cu_seqlens, initial = asked.group, asked.cu_seqlens, asked.initial
+        u, delta, A, B, C, *others = asked.tensors
+        left = iter(others)
+        D, z, bias = (next(left) if there else None for there in optional)
+        if sp is not None:  # D and z do not lead to the exchange of states
+            u, delta, A, B, C, D, z, bias, initial = joined(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
+        with torch.autocast(u.device.type, enabled=False):
+            dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
+            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, text, asked.want_final)
+            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+
+    def like(self, how: str, asked: Asked) -> Like:
+        u, _, A, *_ = asked.tensors
+        return Like(tuple(u.shape), u.dtype, (asked.docs or u.shape[0], *A.shape), A.dtype)
+
+
+functions.define(_KIND, _InPytorch())
+
+
 def _use_triton(u: torch.Tensor) -> bool:
     return u.dtype != torch.float64 and (u.is_cuda or kernels_on_cpu())
 
@@ -114,28 +140,27 @@ def selective(
     how = [word for word, used in (("softplus", softplus), ("bias", delta_bias is not None), ("skip", D is not None),
                                    ("gate", z is not None), ("packed", cu_seqlens is not None)) if used]  # fmt: skip
     call = f"selective_scan on {u.dtype}, {', '.join(['zoh' if zoh else 'euler', *how])}"
+    flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in (D, z, delta_bias))))
+    want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
     if not _use_triton(u):
-        if sp is not None:  # D and z do not lead to the exchange of states
-            u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
-                sp, u, delta, A, B, C, D, z, delta_bias, initial_state
-            )[1:]
-            if cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-                call += f", boundaries {cu_seqlens.tolist()}"
-        with torch.autocast(u.device.type, enabled=False):
-            dt = in_pytorch.steps(delta, delta_bias, softplus, A.dtype)
-            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial_state, cu_seqlens, sp, call, output_final_state)
-            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+        tensors = [u, delta, A, B, C, *(x for x in (D, z, delta_bias) if x is not None)]
+        if functions.in_graph():
+            name = f"{flags}|{call}"
+            return functions.call(_KIND, name, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp)
+        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+            call += f", boundaries {cu_seqlens.tolist()}"
+        docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        asked = Asked(tensors, initial_state, cu_seqlens, docs, 1.0, output_final_state, sp)
+        return _InPytorch().run(f"{flags}|{call}", asked)
     from flexsp.kernels.selective.launches import channels_of_head
 
     untransformed(NAME, IN_PYTORCH)
     heads = (-1, channels_of_head(*A.shape))
-    want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
     optional = [None if D is None else D.unflatten(0, heads), None if z is None else z.unflatten(2, heads),
                 None if delta_bias is None else delta_bias.unflatten(0, heads)]  # fmt: skip
     tensors = [u.unflatten(2, heads), delta.unflatten(2, heads), A.unflatten(0, heads), B.unsqueeze(2), C.unsqueeze(2)]
     tensors += [x for x in optional if x is not None]
     initial = None if initial_state is None else initial_state.unflatten(1, heads).contiguous()
-    flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in optional)))
     name, docs = f"{flags}|{call}", 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if operators.plain(*tensors, initial, cu_seqlens):
         group = sp if sp is not None and sp.world_size > 1 else None

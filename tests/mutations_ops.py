@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OPS"]
 
+_CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
@@ -83,6 +84,12 @@ OPS = [
         ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
         ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
+    ),
+    *_in(
+        "flexsp/ops/selective_scan.py",
+        ("    u = without_tail(u, cu_seqlens, group)  #", "    #", "what lies behind documents reaches a constant B", _CONSTANTS),
+        ("u).repeat_interleave(N),", "u).repeat(N),", "numbers have the biases of other channels", _CONSTANTS),
+        ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),
     *_in(
         "flexsp/kernels/selective/launches.py",

@@ -33,7 +33,7 @@ BELOW = {
     "scan": {"exceptions", "devices", "comm", "runtime"},
     "kernels": {"exceptions", "devices", "comm", "runtime", "scan"},
     "compiler": {"exceptions", "devices", "comm", "runtime", "scan", "kernels"},
-    "ops": {"exceptions", "comm", "scan", "kernels", "compiler", "variants"},
+    "ops": {"exceptions", "comm", "runtime", "scan", "kernels", "compiler", "variants"},
     "nn": {"exceptions", "comm", "scan", "kernels", "compiler", "variants", "ops"},
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},

@@ -11,11 +11,11 @@ import torch
 
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
-from flexsp.compiler.frontend.elsewhere import elsewhere
 from flexsp.kernels import gates
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
+from flexsp.runtime.elsewhere import elsewhere
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

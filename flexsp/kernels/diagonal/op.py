@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexsp.kernels import functions
 from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.plan import NAME, make_plan
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
+from flexsp.kernels.functions import Like
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -47,6 +49,29 @@ class Diagonal(Engine):
 register(Diagonal, [3, 4])
 
 
+class _InPytorch:
+    """The same calls where no kernels run them."""
+
+    def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate, rows, text = how.split("|", 2)
+        given = dict(zip(("q", "k", "v", gate), asked.tensors, strict=False))
+        q, k, v, g, g_gamma = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma"))
+        assert q is not None and k is not None and v is not None
+        return in_pytorch.run(
+            q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, text, asked.want_final,
+            int(rows),
+        )  # fmt: skip
+
+    def like(self, how: str, asked: Asked) -> Like:
+        q, _, v, *_ = asked.tensors
+        (B, T, H, K), V = q.shape, v.shape[-1]
+        states = asked.docs or B, H, K, V
+        return Like((B, T, H, V), v.dtype, states, torch.promote_types(q.dtype, torch.float32))
+
+
+functions.define(Diagonal.kind, _InPytorch())
+
+
 def diagonal(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,7 +97,8 @@ def diagonal(
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
-    if not asks_for_kernels(q.is_cuda, q.dtype):
+    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)
+    if not in_kernels and not functions.in_graph():
         if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
             call += f", boundaries {cu_seqlens.tolist()}"
         with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
@@ -80,8 +106,12 @@ def diagonal(
                 q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state, rows
             )  # fmt: skip
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    tensors = [q, k, v, *([] if gate is None else [gate])]
-    return Diagonal.run(
-        f"{''.join(gates[:1])}|{rows}|{call}", tensors, initial_state, cu_seqlens,
-        output_final_state=output_final_state, sp=sp, scale=scale,
+    tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
+    if in_kernels:
+        return Diagonal.run(
+            form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp, scale=scale
+        )  # fmt: skip
+    want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
+    return functions.call(
+        Diagonal.kind, form, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp, scale=scale
     )  # fmt: skip

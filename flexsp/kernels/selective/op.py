@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.comm.derivatives import joined
+from flexsp.kernels import functions
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
+from flexsp.kernels.functions import Like
+from flexsp.kernels.operators import Asked
 from flexsp.kernels.selective import in_pytorch
 from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.operators import Asked
     from flexsp.kernels.selective.launches import SelectiveCall
 
 __all__ = ["NAME", "selective"]
@@ -52,6 +54,31 @@ class _Selective(Engine):
 register(_Selective, range(5, 9))
 
 
+class _InPytorch:
+    """The same calls where no kernels run them."""
+
+    def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, Optional]:
+        flags, text = how.split("|", 1)
+        zoh, softplus, *optional = (x == "1" for x in flags)
+        sp, cu_seqlens, initial = asked.group, asked.cu_seqlens, asked.initial
+        u, delta, A, B, C, *others = asked.tensors
+        left = iter(others)
+        D, z, bias = (next(left) if there else None for there in optional)
+        if sp is not None:  # D and z do not lead to the exchange of states
+            u, delta, A, B, C, D, z, bias, initial = joined(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
+        with torch.autocast(u.device.type, enabled=False):
+            dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
+            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, text, asked.want_final)
+            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+
+    def like(self, how: str, asked: Asked) -> Like:
+        u, _, A, *_ = asked.tensors
+        return Like(tuple(u.shape), u.dtype, (asked.docs or u.shape[0], *A.shape), A.dtype)
+
+
+functions.define(_Selective.kind, _InPytorch())
+
+
 def selective(
     u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: Optional, z: Optional,
     delta_bias: Optional, *, softplus: bool, zoh: bool, initial_state: Optional = None,
@@ -64,17 +91,19 @@ def selective(
     how = [word for word, used in (("softplus", softplus), ("bias", delta_bias is not None), ("skip", D is not None),
                                    ("gate", z is not None), ("packed", cu_seqlens is not None)) if used]  # fmt: skip
     call = f"selective_scan on {u.dtype}, {', '.join(['zoh' if zoh else 'euler', *how])}"
+    flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in (D, z, delta_bias))))
     if not asks_for_kernels(u.is_cuda, u.dtype):
-        if sp is not None:  # D and z do not lead to the exchange of states
-            u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
-                sp, u, delta, A, B, C, D, z, delta_bias, initial_state
-            )[1:]
-            if cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-                call += f", boundaries {cu_seqlens.tolist()}"
-        with torch.autocast(u.device.type, enabled=False):
-            dt = in_pytorch.steps(delta, delta_bias, softplus, A.dtype)
-            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial_state, cu_seqlens, sp, call, output_final_state)
-            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+        tensors = [u, delta, A, B, C, *(x for x in (D, z, delta_bias) if x is not None)]
+        if functions.in_graph():
+            want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
+            return functions.call(
+                _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp
+            )  # fmt: skip
+        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+            call += f", boundaries {cu_seqlens.tolist()}"
+        docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        asked = Asked(tensors, initial_state, cu_seqlens, docs, 1.0, output_final_state, sp)
+        return _InPytorch().run(f"{flags}|{call}", asked)
     from flexsp.kernels.selective.launches import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))
@@ -83,7 +112,6 @@ def selective(
     tensors = [u.unflatten(2, heads), delta.unflatten(2, heads), A.unflatten(0, heads), B.unsqueeze(2), C.unsqueeze(2)]
     tensors += [x for x in optional if x is not None]
     initial = None if initial_state is None else initial_state.unflatten(1, heads)
-    flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in optional)))
     y, last = _Selective.run(
         f"{flags}|{call}", tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp
     )  # fmt: skip

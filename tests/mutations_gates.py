@@ -41,7 +41,7 @@ GATES = [
          "tests/test_clamped_gates.py::test_a_gate_that_is_0"),
     ),
     *_in(
-        "flexsp/compiler/frontend/check.py",
+        "flexsp/compiler/frontend/program.py",
         ("with_wide_sums(traced.module) if wide_sums else", "with_wide_sums(traced.module) if False else",
          "differences of running sums lose digits",
          "tests/test_clamped_gates.py::test_strong_gates_cost_chunks_no_digits[gla]"),

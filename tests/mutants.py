@@ -37,6 +37,15 @@ _LEFT_OUT = (
     "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
 _NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
+# Tests that go through all of a folder.
+_OF_FOLDERS = {
+    "flexsp/ops/": ("bad_arguments", "op_edges", "peers_calls", "kept_checks", "validation"),
+    "flexsp/nn/": ("layer_formulas", "start", "bad_arguments"),
+    "flexsp/kernels/": ("op_edges", "fallback", "derivatives"),
+    "flexsp/comm/": ("propagate", "derivatives"),
+    "flexsp/grammar/": ("bad_arguments", "grammar"),
+}
+_OF_REFUSALS = ("test_bad_arguments", "test_validation", "test_kept_checks")
 _BEGINS = "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"
 _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
@@ -56,6 +65,8 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, text: str) -> None:
         self.lines, self.found = [x.encode() for x in text.splitlines(keepends=True)], list[Change]()
         self.converted = set[ast.AST]()  # what is converted once more where it goes, or has that type already
+        found = re.findall(r"^(\w+) = (?:tl\.constexpr\()?(-?\d[\d.e-]*)\)?(?:  #.*)?$", text, re.MULTILINE)
+        self.numbers = {name: ast.literal_eval(value) for name, value in found}
 
     def code(self, node: ast.AST) -> str:
         """As ast.get_source_segment, which splits the whole text each time."""
@@ -113,7 +124,8 @@ class _Finder(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         left, right, op = self.code(node.left), self.code(node.right), type(node.op)
-        if op in _SIGNS and not (_is_text(node.left) or _is_text(node.right) or right.startswith("0 * ")):
+        nothing = right == "0.0" or right.startswith("0 * ")
+        if op in _SIGNS and not (nothing or _is_text(node.left) or _is_text(node.right)):
             self.add("sign", node, f"{left} {_SIGNS[op]} {_closed(node.right, right)}")
         if op is ast.BitAnd:
             self.add("mask", node, left)
@@ -141,7 +153,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         new = _BOUNDS.get(type(node.ops[0]))
-        if len(node.ops) == 1 and new:
+        if len(node.ops) == 1 and new and not (new in ("<", "<=", ">", ">=") and self.is_real(node.comparators[0])):
             kind = "logic" if new in ("!=", "==") else "bound"
             self.add(kind, node, f"{self.code(node.left)} {new} {self.code(node.comparators[0])}")
         self.generic_visit(node)
@@ -202,11 +214,18 @@ class _Finder(ast.NodeVisitor):
         elif name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
             self.generic_visit(node)
 
+    def is_real(self, node: ast.AST) -> bool:
+        """Whether it is a number with a fraction other than 0: that something equals it happens to nobody."""
+        value = self.numbers.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+        return isinstance(value, float) and value != 0
+
     def settled(self, node: ast.Call, of: ast.Attribute) -> bool:
-        """Whether the type is that of offsets, which only large tensors need, or the same without this conversion."""
+        """Whether the type is that of offsets, which only large tensors need, or what comes of it is the same without
+        this conversion. Sums and products with numbers in float32 are in float32, and those of truths are integers."""
         loaded = isinstance(of.value, ast.Call) and "load" in _name(of.value.func) and of.value.args
-        same = f"{self.code(of.value.args[0])}.dtype.element_ty" if loaded else None
-        return "int64" in self.code(node) or node in self.converted or same in map(self.code, node.args)
+        same = f"{re.split(r'[ +]', self.code(of.value.args[0]))[0]}.dtype.element_ty" if loaded else None
+        types = {*map(self.code, node.args)}
+        return "int64" in self.code(node) or node in self.converted or bool(types & {same, "tl.float32", "tl.int32"})
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Call):
@@ -310,7 +329,13 @@ def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
         return (_BEGINS,)
     if ": barrier: " in mutation.what:
         return compiled or tests
-    return tuple(sorted(tests, key=lambda x: (x in compiled, "::" not in x and Path(x).stem in LONGEST)))
+    refusal = re.search(r"dropped: `(raise|check\w*\.|\w*(fail|check)\w*\()", mutation.what)
+
+    def place(test: str) -> tuple[bool, bool, bool]:
+        first = refusal is not None and Path(test).stem in _OF_REFUSALS
+        return not first, test in compiled, "::" not in test and Path(test).stem in LONGEST
+
+    return tuple(sorted(tests, key=place))
 
 
 def _stages(tests: Sequence[str]) -> list[list[str]]:
@@ -334,9 +359,10 @@ def _try_stages(mutation: Mutation, tree: Path, limit: float) -> Outcome:
 # Which tests ----------------------------------------------------------------------------------------------------------
 
 
-def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
+def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]:
     """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
-    files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
+    files of tests that import it, or are named after it; those that go through all of its folder; what
+    tests/mutations.py has for it."""
     from tests.mutations import MUTATIONS
 
     path = Path(file)
@@ -352,7 +378,9 @@ def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
         if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
         or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
     ]  # fmt: skip
-    ranked = [*[test for test, _ in listed.most_common()], *files, *[test for test, _ in beside.most_common(3)]]
+    folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
+    of_all = [f"tests/test_{name}.py" for names in folders for name in names]
+    ranked = [*[test for test, _ in listed.most_common()], *files[:8], *of_all, *[x for x, _ in beside.most_common(3)]]
     kept: list[str] = []
     for test in dict.fromkeys(ranked):
         whole = test.partition("::")[0]

@@ -413,7 +413,7 @@ _FACES = [
     *_in(
         "flexsp/nn/layers.py",
         (") / self.gate_logit_normalizer", ")", "the gate is not divided", "tests/test_layer_formulas.py"),
-        ("(skip if skip.dim() == 2 else skip[:, None]) * values", "values", "a step of Mamba-2 without D",
+        ("(D if D.dim() == 2 else D[:, None]) * x", "x", "a step of Mamba-2 without D",
          "tests/test_layers.py::test_decoding_equals_parallel"),
     ),
     *_in(
@@ -431,7 +431,7 @@ _FACES = [
          "a checkpoint's steps are read as heads", "tests/test_delta_layers.py::test_formulas"),
     ),
     *_in(
-        "flexsp/nn/recurrent.py",
+        "flexsp/nn/conv.py",
         ("torch.cat(biases)", "torch.cat([biases[1], biases[0], *biases[2:]])",
          "q has the bias of k's convolution", "tests/test_delta_layers.py::test_formulas"),
     ),

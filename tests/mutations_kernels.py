@@ -413,6 +413,8 @@ KERNELS = [
          "a backward pass forgets whether initial states want gradients", "tests/test_generated_edges.py"),
         ("dinitial, asked)\n", "dinitial)\n", "a kept backward pass forgets whose gradients are asked for",
          "tests/test_kept_calls.py"),
+        ("well = well and do.data_ptr() % 16 == 0 and", "well = well and",
+         "an outputs' gradient is read in vectors wherever it lies", _VECTORS),
         ("not (aligned and in_vectors(self.strides[name]))", "not in_vectors(self.strides[name])",
          "copies are not made of inputs at odd addresses", _VECTORS),
         ("not (aligned and in_vectors(self.strides[name]))", "not aligned",

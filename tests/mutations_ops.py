@@ -7,6 +7,7 @@ from tests.mutate import in_file as _in
 __all__ = ["OPS"]
 
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
+_DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
     *_in(
@@ -71,6 +72,17 @@ OPS = [
         ("m[:, -1] if T else entering)", "m[:, -1] if T else begun)", "a last rank without tokens has the first rank's maxima",
          _EDGES + "test_mlstm_with_a_last_rank_without_tokens"),
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
+    ),
+    *_in(
+        "flexsp/kernels/engine.py",
+        ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call of a vector state is read by the first one's strides",
+         _EDGES + "test_vector_states"),
+        ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later selective scan is read by the first one's strides",
+         _EDGES + "test_selective_scan"),
+        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
+        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
+        ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
+         "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
     *_in(
         "flexsp/kernels/selective/launches.py",

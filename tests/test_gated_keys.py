@@ -62,6 +62,10 @@ def test_one_sequence(kind: str, folder: str) -> None:
     check(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
 
 
+def test_heads_and_sequences_behind_strides(folder: str) -> None:
+    check(folder, OURS(T=40, B=2, H=2, dtype=BF16, gates=WILD, strided=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mild", "wild", "both"])
 def test_documents_and_strides(kind: str, folder: str) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.layers import _expanded
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps, check_input
-from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _wide
+from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _wide, expanded, head_size
 from flexsp.ops import (
     chunk_gla,
     chunk_hgrn,
@@ -98,8 +97,8 @@ class GatedLinearAttention(RecurrentLayer):
         self.num_kv_heads = num_heads if num_kv_heads is None else check_integer("num_kv_heads", num_kv_heads, least=1)
         if num_heads % self.num_kv_heads:
             fail("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads)
-        self.head_k_dim = _head_size("expand_k", hidden_size, expand_k, num_heads)
-        self.head_v_dim = _head_size("expand_v", hidden_size, expand_v, num_heads)
+        self.head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads, whole=True)
+        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads, whole=True)
         names = tuple(_ACTIVATIONS)
         self.feature_map = None if feature_map is None else check_choice("feature_map", feature_map, names)
         self.gate_fn = check_choice("gate_fn", gate_fn, names)
@@ -279,7 +278,7 @@ class HGRN(_LowerBounded):
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
-        self.input_dim = width = _expanded("expand_ratio", hidden_size, expand_ratio)
+        self.input_dim = width = expanded("expand_ratio", hidden_size, expand_ratio)
         self._add_branches((width, width))
         self.g_proj = nn.Linear(hidden_size, width, bias=False)
         self._add_convolutions(use_short_conv, conv_size, conv_bias, (None, None))
@@ -419,12 +418,3 @@ class RGLRU(RecurrentLayer):
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         return self.linear_out(o.to(x.dtype) * F.gelu(self.linear_y(x), approximate="tanh"))
-
-
-def _head_size(name: str, hidden_size: int, expand: Any, num_heads: int) -> int:
-    """``hidden_size * expand / num_heads``, an integer."""
-    total = _expanded(name, hidden_size, expand)
-    if total % num_heads or not 1 <= total // num_heads <= MAX_HEAD_DIM:
-        shown = f"{hidden_size} * {expand} / {num_heads} = {total / num_heads:g}"
-        fail(name, f"a size of heads of 1..{MAX_HEAD_DIM}, an integer", shown)
-    return total // num_heads

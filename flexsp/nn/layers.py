@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.norm import GatedRMSNorm, check_choice, check_eps
-from flexsp.nn.recurrent import RecurrentLayer, _project, _wide
-from flexsp.nn.start import start_steps
+from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
+from flexsp.nn.start import check_starts, start_rates, start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -196,8 +196,8 @@ class Mamba2(RecurrentLayer):
             check_number("conv_init", conv_init, above=0)
         self.hidden_act = check_choice("hidden_act", hidden_act, tuple(_HIDDEN))
         self.dt_limit = _limits("dt_limit", dt_limit)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, A_init_range)
-        self.inner_size = _expanded("expand", hidden_size, expand)
+        check_starts(dt_min, dt_max, dt_init_floor, A_init_range)
+        self.inner_size = expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
             raise ValueError(f"head_dim: expected a divisor of expand * hidden_size {self.inner_size}, got {head_dim}")
         self.num_heads = self.inner_size // head_dim
@@ -222,7 +222,7 @@ class Mamba2(RecurrentLayer):
         """The authors' initialisation of dt_bias, A_log and D."""
         with torch.no_grad():
             start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
-            self.A_log.uniform_(*self._A_init_range).log_()
+            start_rates(self.A_log, *self._A_init_range)
             self.D.fill_(1.0)
 
     def _projections(self) -> list[nn.Linear]:
@@ -265,33 +265,18 @@ class Mamba2(RecurrentLayer):
         return self.out_proj((_wide(y) * F.silu(_wide(z)) if self.norm is None else self.norm(y, z)).to(dtype))
 
 
-def _expanded(name: str, hidden_size: int, expand: Any) -> int:
-    width = hidden_size * check_number(name, expand, above=0)
-    if not 0.5 <= width < 2**31 or not math.isclose(width, round(width), rel_tol=1e-6):
-        fail(name, f"hidden_size * {name}, an integer of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
-    return round(width)
-
-
 def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: int) -> int:
     """K or V of `SimpleGLA`: as given, else from the width."""
     name = f"expand_{which}"
     check_number(name, expand, above=0)
     if given is not None:
         return check_integer(f"head_{which}_dim", given, least=1, most=MAX_HEAD_DIM)
-    total = _expanded(name, hidden_size, expand)
+    total = expanded(name, hidden_size, expand)
     if total % num_heads:
         fail(name, f"hidden_size * {name} divisible by num_heads={num_heads}", total)
     if total > MAX_HEAD_DIM * num_heads:
         fail(name, f"hidden_size * {name} / num_heads of 1..{MAX_HEAD_DIM}", total // num_heads)
     return total // num_heads
-
-
-def _positive(name: str, x: Any) -> float:
-    """A number that float32 holds with its inverse."""
-    value = check_number(name, x)
-    if not 1e-30 <= value <= 1e30:
-        fail(name, "a number of 1e-30..1e30", repr(x))
-    return value
 
 
 def _limits(name: str, limits: Any) -> tuple[float, float]:
@@ -304,16 +289,3 @@ def _limits(name: str, limits: Any) -> tuple[float, float]:
     if not 0 <= least <= most:
         fail(name, "a pair of numbers >= 0, the smaller one first", repr(limits))
     return least, most
-
-
-def _check_initialisation(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:
-    low = _positive("dt_min", dt_min)
-    if _positive("dt_max", dt_max) < low:
-        fail("dt_max", f"a number >= dt_min={dt_min}", dt_max)
-    if check_number("dt_init_floor", dt_init_floor) != 0:
-        _positive("dt_init_floor", dt_init_floor)
-    if not isinstance(A_init_range, (tuple, list)) or len(A_init_range) != 2:
-        fail("A_init_range", "a pair of numbers", repr(A_init_range))
-    first, last = (_positive(f"A_init_range[{i}]", bound) for i, bound in enumerate(A_init_range))
-    if last < first:
-        fail("A_init_range", "a pair of numbers, the smaller one first", A_init_range)

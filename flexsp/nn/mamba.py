@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.layers import _check_initialisation, _expanded, _positive
 from flexsp.nn.norm import check_choice
-from flexsp.nn.recurrent import RecurrentLayer, _project, _wide
-from flexsp.nn.start import StartedLinear, assign, start_steps
+from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
+from flexsp.nn.start import StartedLinear, assign, check_starts, positive, start_steps
 from flexsp.ops import recurrent_selective_scan, selective_scan
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -68,16 +67,16 @@ class Mamba(RecurrentLayer):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
-        self.inner_size = width = _expanded("expand", hidden_size, expand)
+        self.inner_size = width = expanded("expand", hidden_size, expand)
         rank = -(-hidden_size // 16) if dt_rank is None else check_integer("dt_rank", dt_rank, least=1)
         self.dt_rank = rank
         check_integer("conv_size", conv_size, least=1)
         check_flag("conv_bias", conv_bias)
         check_flag("bias", bias)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
+        check_starts(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
         check_choice("dt_init", dt_init, ("random", "constant"))
         self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
-        most = _positive("dt_scale", dt_scale) / math.sqrt(rank)
+        most = positive("dt_scale", dt_scale) / math.sqrt(rank)
         if dt_init == "random":
             weight = functools.partial(nn.init.uniform_, a=-most, b=most)
         else:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.layers import _check_initialisation, _expanded
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_eps, check_input
-from flexsp.nn.recurrent import RecurrentLayer, _wide
-from flexsp.nn.start import start_steps
+from flexsp.nn.recurrent import RecurrentLayer, _wide, expanded
+from flexsp.nn.start import check_starts, start_steps
 from flexsp.ops import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops._validate import MAX_HEAD_DIM
 
@@ -89,8 +88,8 @@ class Mamba3(RecurrentLayer):
         if self.A_floor < 0:
             fail("A_floor", "a number >= 0", repr(A_floor))
         check_eps("norm_eps", norm_eps)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
-        self.inner_size = inner = _expanded("expand", hidden_size, expand)
+        check_starts(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
+        self.inner_size = inner = expanded("expand", hidden_size, expand)
         if inner % head_dim:
             fail("head_dim", f"a divisor of expand * hidden_size {inner}", head_dim)
         self.num_heads = H = inner // head_dim

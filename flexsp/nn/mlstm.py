@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.gated_layers import _head_size
-from flexsp.nn.norm import check_eps, check_input
-from flexsp.nn.recurrent import RecurrentLayer, _wide
+from flexsp.nn.norm import HeadNorm, check_eps, check_input
+from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
 from flexsp.nn.start import StartedLinear, assign
 from flexsp.ops import chunk_mlstm, recurrent_mlstm
 
@@ -34,27 +33,6 @@ def _recurrent(**given: Any) -> tuple[Tensor, Any]:
 def _start_forget_gates(bias: Tensor) -> None:
     """From 3 to 6 over the heads, as in xLSTM."""
     assign(bias, torch.linspace(3.0, 6.0, len(bias), dtype=bias.dtype, device=bias.device))
-
-
-class _HeadNorm(nn.Module):
-    """A layer norm over each head's channels, with a weight for every channel of all heads."""
-
-    def __init__(self, num_heads: int, head_dim: int, eps: float, use_bias: bool) -> None:
-        super().__init__()
-        self.head_dim, self.eps = head_dim, eps
-        self.weight = nn.Parameter(torch.empty(num_heads * head_dim))
-        self.bias = nn.Parameter(torch.empty(num_heads * head_dim)) if use_bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H, V] -> [B, T, H V] in the accumulation dtype."""
-        y = F.layer_norm(_wide(x), (self.head_dim,), eps=self.eps).flatten(-2) * self.weight
-        return y if self.bias is None else y + self.bias
 
 
 class MLSTM(RecurrentLayer):
@@ -106,8 +84,8 @@ class MLSTM(RecurrentLayer):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.num_heads = num_heads = check_integer("num_heads", num_heads, least=1)
-        self.head_k_dim = _head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads)
-        self.head_v_dim = _head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads)
+        self.head_k_dim = head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads, whole=True)
+        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads, whole=True)
         check_flag("use_bias", use_bias)
         self.gate_soft_cap = None if gate_soft_cap is None else check_number("gate_soft_cap", gate_soft_cap, above=0)
         self.eps = check_eps("eps", eps)
@@ -121,7 +99,7 @@ class MLSTM(RecurrentLayer):
         self.igate_preact = StartedLinear(hidden_size, num_heads, bias=closed)
         self.fgate_preact = StartedLinear(hidden_size, num_heads, bias=_start_forget_gates)
         self._add_convolutions(use_short_conv, conv_size, conv_bias, ("silu",) * 3)
-        self.multihead_norm = _HeadNorm(num_heads, self.head_v_dim, check_eps("norm_eps", norm_eps), use_bias)
+        self.multihead_norm = HeadNorm(values, check_eps("norm_eps", norm_eps), bias=use_bias)
         self.out_proj = nn.Linear(values, hidden_size, bias=use_bias)
 
     def _check_state(self, state: Any, batch: int) -> None:
@@ -148,5 +126,5 @@ class MLSTM(RecurrentLayer):
         return wide if cap is None else cap * torch.tanh(wide / cap)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        gated = _wide(self.ogate_preact(x)).sigmoid() * self.multihead_norm(o)
+        gated = _wide(self.ogate_preact(x)).sigmoid() * self.multihead_norm(o).flatten(-2)
         return self.out_proj(gated.to(x.dtype))

@@ -131,3 +131,33 @@ class GatedRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         sigmoid = "" if self.activation == "silu" else f", activation={self.activation!r}"
         return super().extra_repr() + (", gate_first=True" if self.gate_first else "") + sigmoid
+
+
+class HeadNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) of each head's channels, with a weight and a bias for every channel of all
+    heads, as `torch.nn.GroupNorm` has them.
+
+    ``start`` is what the weights begin as; None: there are neither weights nor biases. Biases begin as 0.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, eps: float, start: float | None = 1.0, bias: bool = True) -> None:
+        super().__init__()
+        self.eps, self._start = eps, start
+        for name, there in (("weight", start is not None), ("bias", start is not None and bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if there else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self._start is not None:
+            nn.init.constant_(self.weight, self._start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
+        x = F.layer_norm(x.to(accumulation_dtype(x.dtype)), x.shape[-1:], eps=self.eps)
+        x = x if self.weight is None else x * self.weight.view(x.shape[2:])
+        return x if self.bias is None else x + self.bias.view(x.shape[2:])

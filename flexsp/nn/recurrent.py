@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flexsp.comm.group import resolve_sp
-from flexsp.exceptions import check_flag, check_integer, fail
+from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution, SideBySide
 from flexsp.nn.norm import accumulation_dtype, check_input
+from flexsp.ops._validate import MAX_HEAD_DIM
 from flexsp.scan.sequence import without_tail
 
 Op = Callable[..., tuple[Tensor, Any]]
@@ -227,3 +229,25 @@ def _project(linear: nn.Linear, x: Tensor) -> Tensor:
         if "same dtype" not in str(error):
             raise
         raise ValueError(f"x: expected dtype {linear.weight.dtype}, the layer's own, got {x.dtype}") from error
+
+
+def expanded(name: str, hidden_size: int, expand: Any) -> int:
+    """``hidden_size * expand``, an integer."""
+    width = hidden_size * check_number(name, expand, above=0)
+    if not 0.5 <= width < 2**31 or not math.isclose(width, round(width), rel_tol=1e-6):
+        fail(name, f"hidden_size * {name}, an integer of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
+    return round(width)
+
+
+def head_size(name: str, width: int, expand: Any, parts: int = 1, whole: bool = False) -> int:
+    """``width * expand / parts``, an integer. ``whole`` has the message name the product that is not one."""
+    if whole:
+        expanded(name, width, expand)
+    total = width * check_number(name, expand, above=0)
+    shown = f"a size of heads of 1..{MAX_HEAD_DIM}, an integer"
+    if not 0.5 <= total <= (MAX_HEAD_DIM + 1) * parts or not math.isclose(total, round(total), rel_tol=1e-6):
+        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
+    size, rest = divmod(round(total), parts)
+    if rest or not 1 <= size <= MAX_HEAD_DIM:
+        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
+    return size

@@ -14,7 +14,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, fail
 from flexsp.nn.conv import ShortConvolution, tokens_since_start
-from flexsp.nn.norm import check_eps, check_input
+from flexsp.nn.norm import HeadNorm, check_eps, check_input
 from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _project, _wide
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
@@ -38,33 +38,6 @@ class _LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lora(x)
-
-
-class _HeadNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) of each head's channels, with weights and biases as of `torch.nn.GroupNorm`."""
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, width: int, eps: float, start: float | None) -> None:
-        """``start`` is what the weights begin as; None: there are neither weights nor biases."""
-        super().__init__()
-        self.eps, self._start = eps, start
-        for name in ("weight", "bias"):
-            self.register_parameter(name, None if start is None else nn.Parameter(torch.empty(width)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None and self.bias is not None and self._start is not None:
-            nn.init.constant_(self.weight, self._start)
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
-        x = F.layer_norm(_wide(x), x.shape[-1:], eps=self.eps)
-        if self.weight is None or self.bias is None:
-            return x
-        return x * self.weight.view(x.shape[2:]) + self.bias.view(x.shape[2:])
 
 
 class _Beside(NamedTuple):
@@ -159,7 +132,7 @@ class RWKV7(RecurrentLayer):
         self.g_lora = _LowRank(D, ranks["gate"], V, nn.Sigmoid())
         eps = self.head_dim * check_eps("norm_eps", norm_eps)
         strength = ((layer_idx + 1) / max(num_hidden_layers, layer_idx + 1)) ** 0.7
-        self.g_norm = _HeadNorm(V, eps, strength if elementwise_affine else None)
+        self.g_norm = HeadNorm(V, eps, strength if elementwise_affine else None)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from flexsp.compiler import LinearAttention
 
 __all__ = [
-    "Call", "clamped", "final_state", "initial_state", "matrix_loop", "rows_at", "run_matrix", "run_vector",
-    "token_loop", "vector_loop", "wide",
+    "Call", "Sizes", "clamped", "final_state", "initial_state", "matrix_loop", "rows_at", "run_matrix", "run_program",
+    "run_vector", "token_loop", "vector_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -59,7 +59,7 @@ def initial_state(
     check.check_flag("output_final_state", call.output_final_state)
     check.check_flag("state_v_first", call.state_v_first)
     if call.state_v_first:
-        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), "H, V, K"
+        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), dims.replace("K, V", "V, K")
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
     swap = call.state_v_first and call.initial_state is not None
@@ -73,33 +73,54 @@ def final_state(state: Optional, call: Call) -> Optional:
     return state.transpose(-1, -2).contiguous() if call.state_v_first else state
 
 
+class Sizes(NamedTuple):
+    """Of a program of `flexsp.variants`: heads of the state, its rows and columns.
+
+    scale: the factor on queries; None for programs that have none.
+    steps: keys of a token.
+    heads_per_key: heads that share one query and key.
+    rows_per_token: rows of keys and values for one row of queries and gates.
+    """
+
+    H: int
+    K: int
+    V: int
+    scale: float | None = None
+    steps: int = 1
+    heads_per_key: int = 1
+    rows_per_token: int = 1
+
+
 @functools.lru_cache(maxsize=64)
-def _program(name: str, *sizes: float) -> LinearAttention:
-    """flexsp.variants.NAME of H heads, K, V and, for states that are matrices, the scale."""
+def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
-    H, K, V, *scale = sizes
-    options = {"scale": scale[0]} if scale else {}
+    H, K, V, scale, steps, shared, rows = sizes
+    options = {} if scale is None else {"scale": scale}
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, **options))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
+    if steps > 1 or shared > 1:
+        made.rows, made.groups = steps, {} if shared == 1 else {"q": shared, "k": shared}
+        made.every = {} if rows == 1 else {x: rows for x in ("q", "g") if x in made.names}
+        made.graph_name = graph.name_of(made)
     return made
 
 
 @constant_in_graphs
-def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
+def _made_for_graphs(name: str, *sizes: Any) -> tuple[str, tuple[str, ...]]:
     """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
+    return graph.kept(lambda: _program(name, Sizes(*sizes)))
 
 
-def _run(
-    name: str, sizes: tuple[float, ...], inputs: dict[str, Tensor], initial: Optional, call: Call,
+def run_program(
+    name: str, sizes: Sizes, inputs: dict[str, Tensor], initial: Optional, cu_seqlens: Optional,
     group: SequenceParallel | None,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``: H, K, V and the scale."""
+    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``."""
     if torch.compiler.is_compiling():
         made, names = _made_for_graphs(name, *sizes)
-        return graph.call(made, [inputs[x] for x in names], initial, call.cu_seqlens, group)
-    program = _program(name, *sizes)
-    return program(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=False if group is None else group, **inputs)
+        return graph.call(made, [inputs[x] for x in names], initial, cu_seqlens, group)
+    program = _program(name, sizes)
+    return program(prev_s=initial, cu_seqlens=cu_seqlens, sp=False if group is None else group, **inputs)
 
 
 def run_matrix(
@@ -119,7 +140,7 @@ def run_matrix(
     factor = check.check_scale(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    o, final = _run(name, (H, K, V, factor), inputs, initial, call, group)
+    o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
     return o, final_state(final, call)
 
 
@@ -146,7 +167,7 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     heads = (D // K, K)
     inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
     prev_s = None if initial is None else initial.unflatten(-1, heads)
-    o, final = _run("vector_state", (*heads, 0), inputs, prev_s, call, group)
+    o, final = run_program("vector_state", Sizes(*heads, 0), inputs, prev_s, call.cu_seqlens, group)
     return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
 
 

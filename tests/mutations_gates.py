@@ -114,6 +114,8 @@ GATES = [
          "a step has no gradient through the state", "tests/test_layers.py::test_decoding_equals_parallel[hgrn]"),
         ("return convolution.prefill(x, kept)", "return convolution.prefill(x, kept)[0], kept",
          "a prompt leaves no inputs to the convolutions", "tests/test_gated_layers.py::test_decoding"),
+        ("        self._check_context(token, *context)\n", "", "a step takes any v_first",
+         "tests/test_rwkv7_layer.py::test_bad_arguments"),
     ),
     *_in(
         "flexsp/nn/gated_layers.py",
@@ -162,6 +164,8 @@ GATES = [
     ),
     *_in(
         "flexsp/nn/norm.py",
+        ("if plain and x.dtype in FLOATS and _fits(x.shape, sizes):", "if plain:", "layers take inputs of any size",
+         "tests/test_layers.py::test_bad_input"),
         ("if compiling else f", "if False else f", "graphs break where sizes are symbols",
          "tests/test_torch_compile.py::test_one_graph_of_a_layer[gla]"),
         ("nn.init.ones_(self.weight)", "pass", "weights of norms are not reset",

@@ -108,8 +108,8 @@ GATES = [
         "flexsp/nn/recurrent.py",
         ("without_tail(y, cu_seqlens, resolve_sp(None))", "y", "a bias stands behind the last document",
          "tests/test_layers.py::test_tokens_behind_the_last_document"),
-        ("return convolution(x, cu_seqlens), None", "return convolution(x, None), None", "convolutions reach across documents",
-         "tests/test_gated_layers.py::test_documents_are_separate"),
+        ("return convolution(x, cu_seqlens), None", "return convolution(x, None), None",
+         "convolutions reach across documents", "tests/test_gated_layers.py::test_documents_are_separate"),
         ("**arguments, initial_state=state)", "**arguments, initial_state=None if state is None else state.detach())",
          "a step has no gradient through the state", "tests/test_layers.py::test_decoding_equals_parallel[hgrn]"),
         ("return convolution.prefill(x, kept)", "return convolution.prefill(x, kept)[0], kept",
@@ -152,8 +152,8 @@ GATES = [
     ),
     *_in(
         "flexsp/nn/delta_layers.py",
-        ("torch.full_like(q[..., 0], 2.0 if self.allow_neg_eigval else 1.0)", "torch.ones_like(q[..., 0])", "a rate of 2 without beta is 1",
-         "tests/test_delta_layers.py::test_formulas[delta, relu]"),
+        ("torch.full_like(q[..., 0], 2.0 if self.allow_neg_eigval else 1.0)", "torch.ones_like(q[..., 0])",
+         "a rate of 2 without beta is 1", "tests/test_delta_layers.py::test_formulas[delta, relu]"),
     ),
     *_in(
         "flexsp/nn/start.py",

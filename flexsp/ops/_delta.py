@@ -19,10 +19,9 @@ from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
-from flexsp.ops._programs import clamped, rows_at, token_loop
+from flexsp.ops._programs import Call, clamped, final_state, initial_state, rows_at, token_loop
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.compiler import LinearAttention
 
 __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
@@ -41,18 +40,6 @@ class Heads(NamedTuple):
     HV: int
     K: int
     V: int
-
-
-class Call(NamedTuple):
-    """Arguments that every one of these ops has."""
-
-    scale: float | None
-    initial_state: Optional
-    output_final_state: bool
-    state_v_first: bool = False
-    cu_seqlens: Optional = None
-    cu_seqlens_cpu: Optional = None
-    sp: SequenceParallel | bool | None = False
 
 
 @check.once
@@ -205,26 +192,9 @@ def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
     return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
 
 
-def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) -> tuple[int, Optional]:
-    """How many states there are, and the initial ones [N, HV, K, V]."""
-    check.check_flag("output_final_state", call.output_final_state)
-    check.check_flag("state_v_first", call.state_v_first)
-    N = check.number_of_states(heads.B, call.cu_seqlens)
-    sizes, dims = ((heads.V, heads.K), "V, K") if call.state_v_first else ((heads.K, heads.V), "K, V")
-    check.check_state(
-        "initial_state", call.initial_state, (N, heads.HV, *sizes), f"[N, HV, {dims}]", x, call.cu_seqlens, group
-    )
-    swap = call.state_v_first and call.initial_state is not None
-    return N, call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
-
-
-def _final(state: Optional, call: Call) -> Optional:
-    if state is None or not call.output_final_state:
-        return None
-    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
-
-
-def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
+def run(
+    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
+) -> tuple[Tensor, Optional]:  # fmt: skip
     """The program flexsp.variants.NAME of what `prepared` gives.
 
     Args:
@@ -233,8 +203,8 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     q = tokens["q"]
     group = check.resolve(call.sp, q)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
-    N, initial = _state(heads, call, group, q)
-    scale = check.check_scale(call.scale, heads.K)
+    initial = initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, group, q)
+    N, factor = check.number_of_states(heads.B, call.cu_seqlens), check.check_scale(scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": clamped(tokens["g"], q)}
@@ -244,13 +214,13 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2], 1 if apart else steps)
+    key = (name, heads.HV, heads.K, heads.V, factor, steps, heads.HV // q.shape[2], 1 if apart else steps)
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
         o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group)
     else:
         o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
-    return o[:, steps - 1 :: steps] if apart else o, _final(final, call)
+    return o[:, steps - 1 :: steps] if apart else o, final_state(final, call)
 
 
 def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
@@ -262,18 +232,17 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
 
 
 def recurrent(
-    name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1
+    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """What `run` gives, token by token on this rank alone; with ``cu_seqlens`` it is `run` on this rank alone."""
     if call.cu_seqlens is not None:
-        return run(name, heads, tokens, call, steps)
+        return run(name, heads, tokens, scale, call, steps)
     q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
     v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
-    _, initial = _state(heads, call, None, q)
+    initial = initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, None, q)
     wide = check.accumulation_dtype(q)
-    scale = check.check_scale(call.scale, heads.K)
     decay = None if g is None else clamped(g, q).exp()
-    q_t, k_t, v_t, b_t = q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide)
+    q_t, k_t, v_t, b_t = q.to(wide) * check.check_scale(scale, heads.K), k.to(wide), v.to(wide), beta.to(wide)
 
     def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         if decay is not None:
@@ -286,4 +255,4 @@ def recurrent(
 
     start = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
     out, last = token_loop(step, start, heads.T, v_t[:, :0])
-    return out.to(v.dtype), _final(last, call)
+    return out.to(v.dtype), final_state(last, call)

@@ -58,7 +58,7 @@ def initial_state(
     check.check_flag("output_final_state", call.output_final_state)
     check.check_flag("state_v_first", call.state_v_first)
     if call.state_v_first:
-        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), "H, V, K"
+        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), dims.replace("K, V", "V, K")
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
     swap = call.state_v_first and call.initial_state is not None

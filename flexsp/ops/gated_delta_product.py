@@ -73,8 +73,8 @@ def chunk_gated_delta_product(
     """
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
-    call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, call, steps=n)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)
 
 
 @one_dtype("q k v")
@@ -108,5 +108,5 @@ def recurrent_gated_delta_product(
     """
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
-    call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens)
-    return _delta.recurrent("deltanet" if g is None else "gated_deltanet", heads, tokens, call, steps=n)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens)
+    return _delta.recurrent("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)

@@ -82,8 +82,8 @@ def chunk_gated_delta_rule(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("gated_deltanet", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("gated_deltanet", heads, tokens, scale, call)
 
 
 @one_dtype("q k v")
@@ -124,5 +124,5 @@ def recurrent_gated_delta_rule(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-    return _delta.recurrent("gated_deltanet", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens)
+    return _delta.recurrent("gated_deltanet", heads, tokens, scale, call)

@@ -92,8 +92,8 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
         dt_bias=dt_bias, lower_bound=lower_bound,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("vector_gated_delta", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("vector_gated_delta", heads, tokens, scale, call)
 
 
 @one_dtype("q k v")
@@ -137,8 +137,8 @@ def recurrent_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
         dt_bias=dt_bias, lower_bound=lower_bound,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-    return _delta.recurrent("vector_gated_delta", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens)
+    return _delta.recurrent("vector_gated_delta", heads, tokens, scale, call)
 
 
 def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:

@@ -129,7 +129,7 @@ class _Finder(ast.NodeVisitor):
             self.add("sign", node, f"{left} {_SIGNS[op]} {_closed(node.right, right)}")
         if op is ast.BitAnd:
             self.add("mask", node, left)
-        if op is ast.Mult and re.search(r"(_s[a-z]+|stride\w*)$", right):
+        if op is ast.Mult and re.search(r"(_s(?!ize)[a-z]+|stride\w*)$", right):
             self.add("stride", node, left)
         self.generic_visit(node)
 

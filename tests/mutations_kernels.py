@@ -19,6 +19,7 @@ _LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks
 _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
+_BEHIND = "tests/test_gated_keys.py::test_heads_and_sequences_behind_strides"
 _DELTA = "tests/test_delta_engine.py::"
 _KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
@@ -399,6 +400,11 @@ KERNELS = [
         "flexsp/kernels/delta/join.py",
         ("    begin(PDL)\n", "", "a kernel reads before the one before is done",
          "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
+    ),
+    *_in(
+        "flexsp/kernels/gated_keys/prepare.py",
+        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are mild", _BEHIND),
+        ("g + batch * g_sb + h", "g + batch + h", "sequences behind strides are read as if behind none", _BEHIND),
     ),
     *_in(
         "flexsp/kernels/gated_keys/tiles.py",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexsp.testing import close_pools
-from tests.marks import LONGEST
+from tests.harness.jobs import LONGEST, TOOLS
 
 torch.set_num_threads(1)
 
@@ -32,12 +32,17 @@ _MADE = "FLEXSP_CODE_DIR" not in os.environ  # by this process, not by the one t
 if _MADE:
     os.environ["FLEXSP_CODE_DIR"] = tempfile.mkdtemp(prefix="flexsp-tests-")
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, where workers take whole files. Between themselves, tests of a file stay in order."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    for item in items:
+        if item.path.stem in TOOLS:
+            item.add_marker(pytest.mark.tools)
 
 
 @pytest.fixture(autouse=True)

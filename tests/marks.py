@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["LONGEST", "by_turns", "quick", "slow"]
-
-# Files that take longest, in this order: two workers that take whole files end together if these come first.
-LONGEST = (
-    "test_delta_engine", "test_compile_delta", "test_torch_compile", "test_package", "test_generated_offline",
-    "test_unusual_tensors", "test_triton_engine", "test_generated_programs", "test_horizon_generated",
-    "test_compile_diagonal", "test_scalar_decay", "test_generated", "test_devices", "test_dispatch", "test_bench",
-    "test_derivatives", "test_nonfinite", "test_transformers", "test_transformers_training",
-)  # fmt: skip
-
+__all__ = ["by_turns", "quick", "slow"]
 
 def slow(*values: Any) -> list[Any]:
     """These values of a parameter (tuples where there are several), each marked as slow."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.marks import LONGEST
+from tests.harness.jobs import LONGEST
 from tests.mutate import ROOT, Mutation, Outcome, copy_tree, run_tests, try_out
 
 __all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", "try_sample"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 import pkgutil
 import random
 from collections.abc import Callable
@@ -419,8 +420,9 @@ def inference_calls(sp: SequenceParallel) -> dict[str, tuple[Callable[..., torch
     }
 
 
-def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
+def infer_then_train(_: Any, transport: str, folder: str) -> dict[str, tuple[bool, bool]]:
     """In a new process all is made, and each call made first, in inference mode; then recorded by autograd."""
+    os.environ["FLEXSP_CODE_DIR"] = folder
     torch.manual_seed(0)
     with torch.inference_mode():
         sp = flexsp.init_sequence_parallel(None, transport=transport, timeout_s=30)
@@ -440,8 +442,8 @@ def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
 
 @pytest.mark.parametrize("transport", ["process_group", *slow("posix")])
 def test_a_process_may_begin_in_inference_mode(transport: str, tmp_path: Path) -> None:
-    env = INTERPRETED | {"FLEXSP_CODE_DIR": str(tmp_path)}  # in a pool, and with kernels, of its own
-    for found in run_ranks(infer_then_train, 2, transport, env=env, timeout=200):
+    options = {"env": INTERPRETED, "own_processes": True, "timeout": 200}  # and kernels of its own
+    for found in run_ranks(infer_then_train, 2, transport, str(tmp_path), **options):
         assert all(same and moved for same, moved in found.values()), found
 
 

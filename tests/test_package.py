@@ -14,6 +14,7 @@ import pytest
 
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.jobs import LONGEST, TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -425,3 +426,8 @@ def test_tool_releases_agree() -> None:
 def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "examples/train_lm.py" in script.read_text() or "two_hosts.sh" in script.read_text()
+
+
+def test_lists_of_test_files_name_files_that_exist() -> None:
+    named = {*LONGEST, *TOOLS}
+    assert named <= {path.stem for path in (ROOT / "tests").glob("test_*.py")} and len({*LONGEST}) == len(LONGEST)

@@ -246,11 +246,17 @@ _fork_ranks(channel)
 """
 
 
+# What each rank would import itself. Deterministic algorithms, which fill fresh memory with NaN, import inductor.
+_FOR_KERNELS = (
+    "flexsp.compiler.engine", "flexsp.kernels.delta.calls", "flexsp.kernels.diagonal.dispatch",
+    "flexsp.scan.propagate", "torch._inductor.config",
+)  # fmt: skip
+
+
 def _fork_ranks(channel: Connection) -> None:
     """Body of an origin: forks ranks and ends them, as asked, until there is nobody to ask."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    # Deterministic algorithms, which fill fresh memory with NaN, import inductor, and inductor dynamo.
-    slow_to_import = ("flexsp.scan.propagate", "torch._inductor.config") if interpreted else ("torch._dynamo",)
+    slow_to_import = _FOR_KERNELS if interpreted else ("torch._dynamo",)
     for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops", *slow_to_import):
         importlib.import_module(name)
     children: set[int] = set()

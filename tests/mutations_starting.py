@@ -28,7 +28,7 @@ STARTING = [
     ),
     *_in(
         "flexsp/testing/ranks.py",
-        ("            pool.kill()\n    key: _Key", "            pass\n    key: _Key", "processes of one call go on",
+        ("            own.kill()\n", "            pass\n", "processes of one call go on",
          "tests/test_group.py::test_harness"),
     ),
     *_in(

@@ -19,6 +19,7 @@ from tests.harness.jobs import LONGEST, TOOLS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+DOCUMENTS += sorted((ROOT / "flexsp").rglob("README.md"))
 DOCUMENTS += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
 PUBLIC = (
     "flexsp", "flexsp.ops", "flexsp.nn", "flexsp.nn.attention", "flexsp.compiler", "flexsp.variants", "flexsp.grammar",

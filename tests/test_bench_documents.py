@@ -11,7 +11,8 @@ from flexsp.bench import document, record, scale, table
 from flexsp.bench.cases import CASES
 from flexsp.bench.timing import spread
 from flexsp.launch.cli import main
-from tests.harness.bench import CPU, ROOT, _row
+from tests.guides import ROOT
+from tests.harness.bench import CPU, _row
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 

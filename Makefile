@@ -8,6 +8,7 @@
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 #                ARGS="--sample 40": at random, and says what share of the changes is noticed
 # make same-code BASE=commit  whether every kernel is compiled to the same PTX as there; some minutes, no GPU
+# make host-time BASE=commit  the host's time for calls of six ops, beside that there
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU
@@ -34,7 +35,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla mutate same-code lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -86,6 +87,9 @@ mutate: $(VENV)/.dev
 same-code: $(VENV)/.dev
 	$(BIN)/python tests/same_code.py $(BASE) $(ARGS)
 
+host-time: $(VENV)/.dev
+	$(BIN)/python tests/host_time.py $(BASE) $(ARGS)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -130,10 +134,12 @@ test-gpu:
 # over the GPUs. SHARD=1/2 takes about half of the tests.
 GPU_WORKERS ?= 12
 SHARD       ?= 1/1
+# What passed is recorded here, and `python -m tests.tested` writes it into docs/tested.md.
+TESTED      ?= benchmarks/results/tested
 
 test-gpu-one:
 	$(GPU_ENV) OMP_NUM_THREADS=1 timeout -k 10 1800 $(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) tests/gpu \
-	    --shard $(SHARD) $(ARGS)
+	    --shard $(SHARD) --tested $(TESTED) $(ARGS)
 
 SANITIZED ?= benchmarks/results/sanitize.json
 
@@ -141,15 +147,7 @@ sanitize:
 	$(GPU_ENV) timeout -k 10 1800 $(GPU_PYTHON) tests/gpu/sanitize.py --out $(SANITIZED) $(ARGS)
 
 test-gpu-ranks:
-	@gpus=$$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
-	for n in 2 4; do \
-	    if [ $$gpus -lt $$n ]; then echo "torchrun with $$n GPUs left out: $$gpus found"; continue; fi; \
-	    for script in $(wildcard tests/gpu/ranks_*.py); do \
-	        echo "== $$n GPUs: $$script"; \
-	        $(GPU_ENV) timeout -k 10 900 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
-	            $$script || { echo "FAILED with $$n GPUs: $$script"; status=1; }; \
-	    done; \
-	done; exit $$status
+	$(GPU_ENV) $(GPU_PYTHON) -m tests.tested ranks --tested $(TESTED)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache

@@ -35,7 +35,9 @@ if _MADE:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first. Between themselves, tests of a file stay in order."""
+    """Long files first, where workers take whole files. Between themselves, tests of a file stay in order."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:

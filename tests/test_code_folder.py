@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.engine import write_code
+from flexsp.compiler.backend.generated_kernels import write_code
 from flexsp.exceptions import NotAvailable
 from flexsp.testing import run_ranks
 from tests import variants

@@ -214,7 +214,7 @@ def test_segments_of_an_h200_stay() -> None:
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     return Generated(variants.load(name).make(32, K, V, dtype).program)
 
@@ -285,8 +285,8 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
 def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a gated forward and backward pass."""
     from flexsp.kernels import operators, recipe
-    from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import record_launches
+    from tests.harness.recipes import scalar_decay_recipe
 
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     B, T, H, docs = 1, 32768, 32, 4 if packed else 0
@@ -296,7 +296,7 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
     given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
     operators.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
-        found = recipe_of(given, state, docs, 1.0, True, -1, "")
+        found = scalar_decay_recipe(given, state, docs, 1.0)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.testing import run_ranks
 from tests import variants
 from tests.harness.interpreted import INTERPRETED
+
+
+@pytest.mark.parametrize("engine", ["diagonal", "vector", "selective"])
+def test_all_dtypes_but_float64_have_kernels(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = importlib.import_module(f"flexsp.kernels.{engine}.op")
+    chosen = op.has_kernels if engine == "vector" else op._use_triton
+    for wanted in (False, True):
+        monkeypatch.setattr(op, "kernels_on_cpu", lambda wanted=wanted: wanted)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert chosen(torch.zeros(1, dtype=dtype)) == (wanted and dtype != torch.float64)
 
 
 def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
@@ -53,12 +64,12 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     assert 'runs in PyTorch (fallback="pytorch"): K = 300' in asked.explain(**large)
     with pytest.warns(UserWarning, match="runs in PyTorch, slowly: K = 300"):
         asked(**large)
-    engine = sys.modules.pop("flexsp.compiler.engine")
-    sys.modules["flexsp.compiler.engine"] = None  # type: ignore[assignment]
+    engine = sys.modules.pop("flexsp.compiler.backend.generated_kernels")
+    sys.modules["flexsp.compiler.backend.generated_kernels"] = None  # type: ignore[assignment]
     try:
         found["no Triton"] = told(make(2, 5, 4, code_dir=folder))
     finally:
-        sys.modules["flexsp.compiler.engine"] = engine
+        sys.modules["flexsp.compiler.backend.generated_kernels"] = engine
     return found
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from flexsp import ops
 from flexsp.devices import H200, planned_for
 from flexsp.testing import oracles
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness import mlstm as mlstm_calls
@@ -134,7 +135,8 @@ def errors(sp: Any, name: str, seed: int) -> dict[str, tuple[float, float]]:
     # A sum over tokens may nearly vanish for some cotangents: its size is that for all of them.
     sizes = {key: x.norm().item() * (COTANGENTS / MORE) ** 0.5 for key, x in want.items()}
     want, dos = {key: x[:COTANGENTS] for key, x in want.items()}, dos[:COTANGENTS]
-    found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
+    with within_tensors():
+        found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
     drawn, times = [], 2 if "beta" in inputs else 1  # delta rules round U, W and the inverse too
     for _ in range(DRAWS):
         off = {key: rounded_again(x, made, times) if key in ROUNDED else x for key, x in inputs.items()}

@@ -12,9 +12,11 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.testing.compare import check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
+from flexsp.variants.gated_keys import GATED_KEYS
 from tests.harness.compiling import in_child, told_of
 from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
 from tests.harness.interpreted import INTERPRETED
@@ -58,6 +60,11 @@ def check(folder: str, *runs: Run) -> None:
 @pytest.mark.parametrize("kind", ["mild", *slow("wild", "both")])
 def test_one_sequence(kind: str, folder: str) -> None:
     check(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
+
+
+def test_heads_and_sequences_behind_strides(folder: str) -> None:
+    given = {"T": 40, "B": 2, "H": 2, "dtype": BF16, "strided": True}
+    check(folder, OURS(gates=MILD, **given), OURS(gates=WILD, **given))
 
 
 @pytest.mark.slow
@@ -140,12 +147,14 @@ def variant(scale: Any = 0.5, chunk_size: int | None = None, H: int = 2) -> Line
     h, k, v = ConstExpr("H", H), ConstExpr("D", 16), ConstExpr("E", 16)
     meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkvg"}
     meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
-    return LinearAttention(meta, gla.chunk, gla.decay, gla.merge, chunk_size=chunk_size)
+    return LinearAttention(
+        meta, gla.chunk, gla.decay, gla.merge, chunk_size=chunk_size, lowerings=[GATED_KEYS]
+    )  # fmt: skip
 
 
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
-    plan = code.plan(sizes, 2, 500, 0, dtype, chunk=chunk)
+    plan = choose_plan(code, sizes, 2, 500, 0, dtype, chunk=chunk)
     call = GeneratedCall(code, plan, sizes, 1, 2, 500, 0, dtype)
     return [x.kind for x in (*call.forward(), *call.backward(False, False))]
 
@@ -183,13 +192,14 @@ def test_the_op_clamps_gates_where_no_kernel_does() -> None:
 
 def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
-    from flexsp.compiler import dispatch, engine
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.kernels import operators
     from flexsp.testing.offline import record_launches
 
     kind, T, H = getattr(torch, dtype), 4096, 32
     operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
-    code = engine.Generated(gla.make(H, K, V, kind).program, lowering="gated_keys")
+    code = Generated(gla.make(H, K, V, kind).program)
 
     def meta(width: int, like: torch.dtype = kind) -> torch.Tensor:
         return torch.empty(1, T, H, width, dtype=like, device="meta", requires_grad=True)

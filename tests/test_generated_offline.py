@@ -94,7 +94,8 @@ def compile_variant(
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
-    from flexsp.compiler import dispatch, engine
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.kernels import operators
     from flexsp.testing import offline
     from tests import variants
@@ -102,7 +103,7 @@ def compile_variant(
     operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     sizes = {"H": 32, "K": K, "V": V}
     program = variants.load(name).make(*sizes.values(), getattr(torch, dtype)).program
-    code = engine.Generated(program)
+    code = Generated(program)
 
     def made(what: Any, lead: list[int]) -> torch.Tensor:
         shape = [*lead, *(sizes[s.name] for s in what.shape[len(lead) > 0 :])]
@@ -317,7 +318,7 @@ def source_of(name: str) -> str:
     """The generated file for heads of 64 in bf16, without the line that names Triton's version."""
     import torch
 
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
     from tests import variants
 
     source = Generated(variants.load(name).make(4, 64, 64, torch.bfloat16).program).source

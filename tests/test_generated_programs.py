@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flexsp.compiler.frontend import primitives
+from flexsp.compiler.planning.plan import refusal
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -254,7 +255,7 @@ def test_what_needs_all_columns_is_not_taken_in_pieces(writes: str, why: str | N
     program = DrawnProgram.of_source(source + "def merge(q, chunk_state):\n    return q @ chunk_state\n")
     model = program.model(code_dir=folder)
     with in_pieces(16):
-        found = model.kernels.refuses(program.sizes, model.program.meta.looks(program.sizes, 1), on_gpu=False)
+        found = refusal(model.kernels, program.sizes, model.program.meta.looks(program.sizes, 1), on_gpu=False)
     assert found is None if why is None else why in str(found)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from flexsp import nn as nn_of_flexsp
 from flexsp.comm.group import sequence_parallel
 from flexsp.nn import (
     GatedRMSNorm,
@@ -21,6 +22,7 @@ from flexsp.nn import (
     ShortConvolution,
     SimpleGLA,
 )
+from flexsp.nn.recurrent import RecurrentLayer
 from flexsp.testing.ranks import run_ranks
 from tests.harness.layers import LAYERS, make
 from tests.marks import by_turns
@@ -405,6 +407,14 @@ def test_cache_under_ranks() -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_layers_that_generate_are_on_one_base() -> None:
+    """Those of ops: attention keeps keys and no state, and a short convolution is a part of layers."""
+    generate = {name for name in nn_of_flexsp.__all__ if hasattr(getattr(nn_of_flexsp, name), "init_cache")}
+    by_hand = {name for name in generate if not issubclass(getattr(nn_of_flexsp, name), RecurrentLayer)}
+    assert by_hand == {"Attention", "ShortConvolution"} and len(generate) > 14
+    assert generate <= {cls.__name__ for cls, _, _ in LAYERS.values()}
 
 
 def test_widths_are_not_cut_off() -> None:

@@ -17,6 +17,7 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.ops import mlstm
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.offline import compile_launches, record_launches
 from flexsp.testing.ranks import run_ranks
@@ -27,8 +28,14 @@ from tests.marks import quick
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def within(sp: SequenceParallel, function: Any, *args: Any) -> Any:
+    with within_tensors():
+        return function(sp, *args)
+
+
 def in_kernels(function: Any, *args: Any, ranks: int = 1) -> list[Any]:
-    return run_ranks(function, ranks, *args, env=INTERPRETED)
+    """Which stay within their tensors."""
+    return run_ranks(within, ranks, function, *args, env=INTERPRETED)
 
 
 def gate_inputs(T: int, H: int, B: int, dtype: torch.dtype, made: torch.Generator) -> tuple[Tensor, Tensor]:

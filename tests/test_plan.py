@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
-from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.model import Predicted, predict
-from flexsp.compiler.planning.plan import CHUNKS, Plan, candidates, choose_plan, padded
+from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
 from flexsp.kernels.recipe import Recipe
 from tests import variants
@@ -36,7 +37,7 @@ BF16 = torch.bfloat16
 
 @functools.lru_cache(maxsize=16)
 def made(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     return Generated(variants.load(name).make(32, K, V, dtype).program)
 
@@ -330,7 +331,7 @@ def compare_launches(name: str, found: list[dict[str, Any]]) -> int:
     """How many estimates of shared memory were compared."""
     chunk, size = COMPILED[name]
     code = code_of(name, size, size, chunk=chunk)
-    plan = code.plan({"K": size, "V": size}, 32, 4096, 0, BF16)
+    plan = choose_plan(code, {"K": size, "V": size}, 32, 4096, 0, BF16)
     rows = rows_of(name, plan, 32, 4096, size, size)
     assert [x["kernel"] for x in found] == [x.kernel for x in rows]
     compared = 0
@@ -509,7 +510,7 @@ def test_plans_do_not_keep_programs_alive() -> None:
     import gc
     import weakref
 
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     code = Generated(variants.load("linear").make(2, 64, 64, BF16).program)
     sizes = {name: 64 for name in code.layout.sizes}
@@ -525,7 +526,7 @@ def test_plans_do_not_keep_programs_alive() -> None:
 def test_offsets_of_chunks_have_64_bits(name: str) -> None:
     """A chunk's number times C times K passes 2^31 at 8 million tokens of K = 256. Of what a kernel computes a place in
     memory with, `row`, `h` and `start` have 64 bits; the chunk's number alone is multiplied by sizes nowhere."""
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     source = Generated(variants.load(name).make(2, 64, 64, BF16).program).source
     kept = [line for line in source.splitlines() if "row * n_chunks + c" in line]

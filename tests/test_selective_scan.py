@@ -20,11 +20,16 @@ from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.selective import HOW, KEPT_WIDE, ZOH, Tensors, draw, oracle, scan, step
-from tests.marks import quick
+from tests.marks import quick, slow
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOKENS = ("u", "delta", "B", "C", "z")
+
+
+def constant(inputs: Tensors, *names: str) -> Tensors:
+    """The inputs, with those of B and C that are named the same for all tokens."""
+    return inputs | {name: inputs["A"].flip(0) * random.uniform(0.3, 1.0) * (1 - 2 * (name == "C")) for name in names}
 
 
 def with_gradients(inputs: Tensors) -> Tensors:
@@ -53,6 +58,38 @@ def test_against_the_token_loop(dtype: torch.dtype, how: dict[str, Any]) -> None
 def test_token_by_token(dtype: torch.dtype) -> None:
     for how in (HOW, ZOH):
         check_op(partial(step, **how), partial(oracle, **how), draw(2, 21, 2), dtype=dtype, wide=KEPT_WIDE)
+
+
+@pytest.mark.parametrize("names", [("B",), ("B", "C"), *slow(("C",))])
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
+def test_the_same_for_all_tokens(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    """B and C [D, N], as mamba_ssm takes them, with sequences and with documents before a tail that is not finite."""
+    kept, how = (*KEPT_WIDE, *names), random.choice((HOW, ZOH))
+    for op, T in ((scan, 19), (step, 5)):
+        check_op(partial(op, **how), partial(oracle, **how), constant(draw(2, T, 2), *names), dtype=dtype, wide=kept)
+    inputs = constant(draw(1, 20, 3), *names) | {"cu_seqlens": torch.tensor([0, 7, 7, 20])}
+    check_op(partial(scan, **how), partial(oracle, **how), inputs, dtype=dtype, wide=kept)
+    inputs = with_gradients({key: x for key, x in inputs.items() if key != "cu_seqlens"})
+    with torch.no_grad():
+        inputs["u"][:, 15:] = torch.nan
+    y, _ = ops.selective_scan(**inputs, **how, cu_seqlens=torch.tensor([0, 7, 7, 15]))
+    assert not y[:, 15:].any() and torch.autograd.grad(y.sum(), inputs["B"])[0].isfinite().all()
+
+
+def test_the_same_for_all_tokens_beside_groups() -> None:
+    inputs = draw(2, 9, 2, 6, 4)
+    grouped = torch.randn(2, 9, 3, 4, dtype=torch.float64)
+    for name, other in (("B", "C"), ("C", "B")):
+        given = constant(inputs, name)
+        for op in (scan, step):
+            got = op(**given | {other: grouped}, **HOW, output_final_state=True)
+            parts = []
+            for g in range(3):
+                axes = dict.fromkeys(("u", "delta", "z"), 2) | dict.fromkeys(("A", "D", "delta_bias", name), 0)
+                axes["initial_state"] = 1
+                some = {key: x.narrow(axes[key], 2 * g, 2) if key in axes else x for key, x in given.items()}
+                parts.append(oracle(**some | {other: grouped[:, :, g]}, **HOW))
+            assert_alike([*got], [torch.cat([y for y, _ in parts], 2), torch.cat([h for _, h in parts], 1)])
 
 
 def test_what_may_be_left_out() -> None:
@@ -240,6 +277,10 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
                 run(scan, oracle, some, arrange=lambda x: x.transpose(0, -1).contiguous().transpose(0, -1))
             outputs = ops.selective_scan(**{key: x.to(dtype) for key, x in inputs.items()})
             assert outputs[1] is None
+        elif kind == "constants":
+            for names in (("B",), ("C",), ("B", "C")):
+                inputs = constant(draw(2, 11, 2, 3, 2, seed=seed), *names)
+                check_op(partial(scan, **how), partial(oracle, **how), inputs, dtype=dtype, wide=(*KEPT_WIDE, *names))
         elif kind == "no tokens":
             inputs = {key: x.float() for key, x in draw(2, 0, 2, 3, 2, seed=seed).items()}
             inputs = with_gradients(inputs)
@@ -270,7 +311,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
 KINDS = [
     "plain", "long segments", "long segments with documents", "several programs", "documents", "parts", "no tokens",
     "steps of all sizes", "small steps", "numbers",
-    "not finite",
+    "not finite", "constants",
 ]  # fmt: skip
 
 
@@ -297,6 +338,7 @@ SHARDS = {
     "the first rank is empty": ((0, 75, 0, 0), None),
     "documents": ((30, 0, 41, 4), (0, 0, 12, 50, 50, 75)),
     "documents that end with shards": ((20, 20, 0, 35), (0, 20, 40, 75, 75)),
+    "constants": ((30, 0, 41, 4), None),
 }
 
 
@@ -304,13 +346,12 @@ def over_ranks(sp: SequenceParallel, seed: int, kinds: list[str], dtype: torch.d
     found = {}
     for kind in kinds:
         lengths, bounds = SHARDS[kind]
-        n = 2 if bounds is None else len(bounds) - 1
-        whole = {key: x.to(dtype) for key, x in draw(2 if bounds is None else 1, 75, n, seed=seed).items()}
+        whole = {key: x.to(dtype) for key, x in draw_for_ranks(kind, seed).items()}
         at = slice(sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1]))
-        mine = with_gradients({key: x[:, at] if key in TOKENS else x for key, x in whole.items()})
+        mine = with_gradients({key: x[:, at] if is_of_tokens(key, x) else x for key, x in whole.items()})
         if bounds is None and sp.rank:
             del mine["initial_state"]
-        sp.set_lengths(lengths if kind == "uneven" else None)
+        sp.set_lengths(lengths if kind in ("uneven", "constants") else None)
         cu = None if bounds is None else torch.tensor(bounds)
         y, state = ops.selective_scan(**mine, **ZOH, cu_seqlens=cu, return_last_state=True, sp=sp)
         assert (state is None) == (bounds is None and not sp.is_last)
@@ -320,6 +361,16 @@ def over_ranks(sp: SequenceParallel, seed: int, kinds: list[str], dtype: torch.d
         found[kind] = dict(zip(mine, grads, strict=True)) | {"y": y.detach()}
         found[kind] |= {} if state is None else {"state": state.detach()}
     return found
+
+
+def draw_for_ranks(kind: str, seed: int) -> Tensors:
+    bounds = SHARDS[kind][1]
+    found = draw(2, 75, 2, seed=seed) if bounds is None else draw(1, 75, len(bounds) - 1, seed=seed)
+    return found | {"B": found["A"] * 0.7, "C": found["A"].flip(0)} if kind == "constants" else found
+
+
+def is_of_tokens(key: str, x: Tensor) -> bool:
+    return key in (*TOKENS, "y") and x.dim() == 3
 
 
 def rank_cotangents(seed: int, whole: Tensors) -> list[Tensor]:
@@ -342,13 +393,12 @@ def test_ranks_equal_one_rank(kinds: list[str], dtype: torch.dtype, how: dict[st
     answers, wrong = run_ranks(over_ranks, 4, seed, kinds, dtype, **how), {}
     for kind in kinds:
         _, bounds = SHARDS[kind]
-        B, n = (2, 2) if bounds is None else (1, len(bounds) - 1)
-        whole, cu = with_gradients(draw(B, 75, n, seed=seed)), None if bounds is None else torch.tensor(bounds)
+        whole, cu = with_gradients(draw_for_ranks(kind, seed)), None if bounds is None else torch.tensor(bounds)
         want = ops.selective_scan(**whole, **ZOH, cu_seqlens=cu, return_last_state=True, sp=False)
         expected = dict(zip(whole, gradients(want, whole, rank_cotangents(seed, whole)), strict=True))
         for key, x in (expected | {"y": want[0], "state": want[1]}).items():
             parts = [answer[kind][key] for answer in answers if key in answer[kind]]
-            error = relative_error(torch.cat(parts, 1) if key in (*TOKENS, "y") else sum(parts), x)
+            error = relative_error(torch.cat(parts, 1) if is_of_tokens(key, x) else sum(parts), x)
             if not error < (EXACT if dtype == torch.float64 else 1e-5):
                 wrong[kind, key] = error
     assert not wrong

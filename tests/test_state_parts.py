@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.planning.plan import refusal
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
@@ -172,7 +173,7 @@ def test_a_number_that_reads_the_state() -> None:
 def test_parts_too_large() -> None:
     def told(name: str, K: int, V: int, ranks: bool) -> str | None:
         sizes, meta = {"K": K, "V": V}, kernels[name].program.meta
-        return kernels[name].refuses(sizes, meta.looks(sizes, 1), False, ranks)
+        return refusal(kernels[name], sizes, meta.looks(sizes, 1), False, ranks)
 
     kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels
                for name in ("momentum", "normalised")}  # fmt: skip
@@ -193,6 +194,6 @@ def test_numbers_beside_large_states() -> None:
     code = CustomTransition(CLASSES["counted"]).program(2, 128, 128, 1.0, "g", False).kernels
     for dtype, refused in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
         looks = {name: (dtype, ()) for name in code.program.meta.tokens}
-        said = code.refuses({"K": 128, "V": 128}, looks, on_gpu=False)
+        said = refusal(code, {"K": 128, "V": 128}, looks, on_gpu=False)
         assert (said is not None and "gave wrong gradients on an H200" in said) == refused, said
-        assert code.refuses({"K": 128, "V": 64}, looks, on_gpu=False) is None
+        assert refusal(code, {"K": 128, "V": 64}, looks, on_gpu=False) is None

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.frontend.check import Program, call
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr
+from flexsp.compiler.frontend.program import Program, call
 from flexsp.compiler.graphs.differentiate import Step, cut, differentiate
 from tests import variants
 from tests.generated_programs import OPERATORS, PADDED_STATES, SCORES_OF_SCORES, SUMS, DrawnProgram, draw_program

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flexsp.compiler.planning.plan import refusal
 from flexsp.testing.compare import DRAWS, a_rounding_off, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import DrawnProgram
@@ -56,7 +57,7 @@ def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any,
     model = program.model(code_dir=folder)
     with in_pieces(pieces):
         looks = model.program.meta.looks(program.sizes, 1)
-        pieces = 0 if model.kernels.refuses(program.sizes, looks, on_gpu=False) else pieces
+        pieces = 0 if refusal(model.kernels, program.sizes, looks, on_gpu=False) else pieces
     found = []
     for T, bounds in cases:
         inputs = program.inputs(1, T, bounds, made)

@@ -25,6 +25,7 @@ def oracle(
     """Mamba's recurrence one token after the other; the zero-order hold by the limit of its quotient at 0."""
     dtype = u.dtype
     u, delta, A, B, C = (x if x.dtype == torch.float64 else x.float() for x in (u, delta, A, B, C))
+    B, C = (x.expand(*u.shape, -1) if x.dim() == 2 else x.unsqueeze(2) for x in (B, C))
     bounds = [0, u.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     dt, y, last = delta if delta_bias is None else delta + delta_bias, [u[:, :0]], []
     dt = torch.logaddexp(dt, torch.zeros_like(dt)) if delta_softplus else dt
@@ -36,8 +37,8 @@ def oracle(
             weight = dt[:, t, :, None]
             if discretization == "zoh":
                 weight = weight * torch.where(exponent == 0, 1 + exponent / 2, torch.expm1(exponent) / exponent)
-            h = torch.exp(exponent) * h + weight * u[:, t, :, None] * B[:, t, None, :]
-            read = torch.einsum("bdn,bn->bd", h, C[:, t])
+            h = torch.exp(exponent) * h + weight * u[:, t, :, None] * B[:, t]
+            read = (h * C[:, t]).sum(-1)
             read = read if D is None else read + D * u[:, t]
             gate = 1.0 if z is None else z[:, t].to(u.dtype) / (1 + torch.exp(-z[:, t].to(u.dtype)))
             y.append((read * gate).unsqueeze(1))

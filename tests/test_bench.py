@@ -19,7 +19,8 @@ from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
-from tests.harness.bench import CPU, ROOT, TOY, _row
+from tests.guides import ROOT
+from tests.harness.bench import CPU, TOY, _row
 from tests.marks import quick
 
 

@@ -10,7 +10,8 @@ import pytest
 from flexsp.bench import document, record, scale, summary, table
 from flexsp.bench.cases import CASES
 from flexsp.launch.cli import main
-from tests.harness.bench import CPU, ROOT, _row
+from tests.guides import ROOT
+from tests.harness.bench import CPU, _row
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flexsp.bench.timing import summarize
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TOY = ["--H", "2", "--K", "16", "--V", "16", "--dtype", "float32", "--iterations", "3", "--warmup", "1"]
 

@@ -2,8 +2,8 @@
 
 The time of a call on a GPU is that of its kernels or that of Python, whichever is longer, and short shards are bound by
 Python. Here launches only fill in addresses: tensors are on the CPU, and what is left is the checks, the lookup of what
-is launched, and the memory. Both versions take turns in processes of their own, and the quickest of each counts, in time
-of the processor: what else the machine does makes a call slower, never quicker. Calls over ranks need GPUs:
+is launched, and the memory. Both versions take turns in processes of their own, and the quickest of each counts, in
+time of the processor: what else the machine does makes a call slower, never quicker. Calls over ranks need GPUs:
 `flexsp bench host`.
 """
 

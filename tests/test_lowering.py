@@ -23,6 +23,7 @@ from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launches import LaunchSpec, memory
 from tests.guides import run_script, save_scripts
+from tests.harness.interpreted import INTERPRETED
 
 OVER_RANKS = """
 import torch, flexsp
@@ -212,7 +213,7 @@ def test_several_launches_in_place_of_one(keeping: ModuleType) -> None:
 def test_over_ranks(tmp_path: Path) -> None:
     save_scripts("add-an-engine.md", tmp_path)
     (tmp_path / "ranks.py").write_text(OVER_RANKS)
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    interpreted = INTERPRETED | {"FLEXSP_CODE_DIR": str(tmp_path)}
     assert run_script(tmp_path / "ranks.py", 3, **interpreted) == ["as one rank"]
 
 

@@ -15,8 +15,8 @@ import torch
 
 from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, graph
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.frontend.elsewhere import elsewhere
 from flexsp.ops import recurrent_simple_gla
+from flexsp.runtime.elsewhere import elsewhere
 from flexsp.variants import gla, simple_gla
 
 CPU = torch.device("cpu")

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.guides import run_script, save_scripts
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.jobs import LONGEST, TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -33,7 +35,7 @@ BELOW = {
     "scan": {"exceptions", "devices", "comm", "runtime"},
     "kernels": {"exceptions", "devices", "comm", "runtime", "scan"},
     "compiler": {"exceptions", "devices", "comm", "runtime", "scan", "kernels"},
-    "ops": {"exceptions", "comm", "scan", "kernels", "compiler", "variants"},
+    "ops": {"exceptions", "comm", "runtime", "scan", "kernels", "compiler", "variants"},
     "nn": {"exceptions", "comm", "scan", "kernels", "compiler", "variants", "ops"},
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
@@ -161,6 +163,22 @@ def test_imports_point_one_way() -> None:
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
+def test_no_test_file_imports_another() -> None:
+    """What tests share stands in tests/harness/ and in the files beside it that are no tests."""
+    wrong = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        named: list[str] = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                named += [f"{node.module}.{alias.name}" for alias in node.names]
+        found = [x for x in named if x.startswith("tests.") and any(y.startswith("test_") for y in x.split(".")[:-1])]
+        found += [x for x in named if x.startswith("tests.") and (ROOT / (x.replace(".", "/") + ".py")).exists()
+                  and x.rpartition(".")[2].startswith("test_")]  # fmt: skip
+        if found:
+            wrong[path.name] = found
+    assert wrong == {}
 def circles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
     """Modules that import each other, directly or by way of others: strongly connected components of two and more."""
     order: dict[str, int] = {}
@@ -330,20 +348,19 @@ def test_the_guide_to_hybrid_models_runs(tmp_path: Path) -> None:
 def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
     """Its transport, under the interpreter; and it is what sends: one that doubles tiles gives another result."""
     assert save_scripts("add-a-transport.md", tmp_path) == ({"staged.py", "run.py"}, [])
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
-    (line,) = run_script(tmp_path / "run.py", 3, **interpreted)
+    (line,) = run_script(tmp_path / "run.py", 3, **INTERPRETED)
     assert line.startswith("rank 0 over staged: off by")
     code = (tmp_path / "staged.py").read_text()
     (tmp_path / "staged.py").write_text(code.replace("tl.load(stage + offsets, mask=mask)", "tile * 2"))
     with pytest.raises(AssertionError, match="off by"):
-        run_script(tmp_path / "run.py", 2, **interpreted)
+        run_script(tmp_path / "run.py", 2, **INTERPRETED)
 
 
 @pytest.mark.slow
 def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
     """Its engine, under the interpreter; and it is what runs: other kept states give other gradients."""
     assert save_scripts("add-an-engine.md", tmp_path) == ({"keeping.py", "compare.py"}, [])
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    interpreted = INTERPRETED | {"FLEXSP_CODE_DIR": str(tmp_path)}
     assert run_script(tmp_path / "compare.py", 1, **interpreted) == ["as generated"]
     code = (tmp_path / "keeping.py").read_text()
     (tmp_path / "keeping.py").write_text(code.replace("K * V, S, 0, v0, True, K", "K * V, 2 * S, 0, v0, True, K"))
@@ -391,10 +408,10 @@ def test_documents_name_only_files_that_exist(document: Path) -> None:
     assert not missing
 
 
-def test_environment_variables_stand_in_the_readme() -> None:
+def test_environment_variables_stand_in_the_page_on_settings() -> None:
     pattern = re.compile(r"\bFLEXSP_[A-Z0-9_]+")
     used = {name for path in SOURCES for name in pattern.findall(path.read_text())}
-    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "docs/use.md").read_text(), flags=re.MULTILINE))
     assert used == listed
 
 
@@ -412,3 +429,8 @@ def test_tool_releases_agree() -> None:
 def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "examples/train_lm.py" in script.read_text() or "two_hosts.sh" in script.read_text()
+
+
+def test_lists_of_test_files_name_files_that_exist() -> None:
+    named = {*LONGEST, *TOOLS}
+    assert named <= {path.stem for path in (ROOT / "tests").glob("test_*.py")} and len({*LONGEST}) == len(LONGEST)

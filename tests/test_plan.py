@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +28,7 @@ from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
 from flexsp.kernels.recipe import Recipe
 from tests import variants
+from tests.harness.compiling import in_child
 from tests.marks import slow
 
 NAMES = ("simple_gla", "gla", "deltanet")
@@ -272,7 +269,7 @@ QUICK = {"gla": ("output", "states", "prepare1", "adjoint0")}  # to compile
 
 
 def launched(name: str, every: bool) -> list[dict[str, Any]]:
-    """Body of the child process: the launches of 4096 tokens, 32 heads: bytes of tensors (of values that a kernel reads
+    """In a child process: the launches of 4096 tokens, 32 heads: bytes of tensors (of values that a kernel reads
     a row of, one row a chunk), shared memory of every kernel or of the quickly compiled ones."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -313,6 +310,10 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     return found
 
 
+def all_launched(every: bool) -> dict[str, list[dict[str, Any]]]:
+    return {name: launched(name, every) for name in COMPILED}
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("every", [False, *slow(True)])
 def test_launches(every: bool, tmp_path: Path) -> None:
@@ -321,15 +322,7 @@ def test_launches(every: bool, tmp_path: Path) -> None:
     The estimate of shared memory is never below what Triton allocates, and at most 2.3 times that; what is certain is
     never above.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
-    env |= {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-        "FLEXSP_CODE_DIR": str(tmp_path),
-    }
-    command = [sys.executable, __file__, str(int(every))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = in_child(all_launched, every, FLEXSP_CODE_DIR=tmp_path)
     compared = {name: compare_launches(name, told[name]) for name in COMPILED}
     assert all(compared[name] >= 2 for name in (COMPILED if every else QUICK)), compared
 
@@ -540,7 +533,3 @@ def test_offsets_of_chunks_have_64_bits(name: str) -> None:
     assert kept
     for line in source.splitlines():
         assert not re.search(r"\bc \* |_ptr \+ c\b", line), line
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: launched(name, sys.argv[1] == "1") for name in COMPILED}))

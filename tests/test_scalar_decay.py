@@ -19,10 +19,9 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import linear, retnet, simple_gla
 from flexsp.variants.scalar_decay import SCALAR_DECAY
+from tests.harness.generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
-
-__all__ = ["folder"]
 
 NAMES = ["linear", "simple_gla", "retnet"]
 MODULES = {"linear": linear, "simple_gla": simple_gla, "retnet": retnet}
@@ -116,7 +115,7 @@ def called(sp: Any, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", quick(NAMES, "simple_gla", "linear"))
 def test_calls(name: str) -> None:
-    (wrong,) = run_ranks(called, 1, name, env=ENV, timeout=200)
+    (wrong,) = run_ranks(called, 1, name, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
@@ -172,7 +171,7 @@ def scaled(sp: Any) -> str:
 
 
 def test_functions_with_other_inputs() -> None:
-    (said,) = run_ranks(scaled, 1, env=ENV)
+    (said,) = run_ranks(scaled, 1, env=INTERPRETED)
     assert said == "runs generated kernels"
 
 
@@ -204,7 +203,7 @@ def far_gates(sp: Any) -> list[str]:
 
 
 def test_gradients_of_gates_before_strong_decay() -> None:
-    (wrong,) = run_ranks(far_gates, 1, env=ENV, timeout=200)
+    (wrong,) = run_ranks(far_gates, 1, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
@@ -234,7 +233,7 @@ def odd_inputs(sp: Any) -> list[str]:
 
 
 def test_inputs_of_other_kinds() -> None:
-    (wrong,) = run_ranks(odd_inputs, 1, env=ENV, timeout=200)
+    (wrong,) = run_ranks(odd_inputs, 1, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
@@ -248,7 +247,7 @@ def test_in_another_process(tmp_path: Path) -> None:
         "assert model.runs(**x) == 'runs kernels of the engine scalar_decay', model.runs(**x)\n"
         "assert model(**x)[0].isfinite().all()\n"
     )
-    env = os.environ | ENV | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | INTERPRETED | {"PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
 
 

@@ -22,7 +22,8 @@ from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.program import KINDS, Program
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Looks, Lowering, in_order
-from flexsp.exceptions import check_dense, fail, kernels_on_cpu
+from flexsp.exceptions import check_dense, fail
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 
@@ -573,9 +574,6 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
-def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
-    """Whether kernels are for inputs of such a kind."""
-    return wide != torch.float64 and (on_gpu or kernels_on_cpu())
 
 
 @dataclass(frozen=True)

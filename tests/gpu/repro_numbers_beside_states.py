@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid, normalize
 from flexsp.compiler.planning import plan
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import relative_error
-from tests.test_custom_transition import CLASSES, within
+from tests.harness.transitions import CLASSES, within
 
 DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
 BOUNDS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}  # far above the rounding of a right kernel

@@ -1,66 +1,21 @@
-"""Work that must not see the state of the thread that asks for it."""
+"""Making variants and kernels, which must not see the state of the thread that asks for it."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexsp.compiler.frontend.trace import CompileError
+from flexsp.runtime.elsewhere import elsewhere
 
-__all__ = ["elsewhere", "one_at_a_time"]
+__all__ = ["one_at_a_time"]
 
 _LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
 _here = threading.local()
 _Result = TypeVar("_Result")
-
-
-@functools.cache
-def _outlive_threads() -> None:
-    """torch 2.11 built for CUDA, on a host without a GPU: the first thread that enters a FakeTensorMode leaves a device
-    guard of its own for all others, which crash once it has ended. So a thread that does not end goes first."""
-    if not torch.__version__.startswith("2.11.") or torch.version.cuda is None or torch.cuda.is_available():
-        return
-    entered = threading.Event()
-
-    def stay() -> None:
-        with FakeTensorMode():
-            entered.set()
-        threading.Event().wait()
-
-    threading.Thread(target=stay, name="flexsp-guard", daemon=True).start()
-    entered.wait()
-
-
-def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
-    """What `work` returns in a thread of its own, on the current stream of `device`.
-
-    There no tracer, mode, transform or hook of the caller's thread is in force: inference mode, autocast, what compiles
-    or checkpoints the call, hooks on saved tensors.
-    """
-    _outlive_threads()
-    answer: list[Any] = []
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def run() -> None:
-        try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                answer.append((work(), None))
-        except BaseException as error:  # also what is no Exception, such as SystemExit, belongs to the caller
-            answer.append((None, error))
-
-    thread = threading.Thread(target=run, name="flexsp-graph")
-    thread.start()
-    thread.join()
-    result, error = answer[0]
-    if error is not None:
-        raise error
-    return result
 
 
 def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
@@ -76,4 +31,4 @@ def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
         return work()
 
     with _LOCK:
-        return elsewhere(torch.device("cpu"), marked)
+        return elsewhere(torch.device("cpu"), marked)  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ class _Local:
                 tensors[name] = x[None, :, None].expand(B, H, n, *x.shape[1:]).flatten(0, 2)
 
         def one(x: Tensors) -> tuple[torch.Tensor, Tensors]:
-            return call(traced, {**self.numbers, **x})
+            return call(traced, {**self.numbers, **x}, wide_sums=self.zero.dtype == torch.float32)
 
         if B:
             return vmap(one)(tensors)

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.compiler.frontend import primitives
 from flexsp.compiler.frontend.meta import InputMeta, Part, Size
+from flexsp.compiler.frontend.running_sums import with_wide_sums
 from flexsp.compiler.frontend.trace import Traced
 
 __all__ = ["KINDS", "Program", "Transition", "call", "has_parts", "widths"]
@@ -47,9 +48,12 @@ class Program:
         return f"{names} on {dtype}{', packed' if packed else ''}"
 
 
-def call(traced: Traced, values: Mapping[str, torch.Tensor | float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Result and cached values of one function on one chunk of one head."""
-    result, *cached = traced.module(**{name: values[name] for name in traced.arguments})
+def call(
+    traced: Traced, values: Mapping[str, torch.Tensor | float], wide_sums: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Result and cached values of one function on one chunk of one head; sums of gates in float64 if ``wide_sums``."""
+    module = with_wide_sums(traced.module) if wide_sums else traced.module
+    result, *cached = module(**{name: values[name] for name in traced.arguments})
     return result, dict(zip(traced.cached, cached, strict=True))
 
 

@@ -34,8 +34,9 @@ NAMES = ("delta", "gated", "kda", "product")
 
 @dataclass(frozen=True)
 class Keys:
-    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
-    keys as random ones are. `lengths`: of the ranks' shards."""
+    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the first has
+    keys as random ones are. Several sequences lie behind strides, and their steps are not all alike. `lengths`: of the
+    ranks' shards."""
 
     name: str
     vocabulary: int
@@ -44,6 +45,7 @@ class Keys:
     H: int = 1
     K: int = 64
     V: int = 16
+    B: int = 1
     bounds: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     segments: int = ONE_SEGMENT
@@ -53,6 +55,12 @@ class Keys:
         return 2 if self.name == "product" else 1
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        each = [self._sequence(self.B * seed + b) for b in range(self.B)]
+        if self.B == 1:
+            return each[0]
+        return {x: _apart(torch.cat([given[x] for given in each])) for x in each[0]}
+
+    def _sequence(self, seed: int) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(seed)
         n, docs = self.T * self.steps, max(1, len(self.bounds) - 1)
 
@@ -65,13 +73,15 @@ class Keys:
             keys = keys[:1] + 0.05 * keys
         keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
         if self.H > 1:
-            keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
+            keys = torch.cat([normal(1, n, 1, self.K), keys.expand(-1, -1, self.H - 1, -1)], 2)
         given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
         given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
         given = {x: y.bfloat16() for x, y in given.items()}
         given["beta"] = torch.full((1, n, self.H), self.beta)
         if self.H > 1:
-            given["beta"][..., -1] *= 0.4
+            given["beta"][..., 0] *= 0.4
+        if self.B > 1:
+            given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name != "delta":
             gates = (self.K,) if self.name == "kda" else ()
             given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
@@ -91,6 +101,11 @@ class Keys:
     def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
         return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """With heads outermost in memory, then sequences."""
+    return x.movedim(2, 0).contiguous().movedim(0, 2)
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
@@ -144,8 +159,9 @@ def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
 
 CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
-    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)), Keys("gated", 1, T=66)],
-    "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
+    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)),
+              Keys("gated", 1, T=70, K=32, H=2, B=2, segments=MANY_SEGMENTS)],
+    "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=2, B=2), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],

@@ -34,15 +34,16 @@ NAMES = ("delta", "gated", "kda", "product")
 
 @dataclass(frozen=True)
 class Keys:
-    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the first has
-    keys as random ones are. Several sequences lie behind strides, and their steps are not all alike. `lengths`: of the
-    ranks' shards."""
+    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Each `group` of H heads
+    shares queries and keys; the first have keys as random ones are. Several sequences lie behind strides, and their
+    steps are not all alike. `lengths`: of the ranks' shards."""
 
     name: str
     vocabulary: int
     beta: float = 2.0
     T: int = 70
     H: int = 1
+    group: int = 1
     K: int = 64
     V: int = 16
     B: int = 1
@@ -72,14 +73,15 @@ class Keys:
         if not self.vocabulary:
             keys = keys[:1] + 0.05 * keys
         keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
-        if self.H > 1:
-            keys = torch.cat([normal(1, n, 1, self.K), keys.expand(-1, -1, self.H - 1, -1)], 2)
-        given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
+        heads = self.H // self.group
+        if heads > 1:
+            keys = torch.cat([normal(1, n, 1, self.K), keys.expand(-1, -1, heads - 1, -1)], 2)
+        given = {"q": normal(1, self.T, heads, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
         given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
         given = {x: y.bfloat16() for x, y in given.items()}
         given["beta"] = torch.full((1, n, self.H), self.beta)
-        if self.H > 1:
-            given["beta"][..., 0] *= 0.4
+        if heads > 1:
+            given["beta"][..., : self.group] *= 0.4
         if self.B > 1:
             given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name != "delta":
@@ -100,6 +102,7 @@ class Keys:
 
     def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        given = given | {x: given[x].repeat_interleave(self.group, 2) for x in "qk"}
         return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
 
 
@@ -112,7 +115,7 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
     """What is off by more than the bound, of this rank's part."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
+    do = torch.randn(*given["q"].shape[:2], keys.H, keys.V, generator=draw).bfloat16()
     ends = torch.randn(given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
@@ -161,7 +164,8 @@ CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
     "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)),
               Keys("gated", 1, T=70, K=32, H=2, B=2, segments=MANY_SEGMENTS)],
-    "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=2, B=2), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
+    "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=4, group=2, B=2),
+            Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
@@ -178,7 +182,7 @@ def judged(sp: Any, cases: list[Keys], seed: int) -> None:
     """By chunks in PyTorch, on data that is a rounding off and with products of operands in bfloat16."""
     for keys in cases:
         given, made = keys.inputs(seed), torch.Generator().manual_seed(seed + 1)
-        shapes = (*given["q"].shape[:3], keys.V), given["initial_state"].shape
+        shapes = (*given["q"].shape[:2], keys.H, keys.V), given["initial_state"].shape
         ends = [tuple(torch.randn(x, generator=made).bfloat16().double() for x in shapes) for _ in range(DRAWS)]
         with poisoned(keys.segments, keys.H):
             found = differentiated(lambda x, keys=keys: keys.call(x), dict(given), ends[:1])

@@ -37,8 +37,10 @@ def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
 
 CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
-    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)), Keys("gated", 1, T=66)],
-    "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
+    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)),
+              Keys("gated", 1, T=70, K=32, H=2, B=2, segments=MANY_SEGMENTS)],
+    "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=4, group=2, B=2),
+            Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
@@ -55,7 +57,7 @@ def judged(sp: Any, cases: list[Keys], seed: int) -> None:
     """By chunks in PyTorch, on data that is a rounding off and with products of operands in bfloat16."""
     for keys in cases:
         given, made = keys.inputs(seed), torch.Generator().manual_seed(seed + 1)
-        shapes = (*given["q"].shape[:3], keys.V), given["initial_state"].shape
+        shapes = (*given["q"].shape[:2], keys.H, keys.V), given["initial_state"].shape
         ends = [tuple(torch.randn(x, generator=made).bfloat16().double() for x in shapes) for _ in range(DRAWS)]
         with poisoned(keys.segments, keys.H):
             found = differentiated(lambda x, keys=keys: keys.call(x), dict(given), ends[:1])

@@ -79,16 +79,19 @@ NAMES = ("delta", "gated", "kda", "product")
 
 @dataclass(frozen=True)
 class Keys:
-    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
-    keys as random ones are. `lengths`: of the ranks' shards."""
+    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Each `group` of H heads
+    shares queries and keys; the first have keys as random ones are. Several sequences lie behind strides, and their
+    steps are not all alike. `lengths`: of the ranks' shards."""
 
     name: str
     vocabulary: int
     beta: float = 2.0
     T: int = 70
     H: int = 1
+    group: int = 1
     K: int = 64
     V: int = 16
+    B: int = 1
     bounds: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     segments: int = ONE_SEGMENT
@@ -98,6 +101,12 @@ class Keys:
         return 2 if self.name == "product" else 1
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        each = [self._sequence(self.B * seed + b) for b in range(self.B)]
+        if self.B == 1:
+            return each[0]
+        return {x: _apart(torch.cat([given[x] for given in each])) for x in each[0]}
+
+    def _sequence(self, seed: int) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(seed)
         n, docs = self.T * self.steps, max(1, len(self.bounds) - 1)
 
@@ -109,14 +118,17 @@ class Keys:
         if not self.vocabulary:
             keys = keys[:1] + 0.05 * keys
         keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
-        if self.H > 1:
-            keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
-        given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
+        heads = self.H // self.group
+        if heads > 1:
+            keys = torch.cat([normal(1, n, 1, self.K), keys.expand(-1, -1, heads - 1, -1)], 2)
+        given = {"q": normal(1, self.T, heads, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
         given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
         given = {x: y.bfloat16() for x, y in given.items()}
         given["beta"] = torch.full((1, n, self.H), self.beta)
-        if self.H > 1:
-            given["beta"][..., -1] *= 0.4
+        if heads > 1:
+            given["beta"][..., : self.group] *= 0.4
+        if self.B > 1:
+            given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name != "delta":
             gates = (self.K,) if self.name == "kda" else ()
             given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
@@ -135,14 +147,20 @@ class Keys:
 
     def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        given = given | {x: given[x].repeat_interleave(self.group, 2) for x in "qk"}
         return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """With heads outermost in memory, then sequences."""
+    return x.movedim(2, 0).contiguous().movedim(0, 2)
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
     """What is off by more than the bound, of this rank's part."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
+    do = torch.randn(*given["q"].shape[:2], keys.H, keys.V, generator=draw).bfloat16()
     ends = torch.randn(given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)

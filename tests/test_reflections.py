@@ -6,14 +6,11 @@ A reflection (beta 2) lets no error decay, so that rounded inverses of chunks wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from flexsp import ops
-from flexsp.testing import oracles
 from flexsp.testing.compare import (
     DRAWS,
     WIDE,
@@ -24,114 +21,10 @@ from flexsp.testing.compare import (
     relative_error,
 )
 from flexsp.testing.ranks import run_ranks
-from tests.interpreted import poisoned
+from tests.harness.generated import MANY_SEGMENTS, differentiated
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.keys import NAMES, Keys, wrong
 from tests.marks import quick
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, differentiated
-
-BOUND = 0.02
-NAMES = ("delta", "gated", "kda", "product")
-
-
-@dataclass(frozen=True)
-class Keys:
-    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
-    keys as random ones are. `lengths`: of the ranks' shards."""
-
-    name: str
-    vocabulary: int
-    beta: float = 2.0
-    T: int = 70
-    H: int = 1
-    K: int = 64
-    V: int = 16
-    bounds: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
-    segments: int = ONE_SEGMENT
-
-    @property
-    def steps(self) -> int:
-        return 2 if self.name == "product" else 1
-
-    def inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(seed)
-        n, docs = self.T * self.steps, max(1, len(self.bounds) - 1)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=draw)
-
-        many = self.vocabulary or n
-        keys = normal(many, self.K)
-        if not self.vocabulary:
-            keys = keys[:1] + 0.05 * keys
-        keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
-        if self.H > 1:
-            keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
-        given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
-        given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
-        given = {x: y.bfloat16() for x, y in given.items()}
-        given["beta"] = torch.full((1, n, self.H), self.beta)
-        if self.H > 1:
-            given["beta"][..., -1] *= 0.4
-        if self.name != "delta":
-            gates = (self.K,) if self.name == "kda" else ()
-            given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
-        return given | {"initial_state": normal(docs, self.H, self.K, self.V)}
-
-    @property
-    def op(self) -> Any:
-        return {"delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
-                "product": ops.chunk_gated_delta_product}[self.name]  # fmt: skip
-
-    def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
-        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
-        if self.name == "product":
-            more["num_householder"] = 2
-        return self.op(**given, **bounds, **more, output_final_state=True)
-
-    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
-        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
-        return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
-
-
-def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
-    """What is off by more than the bound, of this rank's part."""
-    given = keys.inputs(seed)
-    draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
-    ends = torch.randn(given["initial_state"].shape, generator=draw)
-    wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
-    o, state = keys.loop(wide)
-    cotangents = [x.double().to(device) for x in (do, ends)]
-    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], cotangents)]
-    part, whole = {}, {}
-    for x, y in given.items():
-        whole[x] = slice(None)
-        if sp is not None and sp.rank and x == "initial_state" and not keys.bounds:
-            continue
-        if sp is not None and x != "initial_state":
-            start, n = sum(keys.lengths[: sp.rank]), keys.lengths[sp.rank]
-            each = y.shape[1] // keys.T
-            whole[x] = slice(start * each, (start + n) * each)
-        part[x] = (y if x == "initial_state" else y[:, whole[x]]).to(device).clone().requires_grad_()
-    if sp is not None:
-        sp.set_lengths([*keys.lengths])
-    got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
-    to = [(got_o, do[:, whole["q"]].to(device))]
-    to += [] if got_state is None else [(got_state, ends.to(device))]
-    grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
-    got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
-    found = []
-    for name, y in zip(["o", "state", *(f"d{x}" for x in given)], want, strict=True):
-        x = got.get(name)
-        if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
-            continue
-        every = y
-        y = y[:, whole[name[1:] if name != "o" else "q"]] if name not in ("state", "dinitial_state") else y
-        # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
-        size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
-        error = relative_error(x, y, size)
-        found += [f"{name} {error:.2g}"] if not error < bound else []
-    return found
 
 
 def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
@@ -154,7 +47,7 @@ CASES = {
 
 @pytest.mark.parametrize("what", quick(CASES, *NAMES))
 def test_against_token_loops(what: str, seed: int) -> None:
-    (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=ENV)
+    (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=INTERPRETED)
     assert not found, found
 
 
@@ -177,7 +70,7 @@ def judged(sp: Any, cases: list[Keys], seed: int) -> None:
 @pytest.mark.parametrize("name", quick(NAMES, "gated"))
 def test_steps_that_do_not_reflect(name: str, seed: int) -> None:
     """With beta up to 1 such keys stay in chunks, and round as those do."""
-    run_ranks(judged, 1, [Keys(name, 0, 0.7), Keys(name, 1, 1.0)], seed, env=ENV)
+    run_ranks(judged, 1, [Keys(name, 0, 0.7), Keys(name, 1, 1.0)], seed, env=INTERPRETED)
 
 
 @pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated"))
@@ -185,7 +78,7 @@ def test_over_ranks(name: str, seed: int) -> None:
     """A rank without tokens; documents over ranks."""
     given: dict[str, Any] = {"T": 50, "K": 32, "lengths": (30, 0, 20)}
     cases = [Keys(name, 1, 1.9, **given), Keys(name, 4, **given, bounds=(0, 35, 50))]
-    found = run_ranks(of_kernels, 3, cases, seed, env=ENV)
+    found = run_ranks(of_kernels, 3, cases, seed, env=INTERPRETED)
     assert not any(found), found
 
 
@@ -203,5 +96,34 @@ def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_is_done_token_by_token(packed: bool) -> None:
     """Each token may add 1.25: short chunks less. What lies behind the last chunk does not count."""
-    (found,) = run_ranks(chosen, 1, packed, env=ENV)
+    (found,) = run_ranks(chosen, 1, packed, env=INTERPRETED)
     assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]])
+
+
+def inverse_of_alike(sp: Any, seed: int) -> tuple[float, float]:
+    """Of a chunk without decays, whose keys have much in common: the error of its inverse, and that of one rounded."""
+    from flexsp.kernels.delta.channels import channel_blocks, channel_inverse, channel_scores, matrices
+    from flexsp.kernels.primitives import dots
+
+    C, K, draw, half = 64, 64, torch.Generator().manual_seed(seed), torch.bfloat16
+    k = torch.nn.functional.normalize(torch.randn(K, generator=draw) + 0.5 * torch.randn(C, K, generator=draw), dim=-1)
+    k, beta = k.to(half), torch.sigmoid(torch.randn(C, generator=draw) + 4).to(half)
+    blocks, square = torch.empty(matrices(C), C, C, dtype=half), torch.empty(2, C, C, dtype=half)
+    rows, numbers = torch.empty(3, C, K, dtype=half), torch.empty(K)
+    channel_blocks[(matrices(C),)](blocks, C=C, PDL=False)
+    strides = [(C * K, K, K)] * 3 + [(C, 1, 1)]
+    channel_scores[(1, 1)](
+        k, k, torch.zeros(C, K), beta, blocks, *square, *rows, numbers, torch.empty(1, dtype=torch.int32), k, k, k,
+        *(n for each in strides for n in each), C, 1, 1.0, K=K, COLS=K, C=C, STRONG=False, GROWTH=False, PACKED=False,
+        GROUP=1, PDL=False, **dots(half),
+    )  # fmt: skip
+    channel_inverse[(1, 1)](square[0], numbers, C=C, GAIN=False, PDL=False)
+    k, beta = k.double(), beta.double()
+    want = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + (k @ k.T * beta).tril(-1))
+    return relative_error(square[0], want), relative_error(want.to(half), want)
+
+
+def test_inverses_of_keys_that_are_alike(seed: int) -> None:
+    """They make what was rounded before larger."""
+    ((error, rounding),) = run_ranks(inverse_of_alike, 1, seed, env=INTERPRETED)
+    assert error <= 2 * rounding, (error, rounding)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,74 +12,19 @@ from torch import Tensor, nn
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
-from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.launches import channels_of_head, make_plan
 from flexsp.nn import Mamba, SequenceParallelLA
-from flexsp.testing.bounds import within_tensors
-from flexsp.testing.compare import WIDE, check_op, relative_error
-from flexsp.testing.oracles import token_loop
+from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.selective import HOW, KEPT_WIDE, ZOH, Tensors, draw, oracle, scan, step
 from tests.marks import quick, slow
 
 EXACT = 1e-12
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-KEPT_WIDE = (*WIDE, "delta", "delta_bias")
 TOKENS = ("u", "delta", "B", "C", "z")
-Tensors = dict[str, Tensor]
-
-
-def oracle(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    delta_bias: Tensor | None = None, delta_softplus: bool = False, initial_state: Tensor | None = None,
-    discretization: str = "euler", cu_seqlens: Tensor | None = None, engine: Any = token_loop,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mamba's recurrence one token after the other; the zero-order hold by the limit of its quotient at 0."""
-    dtype = u.dtype
-    u, delta, A, B, C = (x if x.dtype == torch.float64 else x.float() for x in (u, delta, A, B, C))
-    B, C = (x.expand(*u.shape, -1) if x.dim() == 2 else x.unsqueeze(2) for x in (B, C))
-    bounds = [0, u.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    dt, y, last = delta if delta_bias is None else delta + delta_bias, [u[:, :0]], []
-    dt = torch.logaddexp(dt, torch.zeros_like(dt)) if delta_softplus else dt
-    for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        h = u.new_zeros(u.shape[0], *A.shape) if initial_state is None else initial_state
-        h = h if cu_seqlens is None or initial_state is None else initial_state[n : n + 1]
-        for t in range(begin, end):
-            exponent = dt[:, t, :, None] * A
-            weight = dt[:, t, :, None]
-            if discretization == "zoh":
-                weight = weight * torch.where(exponent == 0, 1 + exponent / 2, torch.expm1(exponent) / exponent)
-            h = torch.exp(exponent) * h + weight * u[:, t, :, None] * B[:, t]
-            read = (h * C[:, t]).sum(-1)
-            read = read if D is None else read + D * u[:, t]
-            gate = 1.0 if z is None else z[:, t].to(u.dtype) / (1 + torch.exp(-z[:, t].to(u.dtype)))
-            y.append((read * gate).unsqueeze(1))
-        last.append(h)
-    return torch.cat(y, 1).to(dtype), torch.cat(last)
-
-
-def call(op: Any, output_final_state: bool = False, **given: Any) -> Any:
-    return op(**given, return_last_state=output_final_state)
-
-
-scan, step = partial(call, ops.selective_scan), partial(call, ops.recurrent_selective_scan)
-HOW = {"delta_softplus": True}
-ZOH = {"delta_softplus": True, "discretization": "zoh"}
-
-
-def draw(batch: int, T: int, states: int = 0, width: int = 9, N: int = 5, seed: int | None = None) -> Tensors:
-    made = torch.Generator().manual_seed(random.randrange(2**31) if seed is None else seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=made, dtype=torch.float64)
-
-    found = {"u": normal(batch, T, width), "delta": normal(batch, T, width) - 1}
-    found |= {"A": -torch.rand(width, N, generator=made, dtype=torch.float64) * 4}
-    found |= {"B": normal(batch, T, N), "C": normal(batch, T, N), "D": normal(width), "z": normal(batch, T, width)}
-    found |= {"delta_bias": normal(width) / 2}
-    return found | ({"initial_state": normal(states, width, N)} if states else {})
 
 
 def constant(inputs: Tensors, *names: str) -> Tensors:
@@ -295,18 +237,6 @@ def test_memory_does_not_grow_with_the_states_of_tokens(monkeypatch: pytest.Monk
 # Kernels, in Triton's interpreter -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def poisoned(programs: int) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, and plans are for a GPU of so many programs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        with planned_for(replace(H200, programs=programs)), within_tensors():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def not_finite(seed: int) -> None:
     """Outputs and gradients of documents beside one that has NaN or infinities."""
     bounds, clean = torch.tensor([0, 6, 9, 21]), {key: x.float() for key, x in draw(1, 21, 3, 7, 4, seed=seed).items()}
@@ -388,7 +318,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", quick(KINDS, "small steps"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
-        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)
+        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED)
 
 
 @pytest.mark.slow
@@ -453,7 +383,7 @@ def rank_cotangents(seed: int, whole: Tensors) -> list[Tensor]:
     ("kinds", "dtype", "how"),
     [
         ([*SHARDS], torch.float64, {}),
-        *(pytest.param([*SHARDS], torch.float32, {"transport": transport, "env": KERNELS}, marks=pytest.mark.slow)
+        *(pytest.param([*SHARDS], torch.float32, {"transport": transport, "env": INTERPRETED}, marks=pytest.mark.slow)
           for transport in ("posix", "process_group")),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,27 +23,60 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import IN_PYTORCH, changed
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler.frontend.program import Program
 from flexsp.kernels import functions, operators
 from flexsp.kernels.operators import Asked, Kept
+from flexsp.runtime.elsewhere import elsewhere
 
 if TYPE_CHECKING:
-    from flexsp.compiler.linear_attention import LinearAttention
     from flexsp.kernels.recipe import Recipe
 
-__all__ = ["call", "call_now", "kept", "name_of"]
+__all__ = ["Variant", "call", "call_now", "kept", "name_of"]
 
 Optional = torch.Tensor | None
 _Forward = tuple[torch.Tensor, Optional, torch.Tensor, Optional]
-_variants: WeakValueDictionary[str, LinearAttention] = WeakValueDictionary()
-_lasting: set[LinearAttention] = set()  # that graphs know
+
+
+class Variant(Protocol):
+    """What the operators ask of a `LinearAttention`."""
+
+    names: tuple[str, ...]
+    graph_name: str
+    program: Program
+
+    def likeness(self) -> str: ...
+
+    def prepared(
+        self, tensors: Sequence[torch.Tensor], prev_s: Optional, cu_seqlens: Optional, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def again(
+        self, tensors: Sequence[torch.Tensor], prev_s: Optional, docs: int, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def checked(
+        self, inputs: dict[str, torch.Tensor], prev_s: Optional, cu_seqlens: Optional, group: SequenceParallel | None
+    ) -> Any: ...
+
+    def in_pytorch(
+        self, call: Any, inputs: dict[str, torch.Tensor], prev_s: Optional, bounds: list[int] | None,
+        group: SequenceParallel | None,
+    ) -> tuple[torch.Tensor, Optional]: ...  # fmt: skip
+
+    def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None: ...
+
+    def width(self, inputs: dict[str, torch.Tensor], prev_s: Optional) -> int: ...
+
+
+_variants: WeakValueDictionary[str, Variant] = WeakValueDictionary()
+_lasting: set[Variant] = set()  # that graphs know
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 _ANY = 64  # tokens
 _KIND = "variant"
 _MANY_SIZES = "variant of many sizes"
 
 
-def name_of(variant: LinearAttention) -> str:
+def name_of(variant: Variant) -> str:
     """What graphs hold in place of the object.
 
     No number, which torch.compile would take for one of many, and different for what may differ in the sizes that the
@@ -63,7 +96,7 @@ def _package() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def kept(make: Callable[[], LinearAttention]) -> tuple[str, tuple[str, ...]]:
+def kept(make: Callable[[], Variant]) -> tuple[str, tuple[str, ...]]:
     """The name of a variant that lives as long as this process, and the names of its inputs in order."""
     variant = elsewhere(torch.device("cpu"), make)
     _lasting.add(variant)
@@ -216,7 +249,7 @@ def call(
 
 
 def call_now(
-    variant: LinearAttention, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
+    variant: Variant, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """The same outside of torch.compile. A trace keeps the key, so the variant lasts."""

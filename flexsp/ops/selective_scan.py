@@ -153,14 +153,16 @@ def recurrent_selective_scan(
     dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
     wide_A, wide_B, wide_C, wide_u = (programs.wide(x, u) for x in (A, B, C, u))
     wide_B, wide_C = (_rows(x, width) for x in (wide_B, wide_C))
-    h, y = dt.new_zeros(batch, width, N) if initial_state is None else initial_state, [dt[:, :0]]
-    for t in range(u.shape[1]):
+
+    def step(h: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         kept, given = in_pytorch.weights(dt[:, t, :, None], wide_A, discretization == "zoh")
         B_t, C_t = (x[:, t if x.shape[1] > 1 else 0] for x in (wide_B, wide_C))
         h = kept * h + given * wide_u[:, t, :, None] * B_t
-        y.append((h * C_t).sum(-1).unsqueeze(1))
-    last = (h.clone() if h is initial_state else h) if return_last_state else None
-    return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+        return (h * C_t).sum(-1), h
+
+    start = dt.new_zeros(batch, width, N) if initial_state is None else initial_state
+    y, last = programs.token_loop(step, start, u.shape[1], dt)
+    return in_pytorch.gated(y, u, D, z), last if return_last_state else None
 
 
 def _in_groups(B: object) -> bool:

@@ -16,8 +16,8 @@ from torch.func import vmap
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.frontend.check import Program, call, has_parts, widths
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
+from flexsp.compiler.frontend.program import Program, call, has_parts, widths
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
 from flexsp.kernels import executor
 from flexsp.kernels.executor import Documents, States

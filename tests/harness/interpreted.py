@@ -1,4 +1,4 @@
-"""How generated kernels run under Triton's interpreter in tests."""
+"""How kernels run under Triton's interpreter in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import torch
 from flexsp.devices import H200, planned_for
 from flexsp.testing.bounds import within_tensors
 
-__all__ = ["in_pieces", "poisoned"]
+__all__ = ["INTERPRETED", "in_pieces", "poisoned"]
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+"""The environment of ranks that run kernels on the CPU, in Triton's interpreter."""
 
 
 def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
@@ -28,9 +31,9 @@ def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def poisoned(segments: int, heads: int) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, tokens are cut into about `segments` segments, nothing
-    falls back to PyTorch."""
+def poisoned(segments: int, heads: int = 1) -> Iterator[None]:
+    """Fresh memory is NaN, kernels stay within their tensors, nothing falls back to PyTorch; plans are for a GPU of
+    `segments` times `heads` programs, which cut the tokens of so many heads (B * H) into about `segments` segments."""
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler.planning import plan

@@ -11,7 +11,7 @@ import torch
 from flexsp.compiler.frontend.trace import CompileError
 from flexsp.runtime.elsewhere import elsewhere
 
-__all__ = ["elsewhere", "one_at_a_time"]
+__all__ = ["one_at_a_time"]
 
 _LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
 _here = threading.local()

@@ -223,8 +223,7 @@ def test_a_rank_that_dies() -> None:
     assert "told of the death of rank 0" in str(caught.value)
 
 
-def _disagree(sp: SequenceParallel, how: str, checks: bool = False) -> Any:
-    os.environ["FLEXSP_CHECK"] = str(int(checks))
+def _disagree(sp: SequenceParallel, how: str) -> Any:
     F = torch.ones(1, 2, 3, 4 + (sp.rank if how == "shape" else 0))
     if how == "dtype" and sp.rank:
         F = F.double()
@@ -251,7 +250,7 @@ def test_ranks_that_disagree(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["shape", "dtype", "order"])
 def test_check_mode_tells_every_rank(how: str) -> None:
-    results = run_ranks(_disagree, 2, how, True, sp_timeout_s=30.0, own_processes=True)
+    results = run_ranks(_disagree, 2, how, env={"FLEXSP_CHECK": "1"}, sp_timeout_s=30.0, fresh_sp=True)
     for r, error in enumerate(results):
         assert isinstance(error, PeerMismatch), results
         assert (error.rank, error.peer) == (r, 1 - r)

@@ -37,7 +37,8 @@ class RecurrentLayer(nn.Module):
 
     A layer says which projections lie side by side before the convolution (``_branches``: of a branch "q" they are
     q_proj and q_conv1d) or overrides `_projections` and `_convolutions`, and gives `_state_shape`, `_arguments` and
-    `_output`. One whose first projection has parts that go past the convolution overrides `_mixed`.
+    `_output`. One whose first projection has parts that go past the convolution overrides `_mixed`. What a call has
+    beside x, such as the least gate of `HGRN`, is its *context*: `forward` and `step` hand it to `_arguments`.
     """
 
     _ops: tuple[Op, Op]  # over the whole sequence, token by token
@@ -114,10 +115,16 @@ class RecurrentLayer(nn.Module):
         if not one:
             arguments["cu_seqlens"] = cu_seqlens
         o, state = self._ops[1 if one else 0](**arguments, initial_state=state)
+        del mixed, arguments  # without gradients nothing else holds them, and the output takes memory of its own
         return self._output(o, beside), None if cache is None else self._cache(state, kept), beside
 
     def _mixed(self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool) -> tuple[Any, Tensor | None]:
-        """What `_arguments` reads, and the last inputs of the convolution, if ``kept`` are those before x."""
+        """What `_arguments` reads of x [B, T, D], and the last inputs of the convolution for the cache.
+
+        Args:
+            kept: the inputs [B, D, W] before x, from the cache; None without a cache.
+            one: x is one token, of a step.
+        """
         first, *others = self._projections()
         mixed = _project(first, x)
         if others:
@@ -127,7 +134,7 @@ class RecurrentLayer(nn.Module):
     def _convolved(
         self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """x [B, T, D] convolved if the layer does so, and the last inputs. ``one``: x is one token that goes on."""
+        """x [B, T, D], convolved where the layer has convolutions, and their last inputs. Arguments as of `_mixed`."""
         parts = self._convolutions()
         if not parts:
             return x, None

@@ -144,16 +144,17 @@ class _Pool:
     """
 
     def __init__(self, world_size: int, device: str, env: dict[str, str]) -> None:
-        key = tuple(sorted(env.items()))
+        at_import = {name: value for name, value in env.items() if name in _READ_AT_IMPORT}
+        key = tuple(sorted(at_import.items()))
         if key not in _origins or not _origins[key].process.is_alive():
-            _origins[key] = _Origin(env)
+            _origins[key] = _Origin(at_import)
         self.origin = _origins[key]
         self.folder = tempfile.mkdtemp(prefix="flexsp-ranks-")
         self.pipes: list[Connection] = []
         self.pids: list[int] = []
         for rank in range(world_size):
             here, there = multiprocessing.Pipe()
-            self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device))
+            self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device, env))
             self.pipes.append(here)
         self.started = False
         self.pauses = device == "cpu"
@@ -237,7 +238,9 @@ def _raise_failures(answers: dict[int, tuple[bool, Any]], world_size: int, timeo
     raise RankFailure((failed + missing)[0], "\n".join(parts)) from cause
 
 
-# The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all.
+# The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all. Other
+# variables are set in the ranks, so that pools with different ones have one origin.
+_READ_AT_IMPORT = ("TRITON_INTERPRET",)
 _ORIGIN = """
 import os
 os.environ.update(env)
@@ -293,8 +296,9 @@ def _end(pids: list[int], grace: float) -> None:
         os.waitpid(pid, 0)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str, env: dict[str, str]) -> None:
     """Body of a pool process: join the default group, then one task after another until told to stop."""
+    os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         os.environ["LOCAL_RANK"] = str(rank)

@@ -61,12 +61,13 @@ def poisoned(segments: int, heads: int = 1) -> Iterator[None]:
 @contextmanager
 def in_pieces(columns: int) -> Iterator[None]:
     """Chunkwise kernels take states of all sizes in pieces of so many columns, as they do large ones; none if 0."""
+    from flexsp.compiler.backend import generated_kernels
     from flexsp.compiler.planning import plan
 
-    before = plan._WHOLE, plan._PIECE
+    before = generated_kernels.WHOLE, plan._PIECE
     if columns:
-        plan._WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
+        generated_kernels.WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
     try:
         yield
     finally:
-        plan._WHOLE, plan._PIECE = before
+        generated_kernels.WHOLE, plan._PIECE = before

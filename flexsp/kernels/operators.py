@@ -5,9 +5,9 @@ All others go through them: calls in graphs of torch.compile, in traces, under m
 operators know what they run by a `key`, "kind|name", and find its recipe when they run. Over ranks they also mutate the
 group's `order` tensor: nothing may delete, reorder or deduplicate them, since the neighbours wait for what they send.
 
-`saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. In graphs
-of torch.compile the rest is what lay there. Elsewhere it is zeros: some compare all that operators return, such as the
-aot tests of `torch.library.opcheck`.
+`saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. In
+graphs of torch.compile the rest is what lay there. Elsewhere it is zeros: some compare all that operators return, such
+as the aot tests of `torch.library.opcheck`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _COLUMNS = 5  # of a table of chunks
 
 class Asked(NamedTuple):
     """A call. `docs`: packed documents, 0 if not packed; their boundaries are not kept for the backward pass.
-    `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank. `filled`: what is kept
-    for the backward pass has zeros where nothing is written."""
+    `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank. `filled`: what is
+    kept for the backward pass has zeros where nothing is written."""
 
     tensors: list[torch.Tensor]
     initial: Optional

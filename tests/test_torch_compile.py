@@ -123,6 +123,10 @@ def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int
                 torch._dynamo.maybe_mark_dynamic(cu, 0)
             worst = max(worst, *differences(functools.partial(step, cu), functools.partial(f, cu), x))
         found.append(made)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda y: y):
+            outputs = tensors(step(cu, **x))
+        with pytest.raises(ValueError, match="saved tensors: expected those that the forward pass kept"):
+            torch.autograd.grad(sum(y.sum() for y in outputs), tensors(x))
     return worst, found
 
 

@@ -10,6 +10,8 @@ _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
+_LENGTHS = "tests/test_torch_compile.py::test_one_graph_of_kernels_of_all_lengths"
+_ANY_LENGTH = "tests/test_torch_compile.py::test_one_graph_of_all_lengths_and_batches"
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
@@ -316,7 +318,19 @@ KERNELS = [
          _UNUSUAL + "test_a_watched_call_has_the_plan_of_others"),
     ),
     *_in(
+        "flexsp/kernels/functions.py",
+        ("return torch.compiler.is_dynamo_compiling() and", "return False and", "whole chunks are another graph",
+         _ANY_LENGTH + "[simple_gla]"),
+    ),
+    *_in(
+        "flexsp/scan/max_plus.py",
+        ("if torch.compiler.is_dynamo_compiling() and", "if False and", "twice as many tokens are another graph",
+         _ANY_LENGTH + "[mlstm]"),
+    ),
+    *_in(
         "flexsp/kernels/operators.py",
+        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False]"),
+        ("SymInt docs", "int docs", "another number of documents is another graph", _LENGTHS + "[True]"),
         ("not x.is_neg() and not", "not", "views that negate are read as they lie", _UNUSUAL + "test_views_that_negate[ops]"),
         ("type(x) in _TENSORS and", "", "tensors without memory are read", _UNUSUAL + "test_tensors_without_memory"),
         ("key is None or plain(do", "True or plain(do", "gradients without memory are read",
@@ -419,6 +433,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/recipe.py",
+        ("        if filled:\n", "        if False:\n", "operators return what lay in memory",
+         _UNUSUAL + "test_operators_give_what_their_fakes_say[packed kernels]"),
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
          "a recipe forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
         ("if self.sp_id >= 0 else", "if self.sp_id > 0 else", "the first group is none where saved tensors lie otherwise",

@@ -21,6 +21,7 @@ import torch
 import triton
 
 from flexsp.compiler.backend.body import Kernel, Layout
+from flexsp.compiler.backend.exact import EXACT, exact_kernels
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
@@ -56,7 +57,7 @@ from flexsp.runtime.launch import begin
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 _IN_CODE = re.compile(  # variables of the code, which sizes must not be named like
     r"(APART|BOUNDARY|DOT|ENTERS|H|LEAVES|PACKED|PDL|PREC|b|boundary|c|c0|c1|chunk_states|cut|cuts|decay|doc|edge|entering|"
-    r"first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
+    r"exact\w*|EXACT_C|first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
     r"|(at|mm)_"
 )
 
@@ -134,6 +135,7 @@ class Generated:
         given = [*self._saved(step), *(name for stage in self.stages if stage.backward for name in stage.leaves)]
         gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
         self.saved = self._saved(step)
+        self.inverts = any(x.kind == "inverse" for x in step.intrinsics)
         self.step, self.parts, self.small, self.sums = split_gradients(step, gradients, given)
         self.layout = self._layout()
         self.kernels: dict[str, Kernel] = self._make()
@@ -229,10 +231,15 @@ class Generated:
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
-        return {
+        made = {
             kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition, self.pieces)
             for kind, (parts, given) in wanted.items()
         }
+        if not self.inverts or self.program.disagrees is not None:  # these are refused in bfloat16
+            return made
+        walks = {kind: outputs for kind, ([outputs, *_], _) in wanted.items() if kind in WALKS}
+        gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
+        return made | exact_kernels(step, self.layout, walks, gradients, self.program.transition)
 
     def _saved(self, step: Step) -> tuple[str, ...]:
         """Kept values that the forward leaves for the walks and the backward."""
@@ -258,6 +265,12 @@ class Generated:
         return all(self.layout.cols not in kernel.contracted for kernel in walks)
 
     @cached_property
+    def split_tokens(self) -> bool:
+        """Whether kernels that go token by token do."""
+        exact = [kernel for kind, kernel in self.kernels.items() if kind.startswith(EXACT)]
+        return all(self.layout.cols not in kernel.contracted for kernel in exact)
+
+    @cached_property
     def panels(self) -> bool:
         """Whether chunkwise kernels do too, of a vector state."""
         cols = self.layout.cols
@@ -274,7 +287,7 @@ class Generated:
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         dtype = inputs[next(iter(self.program.meta.tokens))][0]
-        wrong = self._wrong_on_gpus(sizes, dtype)
+        wrong = self._wrong_on_gpus(sizes, dtype) or self._rounds_inverses(dtype)
         if wrong is not None:
             return wrong
         try:
@@ -296,6 +309,16 @@ class Generated:
         return (
             f"{number} is a number beside a state of {K} x {V}, in {str(dtype).removeprefix('torch.')}; such kernels "
             "gave wrong gradients on an H200 where states were larger than 128 x 64, so use bfloat16, or smaller K or V"
+        )
+
+    def _rounds_inverses(self, dtype: torch.dtype) -> str | None:
+        """Why no kernel runs a program whose inverses would be rounded where nothing can be done again by token."""
+        if not self.inverts or self.program.disagrees is None or dtype != torch.bfloat16:
+            return None
+        return (
+            "kernels in bfloat16 would round the inverse of a chunk, which is wrong by any factor where keys repeat; "
+            "they do such chunks token by token, and this program's results depend on where chunks end. Use float32 or "
+            "float16"
         )
 
     def plan(

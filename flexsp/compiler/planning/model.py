@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler.backend.body import Kernel
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
@@ -79,7 +80,9 @@ def predict(
     call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
     # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
+    # Nor are kernels that return at once, where no segment is done again.
     counted = [x for x in launches if x.host is None and (x.kind != PROPAGATE or not code.dense)]
+    counted = [x for x in counted if not x.kind.startswith(EXACT)]
     return [_predicted(call, x, device or of_device()) for x in counted]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.compiler.backend.body import Layout
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
@@ -221,6 +222,8 @@ def _refuse_large(cut: _Cut, code: Generated) -> None:
     plan = next(cut.plans(CHUNKS[0]))
     blocks = dict(plan.blocks) | {"C": plan.chunk, "1": 1}
     for kind, kernel in code.kernels.items():
+        if kind.startswith(EXACT):
+            continue  # they hold fewer columns
         blocks[cut.cols] = (plan.walk if kind in WALKS else plan.whole).cols
         for node in (x for part in kernel.nodes for x in part):
             if math.prod(blocks[x] for x in dims(node)) > _HELD:

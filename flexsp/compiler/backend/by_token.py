@@ -9,15 +9,16 @@ those of the token with itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from flexsp.compiler.backend.emit import Emitter, node_name
 from flexsp.compiler.graphs.intrinsics import SUMS, unit_lower_inverse
 from flexsp.compiler.graphs.rewrite import dims, reverse_cumsum
-from flexsp.compiler.graphs.values import Value
+from flexsp.compiler.graphs.values import Value, block
 
 __all__ = ["ByToken"]
 
@@ -27,15 +28,50 @@ _SCORES_GRAD = torch.ops.flexsp.vector_scores_grad.default
 
 
 class ByToken(Emitter):
-    """An `Emitter` of chunks of one token: the tile size C is 1."""
+    """An `Emitter` of chunks of one token: the tile size C is 1. `nothing` are nodes that are 0, and `units` those that
+    are 1 [C, C]: nothing is computed with either."""
+
+    def __init__(
+        self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        super().__init__(graph, given, memory)
+        self.nothing: set[Any] = set()
+        self.units: set[Any] = set()
 
     def _emit(self, node: Any) -> Any:
+        if self._vanishes(node):
+            self.nothing.add(node)
+            shape = ", ".join(block(x) for x in dims(node))
+            return Value(f"tl.zeros([{shape}], tl.float32)", dims(node), frozenset(range(len(dims(node)))))
+        if node.target in _SUMS_OF_TWO and not node.kwargs and len(node.args) == 2:
+            a, b = node.args
+            if b in self.nothing and dims(a) == dims(node):
+                return self.values[a]
+            if a in self.nothing and dims(b) == dims(node) and node.target is aten.add.Tensor:
+                return self.values[b]
+        if node.target is aten.t.default and node.args[0] in self.units:
+            self.units.add(node)
         own = _OWN.get(node.target)
         found = None if own is None else own(self, node)
         return super()._emit(node) if found is None else found
 
+    def _vanishes(self, node: Any) -> bool:
+        """Whether it is 0: what lies below the diagonal, and what is made of it."""
+        if node.target is aten.tril.default:
+            return dims(node) == ("C", "C") and (node.args[0] in self.nothing or (*node.args, 0)[1] < 0)
+        if node.target is operator.getitem:
+            return node.args[1] == 2 or node.args[0] in self.nothing or node.args[0].args[2 - node.args[1]] in self.nothing
+        if node.target in (_SCORES, _SCORES_GRAD):
+            return any(x in self.nothing for x in node.args[: len(node.args) - 1 if node.target is _SCORES else 1])
+        if node.target in _FACTORS:
+            return any(x in self.nothing for x in node.args)
+        return node.target in _SUMS_OF_TWO and all(x in self.nothing for x in node.args)
+
     def _product(self, node: Any) -> Value | None:
         """Products with a token's row or column; None for those of whole matrices, which tiles multiply."""
+        for unit, other in (node.args, node.args[::-1]):
+            if unit in self.units:
+                return self.values[other]
         a, b = (self.full(self.values[x], dims(x)) for x in node.args)
         (rows, along), cols = a.sizes, b.sizes[1]
         sizes = rows, cols
@@ -53,7 +89,10 @@ class ByToken(Emitter):
         zero = frozenset({0} if 0 in a.zero else ()) | ({1} if 1 in b.zero else set())
         return self.let(node_name(node), Value(text, sizes, zero, a.wild or b.wild))
 
-    def _one(self, node: Any) -> Value:
+    def _one(self, node: Any) -> Value | None:
+        if dims(node) != ("C", "C"):
+            return None
+        self.units.add(node)
         return self.let(node_name(node), Value("tl.full([C, C], 1.0, tl.float32)", dims(node)))
 
     def _own_score(self, node: Any) -> Value:
@@ -63,15 +102,13 @@ class ByToken(Emitter):
         return self.let(node_name(node), Value(text, dims(node), wild=q.wild or k.wild))
 
     def _of_own_score(self, node: Any) -> Any:
-        """Gradients of `_own_score`; that of running gates is 0."""
+        """Gradients of `_own_score` to queries and keys; that of running gates is 0."""
         da, q, k = (self.full(self.values[x], dims(x)) for x in node.args[:3])
         name = node_name(node)
-        made = [
+        return [
             self.let(f"{name}_{i}", Value(f"{da.f32} * {x.f32}", x.sizes, x.zero, da.wild or x.wild))
             for i, x in enumerate((k, q))
         ]
-        zeros = Value(f"tl.zeros_like({made[0].text})", q.sizes, frozenset({0, 1}))
-        return [*made, self.let(f"{name}_2", zeros)]
 
     def _part(self, node: Any) -> Any:
         of = self.values[node.args[0]]
@@ -89,10 +126,13 @@ class ByToken(Emitter):
         return self.values[node.args[0]]
 
 
+_FACTORS = (aten.mm.default, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default, aten.t.default)
+_SUMS_OF_TWO = (aten.add.Tensor, aten.sub.Tensor)
 _CUMSUMS = (aten.cumsum.default, reverse_cumsum)
 _OWN: dict[Any, Callable[[ByToken, Any], Any]] = {
     aten.mm.default: ByToken._product,
     unit_lower_inverse: ByToken._one,
+    aten.eye.default: ByToken._one,
     _SCORES: ByToken._own_score,
     _SCORES_GRAD: ByToken._of_own_score,
     operator.getitem: ByToken._part,

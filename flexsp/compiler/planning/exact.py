@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["again", "choose", "grads", "rounds", "scratch"]
 
 _NARROWEST = 16  # columns of the state, as many as products of tiles need
-_WARP = 1024  # numbers of the state that a warp has
+_WARP = 512  # numbers of the state that a warp has
 _TILE = 8192  # that a program of `grads` has, which holds two states
 _PROGRAMS = 512  # of `grads`, in all: four for each multiprocessor of the largest GPUs
 _GROUP = 8

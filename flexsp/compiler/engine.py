@@ -235,7 +235,7 @@ class Generated:
             kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition, self.pieces)
             for kind, (parts, given) in wanted.items()
         }
-        if not self.inverts or self.program.disagrees is not None:  # these are refused in bfloat16
+        if not self.inverts or self.program.disagrees is not None:
             return made
         walks = {kind: outputs for kind, ([outputs, *_], _) in wanted.items() if kind in WALKS}
         gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
@@ -247,6 +247,15 @@ class Generated:
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
         return tuple(name for name in found if name not in scratch or step.kept[name].running)
+
+    def products(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype whose products kernels make for inputs of `dtype`.
+
+        Rounded inverses would be wrong by any factor where keys repeat. Such chunks are done again token by token, but
+        not where results depend on where chunks end: these have products of float32 throughout.
+        """
+        whole = self.inverts and self.program.disagrees is not None
+        return torch.float32 if whole and dtype == torch.bfloat16 else dtype
 
     def sized(self, sizes: Mapping[str, int]) -> Generated:
         """The kernels for such sizes: these, or those that take the columns of large states in pieces."""
@@ -287,7 +296,7 @@ class Generated:
         if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
             return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
         dtype = inputs[next(iter(self.program.meta.tokens))][0]
-        wrong = self._wrong_on_gpus(sizes, dtype) or self._rounds_inverses(dtype)
+        wrong = self._wrong_on_gpus(sizes, dtype)
         if wrong is not None:
             return wrong
         try:
@@ -309,16 +318,6 @@ class Generated:
         return (
             f"{number} is a number beside a state of {K} x {V}, in {str(dtype).removeprefix('torch.')}; such kernels "
             "gave wrong gradients on an H200 where states were larger than 128 x 64, so use bfloat16, or smaller K or V"
-        )
-
-    def _rounds_inverses(self, dtype: torch.dtype) -> str | None:
-        """Why no kernel runs a program whose inverses would be rounded where nothing can be done again by token."""
-        if not self.inverts or self.program.disagrees is None or dtype != torch.bfloat16:
-            return None
-        return (
-            "kernels in bfloat16 would round the inverse of a chunk, which is wrong by any factor where keys repeat; "
-            "they do such chunks token by token, and this program's results depend on where chunks end. Use float32 or "
-            "float16"
         )
 
     def plan(

@@ -99,7 +99,11 @@ def inverse_kernel(
     whole = tl.load(x + i * C + j)
     tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
     if GAIN:
-        found = tl.sum(tl.sum(tl.where(i > j, whole * whole, 0.0), axis=1), axis=0)
+        found = 0.0
+        for block in range(0, C // _BLOCK):  # a few rows at a time: all of them take registers
+            some = block * _BLOCK + tl.arange(0, _BLOCK)[:, None]
+            part = tl.load(x + some * C + j, mask=some > j, other=0.0)
+            found += tl.sum(tl.sum(part * part, axis=1), axis=0)
         if MORE:
             found = tl.maximum(found, tl.load(gain + chunk), propagate_nan=tl.PropagateNan.ALL)
         tl.store(gain + chunk, found)

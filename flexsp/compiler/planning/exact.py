@@ -17,14 +17,14 @@ __all__ = ["again", "choose", "grads", "rounds", "scratch"]
 
 _NARROWEST = 16  # columns of the state, as many as products of tiles need
 _WARP = 512  # numbers of the state that a warp has
-_TILE = 8192  # that a program of `grads` has, which holds two states
+_TILE = 4096  # that a program of `grads` has, which holds three of them
 _PROGRAMS = 512  # of `grads`, in all: four for each multiprocessor of the largest GPUs
 _GROUP = 8
 
 
 def rounds(call: GeneratedCall) -> bool:
     """Whether the call has inverses that are rounded. In other dtypes products are of fp32."""
-    return call.code.inverts and call.dtype == torch.bfloat16 and call.plan.n_chunks > 0
+    return call.code.inverts and call.products == torch.bfloat16 and call.plan.n_chunks > 0
 
 
 def choose(call: GeneratedCall) -> list[LaunchSpec]:

@@ -98,6 +98,10 @@ class GeneratedCall:
         )  # fmt: skip
 
     @property
+    def products(self) -> torch.dtype:
+        return self.code.products(self.dtype)
+
+    @property
     def _maxima(self) -> bool:
         """Whether states are max(S + a, F). Then `collect` leaves what passes a segment backward, "@passed"."""
         return self.code.program.transition == "max-plus"
@@ -144,8 +148,8 @@ class GeneratedCall:
         if name.startswith("kept."):
             kept = self._kept(name.removeprefix("kept."))
             shape = [plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
-            # fp16 tiles are multiplied in fp32: an inverse, and what is made with it, is not rounded on the way.
-            wide = kept.wide or (self.code.inverts and self.dtype == torch.float16)
+            # Where products are of fp32, an inverse, and what is made with it, is not rounded on the way.
+            wide = kept.wide or (self.code.inverts and self.products != torch.bfloat16)
             return Buffer(_F32 if wide else self.dtype, (heads, plan.n_chunks, *shape))
         if name in ("@gain", "@exact"):
             return Buffer(_F32 if name == "@gain" else torch.int32, (heads, plan.n_chunks))
@@ -312,7 +316,7 @@ class GeneratedCall:
         pointers = (*given, *written, *others)
         return LaunchSpec(
             kind, how, grid, pointers, (*given, *reads), (*written, *writes), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS),
-            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.dtype)} | flags, how.options,
+            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | flags, how.options,
         )  # fmt: skip
 
     def of_tokens(
@@ -376,7 +380,7 @@ class GeneratedCall:
             written = _gradients(results[0][:-1])
         pointers = (*args, *written, self._table)
         grid = (self.plan.n_chunks, self.B * self.H, 1)
-        how = Launch(0, intrinsic_kernels.warps(what.kind, self.dtype == torch.bfloat16), 1)
+        how = Launch(0, intrinsic_kernels.warps(what.kind, self.products == torch.bfloat16), 1)
         constants: dict[str, Any] = {"C": self.plan.chunk, "PACKED": self.docs > 0}
         numbers: tuple[int | str, ...] = (self.T,)
         options = {"num_warps": how.warps}
@@ -408,9 +412,9 @@ class GeneratedCall:
         size = self.code.layout.kept[b].dims[1]
         columns = dict(self.plan.blocks)[size]
         return {
-            "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.dtype == torch.bfloat16),
+            "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.products == torch.bfloat16),
             "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
-            **dots(self.dtype),
+            **dots(self.products),
         }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexsp.devices import H200, planned_for
+from flexsp.devices import H200, Device, planned_for
 from flexsp.testing.bounds import within_tensors
 
 __all__ = ["in_pieces", "poisoned"]
@@ -28,9 +28,9 @@ def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def poisoned(segments: int, heads: int) -> Iterator[None]:
+def poisoned(segments: int, heads: int, device: Device = H200) -> Iterator[None]:
     """Fresh memory is NaN, kernels stay within their tensors, tokens are cut into about `segments` segments, nothing
-    falls back to PyTorch."""
+    falls back to PyTorch. `device`: the GPU that is planned for."""
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler.planning import plan
@@ -46,7 +46,7 @@ def poisoned(segments: int, heads: int) -> Iterator[None]:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*runs in PyTorch")
-            with planned_for(replace(H200, programs=segments * heads)), within_tensors():
+            with planned_for(replace(device, programs=segments * heads)), within_tensors():
                 yield
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,11 +1,13 @@
-"""Delta rules in bfloat16 whose keys repeat or are alike, with beta beyond 1: kernels against token loops in float64.
+"""Delta rules and RWKV-7 in bfloat16 whose keys repeat or are alike, with beta beyond 1: kernels, those of the engine
+for delta rules and generated ones, against token loops in float64.
 
 A reflection (beta 2) lets no error decay, so that rounded inverses of chunks would be off by any factor: see
-`flexsp.kernels.delta.exact`.
+`flexsp.kernels.delta.exact` and `flexsp.compiler.backend.exact`.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 from flexsp import ops
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
+from flexsp.devices import H200, Device, of_arch
 from flexsp.testing import oracles
 from flexsp.testing.compare import (
     DRAWS,
@@ -27,15 +31,17 @@ from flexsp.testing.ranks import run_ranks
 from tests.interpreted import poisoned
 from tests.marks import quick
 from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, differentiated
+from tests.test_vector_gates import rwkv7
 
 BOUND = 0.02
 NAMES = ("delta", "gated", "kda", "product")
+GENERATED = ("gated, generated", "rwkv7", "own")
 
 
 @dataclass(frozen=True)
 class Keys:
     """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
-    keys as random ones are. `lengths`: of the ranks' shards."""
+    keys as random ones are. `lengths`: of the ranks' shards. `generated`: on a GPU that has no engine for it."""
 
     name: str
     vocabulary: int
@@ -47,6 +53,12 @@ class Keys:
     bounds: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     segments: int = ONE_SEGMENT
+    generated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def device(self) -> Device:
+        return of_arch(80) if self.generated else H200
 
     @property
     def steps(self) -> int:
@@ -68,14 +80,18 @@ class Keys:
             keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
         given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
         given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
-        given = {x: y.bfloat16() for x, y in given.items()}
+        given = {x: y.to(self.dtype) for x, y in given.items()}
         given["beta"] = torch.full((1, n, self.H), self.beta)
         if self.H > 1:
             given["beta"][..., -1] *= 0.4
-        if self.name != "delta":
-            gates = (self.K,) if self.name == "kda" else ()
+        if self.name not in ("delta", "own"):
+            gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
             given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
-        return given | {"initial_state": normal(docs, self.H, self.K, self.V)}
+        return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs as the op calls them."""
+        return given
 
     @property
     def op(self) -> Any:
@@ -93,11 +109,78 @@ class Keys:
         return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
 
 
+class RWKV7(Keys):
+    """Its rates are beta, and its gates those of channels."""
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        q, k, v, beta, g = given.values()
+        return {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": (k * beta[..., None]).to(self.dtype)}
+
+    def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["r"].device)} if self.bounds else {}
+        return ops.chunk_rwkv7(**given, **bounds, **more, output_final_state=True)
+
+    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
+        return rwkv7(**given, cu_seqlens=torch.tensor(self.bounds) if self.bounds else None, engine=engine)
+
+
+class Own(Keys):
+    """A program of a user's own: a delta rule with a parameter [H, K] of signs, whose outputs are s sigmoid(s) of what
+    is read, and so not linear in the state."""
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return given | {"w": torch.tensor([1.0, -1.0]).repeat(self.H, self.K // 2)}
+
+    def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
+        given = dict(given)
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        initial = given.pop("initial_state")
+        made = LinearAttention(self.meta, _own_chunk, _own_decay, _own_merge)
+        return made(prev_s=initial, **given, **bounds, **more)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        h, k, v = ConstExpr("H", self.H), ConstExpr("K", self.K), ConstExpr("V", self.V)
+        rows = {x: SymbTensor(["T", h, k], self.dtype) for x in "qk"} | {"v": SymbTensor(["T", h, v], self.dtype)}
+        return rows | {"beta": SymbTensor(["T", h]), "w": SymbTensor([h, k]), "prev_s": SymbTensor(["NS", h, k, v])}
+
+    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
+        starts, states, o = [*self.bounds] or [0, self.T], [], []
+        for n, (start, end) in enumerate(itertools.pairwise(starts)):
+            S = given["initial_state"][n]
+            for t in range(start, end):
+                key = given["k"][0, t] * given["w"]
+                error = given["v"][0, t] - (key.unsqueeze(-1) * S).sum(-2)
+                S = S + (given["beta"][0, t].unsqueeze(-1) * key).unsqueeze(-1) * error.unsqueeze(-2)
+                o.append((given["q"][0, t].unsqueeze(-1) * S).sum(-2))
+            states.append(S)
+        read = torch.stack(o).unsqueeze(0)
+        return read * read.sigmoid(), torch.stack(states)
+
+
+def _own_chunk(k: Any, v: Any, beta: Any, w: Any) -> Any:
+    keys = k * w
+    p = keys * beta[:, None]
+    inverse = unit_lower_inverse(identity(k, k.size(0)) + (keys @ p.T).tril(-1))
+    cache_result(inverse @ v, "u")
+    cache_result(inverse @ keys, "y")
+    return p.T @ (inverse @ v)
+
+
+def _own_decay(prev_s: Any, k: Any, beta: Any, w: Any, y: Any, chunk_state: Any) -> Any:
+    return prev_s - (k * w * beta[:, None]).T @ (y @ prev_s) + chunk_state
+
+
+def _own_merge(q: Any, k: Any, beta: Any, w: Any, u: Any, y: Any, chunk_state: Any) -> Any:
+    read = (q @ (k * w * beta[:, None]).T).tril() @ (u - y @ chunk_state) + q @ chunk_state
+    return read * read.sigmoid()
+
+
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
     """What is off by more than the bound, of this rank's part."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
+    do = torch.randn(1, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
     ends = torch.randn(given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
@@ -112,11 +195,11 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
             start, n = sum(keys.lengths[: sp.rank]), keys.lengths[sp.rank]
             each = y.shape[1] // keys.T
             whole[x] = slice(start * each, (start + n) * each)
-        part[x] = (y if x == "initial_state" else y[:, whole[x]]).to(device).clone().requires_grad_()
+        part[x] = (y if whole[x] == slice(None) else y[:, whole[x]]).to(device).clone().requires_grad_()
     if sp is not None:
         sp.set_lengths([*keys.lengths])
     got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
-    to = [(got_o, do[:, whole["q"]].to(device))]
+    to = [(got_o, do[:, whole["v" if keys.steps == 1 else "q"]].to(device))]
     to += [] if got_state is None else [(got_state, ends.to(device))]
     grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
     got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
@@ -126,7 +209,7 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
             continue
         every = y
-        y = y[:, whole[name[1:] if name != "o" else "q"]] if name not in ("state", "dinitial_state") else y
+        y = y[:, whole[name[1:] if name != "o" else "v" if keys.steps == 1 else "q"]] if name not in ("state", "dinitial_state") else y
         # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
         size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
         error = relative_error(x, y, size)
@@ -137,22 +220,30 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
 def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
     found = []
     for keys in cases:
-        with poisoned(keys.segments, keys.H):
+        with poisoned(keys.segments, keys.H, keys.device):
             found += [f"{keys}: {x}" for x in wrong(keys, seed, sp if keys.lengths else None)]
     return found
 
 
+LESS: dict[str, Any] = {"K": 24, "generated": True}
 CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
     "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)), Keys("gated", 1, T=66)],
     "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
+    "delta, generated": [Keys("delta", 4, 1.9, T=67, H=2, V=17, **LESS)],
+    "gated, generated": [Keys("gated", 1, T=66, bounds=(0, 20, 20, 66), **LESS)],
+    "kda, generated": [Keys("kda", 1, 1.9, T=66, **LESS)],
+    "product, generated": [Keys("product", 4, T=36, bounds=(0, 33, 36), **LESS)],
+    "rwkv7": [RWKV7("rwkv7", 4, 1.9, T=130, H=2, segments=MANY_SEGMENTS, **LESS),
+              RWKV7("rwkv7", 1, T=66, bounds=(0, 20, 20, 66), **LESS)],
+    "own": [Own("own", 1, T=66, **LESS), Own("own", 4, 1.9, T=66, bounds=(0, 20, 66), **LESS)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
 }
 
 
-@pytest.mark.parametrize("what", quick(CASES, *NAMES))
+@pytest.mark.parametrize("what", quick(CASES, *NAMES, *GENERATED))
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=ENV)
     assert not found, found

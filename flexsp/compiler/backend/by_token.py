@@ -81,11 +81,11 @@ class ByToken(Emitter):
         if "C" not in sizes:
             return None
         self.contracted.add(along)
-        a, b = self.masked(a, 1), self.masked(b, 0)
+        a, b = self.masked(a, 1), self.masked(b, 0)  # + 0.0: all lanes round alike, in tiles of all sizes (`sum_over`)
         if rows == "C":
-            text = f"sum_over({a.transposed().f32} * {b.f32}, 0)[None, :]"
+            text = f"sum_over({a.transposed().f32} * {b.f32} + 0.0, 0)[None, :]"
         else:
-            text = f"sum_over({a.f32} * {b.transposed().f32}, 1)[:, None]"
+            text = f"sum_over({a.f32} * {b.transposed().f32} + 0.0, 1)[:, None]"
         zero = frozenset({0} if 0 in a.zero else ()) | ({1} if 1 in b.zero else set())
         return self.let(node_name(node), Value(text, sizes, zero, a.wild or b.wild))
 
@@ -98,7 +98,7 @@ class ByToken(Emitter):
     def _own_score(self, node: Any) -> Value:
         q, k = (self.masked(self.full(self.values[x], dims(x)), 1) for x in node.args[:2])
         self.contracted.add(q.sizes[1])
-        text = f"sum_over({q.f32} * {k.f32}, 1)[:, None]"
+        text = f"sum_over({q.f32} * {k.f32} + 0.0, 1)[:, None]"
         return self.let(node_name(node), Value(text, dims(node), wild=q.wild or k.wild))
 
     def _of_own_score(self, node: Any) -> Any:

@@ -68,7 +68,7 @@ def _walk(step: Step, layout: Layout, kind: str, outputs: Sequence[str], transit
     each, again = transition in ("elementwise", "max-plus"), []
     if body.entering:  # from right to left, and what a token reads depends on the state
         forward = _Forward.of(step, body)
-        again = [*forward.entering(body), *forward.walked("0", "exact_i")]
+        again = [*forward.entering(body), *forward.walked("0", "exact_i"), *token_at("exact_i")]
     return make_walk(kind, body, emitter, results, lines, each=each, before=again)
 
 

@@ -82,7 +82,7 @@ class ByToken(Emitter):
             return None
         self.contracted.add(along)
         a, b = self.masked(a, 1), self.masked(b, 0)  # + 0.0: all lanes round alike, in tiles of all sizes (`sum_over`)
-        if rows == "C":
+        if rows == "C" and cols != "C":
             text = f"sum_over({a.transposed().f32} * {b.f32} + 0.0, 0)[None, :]"
         else:
             text = f"sum_over({a.f32} * {b.transposed().f32} + 0.0, 1)[:, None]"

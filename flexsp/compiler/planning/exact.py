@@ -17,7 +17,7 @@ __all__ = ["again", "choose", "grads", "rounds", "scratch"]
 
 _NARROWEST = 16  # columns of the state, as many as products of tiles need
 _WARP = 512  # numbers of the state that a warp has
-_TILE = 4096  # that a program of `grads` has, which holds three of them
+_TILE = 2048  # that a program of `grads` has, which holds three of them: more spill
 _PROGRAMS = 512  # of `grads`, in all: four for each multiprocessor of the largest GPUs
 _GROUP = 8
 

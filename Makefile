@@ -2,10 +2,13 @@
 # make demo-hybrid  trains a small Qwen3-Next of transformers on 4 CPU processes, and compares it with one; some minutes
 # make synthetics  trains small models of every variant on recall, copying and state tracking; minutes on a GPU
 # make test      the CPU suite                      make lint       ruff and mypy
+# make test-tools  of the CPU suite what is about documents, examples, benchmarks, plans, messages and the tests' tools
 # make test-all  the CPU suite with its slow cases
 # make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 #                ARGS="--sample 40": at random, and says what share of the changes is noticed
+# make same-code BASE=commit  whether every kernel is compiled to the same PTX as there; some minutes, no GPU
+# make host-time BASE=commit  the host's time for calls of six ops, beside that there
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU
@@ -32,7 +35,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo demo-hybrid synthetics test test-all test-fla mutate lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -59,8 +62,12 @@ synthetics: $(VENV)/.demo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
     --durations=10
 
+# With ARGS, which name files, all of what they name.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow$(if $(ARGS),, and not tools)" $(ARGS)
+
+test-tools: $(VENV)/.dev
+	$(PYTEST) -m "tools and not gpu and not slow" $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" $(ARGS)
@@ -76,6 +83,12 @@ $(VENV)/.fla: $(VENV)/.dev
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)
+
+same-code: $(VENV)/.dev
+	$(BIN)/python tests/same_code.py $(BASE) $(ARGS)
+
+host-time: $(VENV)/.dev
+	$(BIN)/python tests/host_time.py $(BASE) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -121,10 +134,12 @@ test-gpu:
 # over the GPUs. SHARD=1/2 takes about half of the tests.
 GPU_WORKERS ?= 12
 SHARD       ?= 1/1
+# What passed is recorded here, and `python -m tests.tested` writes it into docs/tested.md.
+TESTED      ?= benchmarks/results/tested
 
 test-gpu-one:
 	$(GPU_ENV) OMP_NUM_THREADS=1 timeout -k 10 1800 $(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) tests/gpu \
-	    --shard $(SHARD) $(ARGS)
+	    --shard $(SHARD) --tested $(TESTED) $(ARGS)
 
 SANITIZED ?= benchmarks/results/sanitize.json
 
@@ -132,15 +147,7 @@ sanitize:
 	$(GPU_ENV) timeout -k 10 1800 $(GPU_PYTHON) tests/gpu/sanitize.py --out $(SANITIZED) $(ARGS)
 
 test-gpu-ranks:
-	@gpus=$$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
-	for n in 2 4; do \
-	    if [ $$gpus -lt $$n ]; then echo "torchrun with $$n GPUs left out: $$gpus found"; continue; fi; \
-	    for script in $(wildcard tests/gpu/ranks_*.py); do \
-	        echo "== $$n GPUs: $$script"; \
-	        $(GPU_ENV) timeout -k 10 900 $(GPU_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n \
-	            $$script || { echo "FAILED with $$n GPUs: $$script"; status=1; }; \
-	    done; \
-	done; exit $$status
+	$(GPU_ENV) $(GPU_PYTHON) -m tests.tested ranks --tested $(TESTED)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache

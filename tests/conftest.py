@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flexsp.testing import close_pools
+from tests.harness.jobs import LONGEST, TOOLS
 
 torch.set_num_threads(1)
 
@@ -31,19 +32,17 @@ _MADE = "FLEXSP_CODE_DIR" not in os.environ  # by this process, not by the one t
 if _MADE:
     os.environ["FLEXSP_CODE_DIR"] = tempfile.mkdtemp(prefix="flexsp-tests-")
 
-# Files that take longest, in this order: two workers that take whole files end together if these come first.
-LONGEST = (
-    "test_delta_engine", "test_compile_delta", "test_torch_compile", "test_package", "test_generated_offline",
-    "test_unusual_tensors", "test_triton_engine", "test_generated_programs", "test_horizon_generated",
-    "test_compile_diagonal", "test_scalar_decay", "test_generated", "test_devices", "test_dispatch", "test_bench",
-    "test_derivatives", "test_nonfinite", "test_transformers", "test_transformers_training",
-)  # fmt: skip
 
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first. Between themselves, tests of a file stay in order."""
+    """Long files first, where workers take whole files. Between themselves, tests of a file stay in order."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    for item in items:
+        if item.path.stem in TOOLS:
+            item.add_marker(pytest.mark.tools)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +53,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where kernels that the tests of a file generate are written."""
+    return str(tmp_path_factory.mktemp("generated"))
 
 
 def pytest_sessionfinish() -> None:

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`."""
+"""What `make test` leaves to `make test-all`, and what takes longest in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 __all__ = ["by_turns", "quick", "slow"]
-
 
 def slow(*values: Any) -> list[Any]:
     """These values of a parameter (tuples where there are several), each marked as slow."""

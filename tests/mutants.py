@@ -16,8 +16,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from tests.harness.jobs import LONGEST
 from tests.mutate import ROOT, Mutation, Outcome, copy_tree, run_tests, try_out
 
 __all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", "try_sample"]
@@ -28,12 +30,23 @@ _SPEED = re.compile(
     r"num_warps|num_stages|maxnreg|maxsize|evict|eviction_policy|num_ctas|_?KEPT|_?MANY|_?LONG|timeout|_?LIMIT|programs"
     r"|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
 )
+_SPARES = ("set_materialize_grads", "mark_non_differentiable")  # calls that spare autograd work, and change no number
 # Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
 _LEFT_OUT = (
     "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py", "*/runtime/covered.py",
     "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
 _NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
+# Tests that go through all of a folder.
+_OF_FOLDERS = {
+    "flexsp/ops/": ("bad_arguments", "op_edges", "peers_calls", "kept_checks", "validation"),
+    "flexsp/nn/": ("layer_formulas", "start", "bad_arguments"),
+    "flexsp/kernels/": ("op_edges", "fallback", "derivatives"),
+    "flexsp/comm/": ("propagate", "derivatives"),
+    "flexsp/grammar/": ("bad_arguments", "grammar"),
+}
+_OF_REFUSALS = ("test_bad_arguments", "test_validation", "test_kept_checks")
+_BEGINS = "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"
 _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -51,6 +64,9 @@ class _Finder(ast.NodeVisitor):
 
     def __init__(self, text: str) -> None:
         self.lines, self.found = [x.encode() for x in text.splitlines(keepends=True)], list[Change]()
+        self.converted = set[ast.AST]()  # what is converted once more where it goes, or has that type already
+        found = re.findall(r"^(\w+) = (?:tl\.constexpr\()?(-?\d[\d.e-]*)\)?(?:  #.*)?$", text, re.MULTILINE)
+        self.numbers = {name: ast.literal_eval(value) for name, value in found}
 
     def code(self, node: ast.AST) -> str:
         """As ast.get_source_segment, which splits the whole text each time."""
@@ -64,6 +80,10 @@ class _Finder(ast.NodeVisitor):
         assert isinstance(node, (ast.expr, ast.stmt, ast.Slice))
         if node.lineno == node.end_lineno:
             self.found.append((kind, node, new))
+
+    def visit_all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
 
     # What is left out
 
@@ -98,18 +118,18 @@ class _Finder(ast.NodeVisitor):
         for default in [*node.args.defaults, *node.args.kw_defaults]:
             if default is not None:
                 self.visit(default)
-        for line in node.body:
-            self.visit(line)
+        self.visit_all(node.body)
 
     # Changes
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         left, right, op = self.code(node.left), self.code(node.right), type(node.op)
-        if op in _SIGNS and not (_is_text(node.left) or _is_text(node.right)):
+        nothing = right == "0.0" or right.startswith("0 * ")
+        if op in _SIGNS and not (nothing or _is_text(node.left) or _is_text(node.right)):
             self.add("sign", node, f"{left} {_SIGNS[op]} {_closed(node.right, right)}")
         if op is ast.BitAnd:
             self.add("mask", node, left)
-        if op is ast.Mult and re.search(r"(_s[a-z]+|stride\w*)$", right):
+        if op is ast.Mult and re.search(r"(_s(?!ize)[a-z]+|stride\w*)$", right):
             self.add("stride", node, left)
         self.generic_visit(node)
 
@@ -133,7 +153,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         new = _BOUNDS.get(type(node.ops[0]))
-        if len(node.ops) == 1 and new:
+        if len(node.ops) == 1 and new and not (new in ("<", "<=", ">", ">=") and self.is_real(node.comparators[0])):
             kind = "logic" if new in ("!=", "==") else "bound"
             self.add(kind, node, f"{self.code(node.left)} {new} {self.code(node.comparators[0])}")
         self.generic_visit(node)
@@ -180,14 +200,38 @@ class _Finder(ast.NodeVisitor):
             self.add("mask", node, f"({self.code(node.args[1])})")
         if isinstance(of, ast.Attribute) and name in _STEPS and self.code(of.value) not in ("torch", "tl", "gl"):
             self.add("dropped", node, self.code(of.value))
-        if name == "to" and isinstance(of, ast.Attribute) and "int64" not in self.code(node):
+        if name == "store":
+            self.converted.update(node.args[1:2])
+        elif name == "mm":
+            self.converted.update(x.args[0] if _name(x.func) == "trans" and x.args else x
+                                  for x in node.args[:2] if isinstance(x, ast.Call))  # fmt: skip
+        if name == "to" and isinstance(of, ast.Attribute) and not self.settled(node, of):
             self.add("dtype", node, self.code(of.value))  # int64: of offsets that only large tensors need
-        if name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
+        if name == "Launch":  # after its columns: how it is launched
+            self.visit_all(node.args[:1])
+        elif name in ("zeros", "full") and self.code(of).startswith(("tl.", "gl.")):
+            self.visit_all(node.args[:-1])  # Triton takes no sum whose type changes in a loop, and others take it over
+        elif name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
             self.generic_visit(node)
+
+    def is_real(self, node: ast.AST) -> bool:
+        """Whether it is a number with a fraction other than 0: that something equals it happens to nobody."""
+        value = self.numbers.get(node.id) if isinstance(node, ast.Name) else getattr(node, "value", None)
+        return isinstance(value, float) and value != 0
+
+    def settled(self, node: ast.Call, of: ast.Attribute) -> bool:
+        """Whether the type is that of offsets, which only large tensors need, or what comes of it is the same without
+        this conversion. Sums and products with numbers in float32 are in float32, and those of truths are integers."""
+        loaded = isinstance(of.value, ast.Call) and "load" in _name(of.value.func) and of.value.args
+        same = f"{re.split(r'[ +]', self.code(of.value.args[0]))[0]}.dtype.element_ty" if loaded else None
+        types = {*map(self.code, node.args)}
+        return "int64" in self.code(node) or node in self.converted or bool(types & {same, "tl.float32", "tl.int32"})
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Call):
             return  # docstrings, yield
+        if _name(node.value.func) in _SPARES:
+            return
         self.add("barrier" if _name(node.value.func) in _WAITS else "dropped", node, "pass")
         self.visit(node.value)
 
@@ -279,17 +323,46 @@ def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list
 
 def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
     """The interpreter shows no barriers that are left out: only tests of compiled kernels are of use then, where the
-    file has some."""
+    file has some. Of other changes they tell least and take longest: they come last, after other long files."""
     compiled = tuple(x for x in tests if "compile" in x or "offline" in x)
-    return compiled or tests if ": barrier: " in mutation.what else tests
+    if "`begin(PDL)`" in mutation.what:
+        return (_BEGINS,)
+    if ": barrier: " in mutation.what:
+        return compiled or tests
+    refusal = re.search(r"dropped: `(raise|check\w*\.|\w*(fail|check)\w*\()", mutation.what)
+
+    def place(test: str) -> tuple[bool, bool, bool]:
+        first = refusal is not None and Path(test).stem in _OF_REFUSALS
+        return not first, test in compiled, "::" not in test and Path(test).stem in LONGEST
+
+    return tuple(sorted(tests, key=place))
+
+
+def _stages(tests: Sequence[str]) -> list[list[str]]:
+    """Arguments of pytest: first the tests that are named, then whole files without these. In one run pytest has the
+    tests of a file in their own order."""
+    named = [x for x in tests if "::" in x]
+    whole = [x for x in tests if "::" not in x]
+    again = [f"--deselect={x}" for x in named if x.partition("::")[0] in whole and "[" not in x]
+    return [x for x in (named, [*whole, *again] if whole else []) if x]
+
+
+def _try_stages(mutation: Mutation, tree: Path, limit: float) -> Outcome:
+    """Slow tests are left out: one of `make test` has to notice a change."""
+    for tests in _stages(mutation.tests):
+        outcome = try_out(replace(mutation, tests=tuple(tests)), tree, limit, slow=False)
+        if outcome.kind != "survived":
+            return outcome
+    return Outcome("survived", " ".join(mutation.tests))
 
 
 # Which tests ----------------------------------------------------------------------------------------------------------
 
 
-def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
+def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]:
     """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
-    files of tests that import it, or are named after it; what tests/mutations.py has for its folder."""
+    files of tests that import it, or are named after it; those that go through all of its folder; what
+    tests/mutations.py has for it."""
     from tests.mutations import MUTATIONS
 
     path = Path(file)
@@ -305,7 +378,9 @@ def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
         if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
         or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
     ]  # fmt: skip
-    ranked = [*[test for test, _ in listed.most_common()], *files, *[test for test, _ in beside.most_common(3)]]
+    folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
+    of_all = [f"tests/test_{name}.py" for names in folders for name in names]
+    ranked = [*[test for test, _ in listed.most_common()], *files[:8], *of_all, *[x for x, _ in beside.most_common(3)]]
     kept: list[str] = []
     for test in dict.fromkeys(ranked):
         whole = test.partition("::")[0]
@@ -316,9 +391,12 @@ def which_tests(file: str, root: Path = ROOT, most: int = 8) -> tuple[str, ...]:
 
 @functools.cache
 def _test_files(root: Path) -> dict[str, str]:
-    """The text of each."""
+    """The text of each, and of what it imports of tests/harness/."""
+    shared = {x.stem: x.read_text() for x in (root / "tests" / "harness").glob("*.py")}
     found = {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
-    return {name: text for name, text in found.items() if name not in _NOT_IN_COPIES}
+    names = {name: re.findall(r"tests\.harness(?:\.| import )(\w+)", text) for name, text in found.items()}
+    with_shared = {name: text + "".join(shared.get(x, "") for x in names[name]) for name, text in found.items()}
+    return {name: text for name, text in with_shared.items() if name not in _NOT_IN_COPIES}
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -336,7 +414,7 @@ def try_sample(mutations: Sequence[Mutation], limit: float) -> dict[Mutation, Ou
         passes = functools.cache(lambda test: run_tests(tree, [test], limit)[0] == 0)
         for mutation in mutations:
             begun = time.monotonic()
-            outcome = try_out(mutation, tree, limit)
+            outcome = _try_stages(mutation, tree, limit)
             if outcome.kind == "killed" and not passes(outcome.told):
                 outcome = Outcome("no answer", f"{outcome.told} fails without the change too")
             found[mutation] = outcome

@@ -17,7 +17,9 @@ ASSEMBLY = [
         ("for x in ways[1:] if", "for x in ways[2:] if", "one way of a branch is followed", _RACES),
         ("if not new and excluded:", "if False:", "what is done every so many turns is not seen", _RACES),
         ("        self.copying[at] = True\n", "", "copies under way are not seen", _RACES),
-        ("any(first < b and last >= a and", "any(first >= b and last >= a and", "no store meets a product", _RACES),
+        ("and last >= x.at.min() and", "and last < x.at.min() and", "no store meets a product", _RACES),
+        ("    at ^= (at >> 7 &", "    at ^= 0 * (at >> 7 &", "pieces of a line are not mixed", _RACES),
+        ("leading, stride = stride, leading", "pass", "lines of one piece are as wide ones", _RACES),
     ),
     *_in(
         "flexsp/testing/ptx.py",

@@ -7,6 +7,7 @@ from tests.mutate import in_file as _in
 __all__ = ["EXAMPLES"]
 
 _TEST = "tests/test_synthetics.py::"
+_DOCUMENTS = "tests/test_bench_documents.py::"
 _STOPS = _TEST + "test_training_stops_once_all_lengths_are_solved"
 _BATCHES = _TEST + "test_batches_are_fresh_and_tests_are_not"
 _TABLE = _TEST + "test_a_table_of_a_file"
@@ -47,6 +48,28 @@ EXAMPLES = [
          _TEST + "test_results_go_on_from_a_line_cut_off_and_the_last_of_a_cell_counts"),
         ("statistics.median(found), found[-1])", "statistics.mean(found), found[-1])", "the table has means", _TABLE),
         ('if row.get("solved")]', "]", "unsolved runs count among the steps", _TABLE),
+    ),
+    *_in(
+        "tests/tested.py",
+        (' or report.outcome != "passed"', "", "a test whose fixture fails is not counted",
+         "tests/test_tested.py::test_a_session_leaves_a_record"),
+        ("env = runs[-1][1]", "env = runs[0][1]", "the table shows the oldest run", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
+        ('endswith(f"/{of}")', 'endswith("")', "a half is added to a whole", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
+        ('run["environment"]["device"] != "cpu"', "True", "runs on CPU stand among those on GPUs", "tests/test_tested.py::test_a_cell_has_the_newest_run_of_each_file_with_all_its_parts"),
+    ),
+    *_in(
+        "flexsp/bench/summary.py",
+        ("alone[key][0] >= date", "alone[key][0] <= date", "an earlier time of an op is shown",
+         _DOCUMENTS + "test_an_earlier_time_of_an_op_alone_gives_way_to_a_later_one"),
+        ("            if not others:", "            if True:", "times beside another library go",
+         _DOCUMENTS + "test_an_earlier_time_of_an_op_alone_gives_way_to_a_later_one"),
+        ('key=lambda result: str(result["environment"]["date"])', "key=lambda result: 0", "an earlier step is shown",
+         _DOCUMENTS + "test_of_the_same_training_step_the_newest_is_shown"),
+    ),
+    *_in(
+        "flexsp/bench/document.py",
+        ('in ("flashqla", "fla"))', 'in ("fla", "flashqla"))', "the README leaves out the quicker library",
+         _DOCUMENTS + "test_the_readmes_table_has_one_line_an_op_beside_another_library"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -13,12 +13,14 @@ _EDGES = "tests/test_engine_edges.py::"
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
+_ARITHMETIC = "tests/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
 _ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
 _LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
 _HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 _REFERENCE = "tests/test_reference.py::"
 _GENERATED = "tests/test_generated.py::"
+_BEHIND = "tests/test_gated_keys.py::test_heads_and_sequences_behind_strides"
 _DELTA = "tests/test_delta_engine.py::"
 _KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
 _VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
@@ -82,6 +84,8 @@ KERNELS = [
          "a whole chunk is one block, whatever its gates", _CHANNELS_CLOSED),
         ("+ (((1 << level) + 1) >> 1), start + tl", "+ ((1 << level) >> 1), start + tl",
          "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),
+        ("tl.trans((of_keys - found.to(tl.float32)).to(DOT))", "0.0", "pairs of keys are rounded before the inverse",
+         "tests/test_reflections.py::test_inverses_of_keys_that_are_alike"),
         ("tl.where(within, -1.0, 1.0)", "1.0", "tokens before the middle decay towards it the wrong way", _CHANNELS),
         ("_power(x * sign, rest * sign, DOT)", "_power(x, rest, DOT)", "what is written decays twice", _CHANNELS),
         ("tl.where(n == 0, i + 1, tl.where(odd, start, 0))", "tl.where(n == 0, i, tl.where(odd, start, 0))",
@@ -211,6 +215,9 @@ KERNELS = [
          "rounding is carried past closed gates", _EDGES + "test_large_numbers_behind_closed_gates_leave_no_rounding"),
         ("previous += tl.load(term - 1, mask=before", "previous += tl.load(term, mask=before", "a token's own write counts as one before", _PLAIN),
         ("before = valid & (rows > 0)", "before = valid", "the row above a chunk is read", _PLAIN),
+        ("written(qc, scale + tl.zeros([C], tl.float32), oc, V, DOT, PREC)", "written(qc, None, oc, V, DOT, PREC) * scale",
+         "operands of products held over turns need a third buffer",
+         "tests/test_compile_diagonal.py::test_shared_memory_without_learned_gates"),
         ("arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)", "arrived = tl.sum(read, axis=0)",
          "rounded reads are carried from chunk to chunk", _LONG_GATES),
         ("departed = _all_of(write_sums, at // C, TILES, BK)", "departed = tl.sum(previous, axis=0)",
@@ -235,6 +242,7 @@ KERNELS = [
     *_in(
         "flexsp/runtime/quick_interpreter.py",
         ("key = (element_ty.name, ", "key = (", "types of one shape are one type", _ALIKE),
+        ("if data.itemsize > size:", "if False:", "numbers may be wider than their type", _ARITHMETIC),
         ("if a is b else broadcast", "if a == b or len(a) == len(b) else broadcast", "unlike shapes pass", _ALIKE),
         ("lhs.dtype is rhs.dtype in _NUMBERS", "lhs.dtype in _NUMBERS", "int meets float as it is", _ALIKE),
         ("shapes.setdefault(tuple([n.value for n in self.shape])", "shapes.setdefault(len(self.shape)",
@@ -286,14 +294,14 @@ KERNELS = [
          "tests/test_plans_cover.py"),
     ),
     *_in(
-        "flexsp/kernels/diagonal/dispatch.py",
+        "flexsp/kernels/engine.py",
         ("(x.dtype, x.stride(), x", "(x.dtype, x", "a kept call forgets strides", "tests/test_kept_calls.py"),
         ("(x.dtype, x.stride(), x", "(x.stride(), x", "a kept call forgets types", "tests/test_kept_calls.py"),
-        ("x.data_ptr() % 16 == 0) for x", "True) for x", "a kept call forgets alignment", "tests/test_kept_calls.py"),
-        ("*looks, scale, want_final,", "*looks, scale,", "a kept call forgets final states", "tests/test_kept_calls.py"),
-        ("*looks, scale, want_final,", "*looks, want_final,", "a kept call forgets the scale",
+        ("x.data_ptr() % 16 == 0)", "True)", "a kept call forgets alignment", "tests/test_kept_calls.py"),
+        ("asked.scale, asked.want_final,", "asked.scale,", "a kept call forgets final states", "tests/test_kept_calls.py"),
+        ("asked.scale, asked.want_final,", "asked.want_final,", "a kept call forgets the scale",
          "tests/test_kept_calls.py"),
-        ("key = (id(plan), given", "key = (given", "a kept call forgets its plan", "tests/test_kept_calls.py"),
+        ("id(plan), asked.tensors", "asked.tensors", "a kept call forgets its plan", "tests/test_kept_calls.py"),
     ),
     *_in(
         "flexsp/kernels/diagonal/launches.py",
@@ -370,11 +378,14 @@ KERNELS = [
         ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),
     *_in(
-        "flexsp/kernels/delta/launches.py",
+        "flexsp/kernels/delta/call_args.py",
         ("or (self.plan.docs and self.plan.scanned)", "or False", "NaN passes segments without decay",
          _DELTA + "test_nan_stays_in_its_document_where_segments_have_two[False]"),
         ("or (self.plan.docs and self.plan.scanned)", "or (self.plan.docs and self.plan.n_seg > 1)",
          "NaN passes a rank without segments", _DELTA + "test_nan_stays_in_its_document_over_ranks[False]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/launches.py",
         ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
@@ -393,6 +404,11 @@ KERNELS = [
          "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
     ),
     *_in(
+        "flexsp/kernels/gated_keys/prepare.py",
+        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are mild", _BEHIND),
+        ("g + batch * g_sb + h", "g + batch + h", "sequences behind strides are read as if behind none", _BEHIND),
+    ),
+    *_in(
         "flexsp/kernels/gated_keys/tiles.py",
         ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for mild",
          "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
@@ -401,10 +417,14 @@ KERNELS = [
         "flexsp/kernels/recipe.py",
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
          "a recipe forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
+        ("if self.sp_id >= 0 else", "if self.sp_id > 0 else", "the first group is none where saved tensors lie otherwise",
+         "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise[2]"),
         ("for x in (do, dfinal)), dinitial, asked)", "for x in (do, dfinal)), None, asked)",
          "a backward pass forgets whether initial states want gradients", "tests/test_generated_edges.py"),
         ("dinitial, asked)\n", "dinitial)\n", "a kept backward pass forgets whose gradients are asked for",
          "tests/test_kept_calls.py"),
+        ("well = well and do.data_ptr() % 16 == 0 and", "well = well and",
+         "an outputs' gradient is read in vectors wherever it lies", _VECTORS),
         ("not (aligned and in_vectors(self.strides[name]))", "not in_vectors(self.strides[name])",
          "copies are not made of inputs at odd addresses", _VECTORS),
         ("not (aligned and in_vectors(self.strides[name]))", "not aligned",

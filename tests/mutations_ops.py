@@ -6,9 +6,9 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OPS"]
 
+_CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
-_LOOKS = "looks = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)"
-_BLIND = "looks = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0)"
+_DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
     *_in(
@@ -75,12 +75,24 @@ OPS = [
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
     ),
     *_in(
-        "flexsp/kernels/vector/op.py",
-        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
+        "flexsp/kernels/functions.py",
+        (" and y.requires_grad]", "]", "in graphs, gradients are asked of final states that depend on nothing",
+         "tests/test_no_tokens.py::test_compiled[kda_in_kernel]"),
     ),
     *_in(
-        "flexsp/kernels/selective/op.py",
-        (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_selective_scan"),
+        "flexsp/kernels/engine.py",
+        ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call is read by the first one's strides",
+         _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
+        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
+        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
+        ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
+         "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
+    ),
+    *_in(
+        "flexsp/ops/selective_scan.py",
+        ("    u = without_tail(u, cu_seqlens, group)  #", "    #", "what lies behind documents reaches a constant B", _CONSTANTS),
+        ("u).repeat_interleave(N),", "u).repeat(N),", "numbers have the biases of other channels", _CONSTANTS),
+        ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),
     *_in(
         "flexsp/kernels/selective/launches.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from flexsp.nn import (
     unwrap,
 )
 from flexsp.nn.attention import scaled_dot_product_attention
+from tests.harness.layers import OF_EACH
 from tests.variants import load
 
 B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
@@ -124,23 +126,20 @@ ROWS_GIVEN |= {name: torch.rand(B, T, 2, H, K) for name in "qk"}
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
 NORM = {"use_qk_l2norm_in_kernel": "flag"}
-RECURRENT = {"scale": "number", "output_final_state": "flag"}
-GLA_LAYER = SimpleGLA(D, 2)
-MAMBA2 = Mamba2(D, 16, 16)
-DELTA_LAYERS = {
-    "DeltaNet": DeltaNet(D, 2), "GatedDeltaNet": GatedDeltaNet(D, 2, 4), "KimiDeltaAttention":
-    KimiDeltaAttention(D, 2, 4), "GatedDeltaProduct": GatedDeltaProduct(D, 2, 4),
-    "GatedLinearAttention": GatedLinearAttention(D, 2), "HGRN2": HGRN2(D, expand_ratio=8), "HGRN": HGRN(D),
-    "RGLRU": RGLRU(D), "RWKV7": RWKV7(D, 8), "Mamba3": Mamba3(D, 8, head_dim=16), "MLSTM": MLSTM(D, 2),
-    "Mamba": Mamba(D),
-}  # fmt: skip
+IN_KERNEL = dict.fromkeys(
+    ("state_v_first", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel"), "flag"
+)
+RECURRENT = {"scale": "number", "output_final_state": "flag", "cu_seqlens": "none"}
+RWKV6 = {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "u": torch.rand(H, K)}
+RWKV7_GIVEN = {**{x: RWKV6[x] for x in "rwkv"}, "a": torch.rand(B, T, H, K), "b": torch.rand(B, T, H, K)}
+LRU = {"x": torch.rand(B, T, D), "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D)}
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
     "hidden_size": "size", "num_heads": "size", "head_dim": "head size", "num_v_heads": "value heads",
     "expand_v": "share", "allow_neg_eigval": "flag", **CONVOLVED,
 }  # fmt: skip
 HEADS = {"hidden_size": D, "num_heads": 2, "head_dim": 4}
-CONV, ATTENTION = ShortConvolution(D), Attention(D, 2)
+CONV = ShortConvolution(D)
 ONE, X = torch.rand(3, D), torch.rand(B, T, D)
 
 # name: (callable, its good tensors, kinds of its other arguments, other good values)
@@ -149,8 +148,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "g_gamma": (ops.chunk_simple_gla, {**qkv(), "g_gamma": -torch.rand(H)}, COMMON, {}),
     "recurrent_simple_gla": (
         ops.recurrent_simple_gla, {**qkv(), "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
-        RECURRENT, {},
+        {**RECURRENT, "reverse": "flag"}, {},
     ),
+    "recurrent g_gamma": (ops.recurrent_simple_gla, {**qkv(), "g_gamma": -torch.rand(H)}, {}, {}),
     "chunk_retention": (ops.chunk_retention, {**qkv(), **PACKED}, COMMON, {}),
     "chunk_lightning_attn": (
         ops.chunk_lightning_attn, {**qkv(), **PACKED}, {**COMMON, "layer_idx": "integer", "num_layers": "size"},
@@ -161,8 +161,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "chunk_delta_rule": (ops.chunk_delta_rule, {**DELTA, **PACKED}, {**COMMON, **NORM}, {}),
     "chunk_gated_delta_rule": (
         ops.chunk_gated_delta_rule, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
-        {**COMMON, **NORM, "state_v_first": "flag", "use_beta_sigmoid_in_kernel": "flag", "allow_neg_eigval": "flag",
-         "use_gate_in_kernel": "flag"}, {},
+        {**COMMON, **NORM, **IN_KERNEL}, {},
     ),
     "gate in kernel": (
         ops.chunk_gated_delta_rule,
@@ -171,7 +170,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "chunk_kda": (
         ops.chunk_kda, {**DELTA, "g": -torch.rand(B, T, H, K), **PACKED},
-        {**COMMON, **NORM, "state_v_first": "flag", "safe_gate": "flag", "use_beta_sigmoid_in_kernel": "flag"}, {},
+        {**COMMON, **NORM, **IN_KERNEL, "safe_gate": "flag"}, {},
     ),
     "gate of channels in kernel": (
         ops.chunk_kda,
@@ -184,7 +183,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "recurrent_gated_delta_rule": (
         ops.recurrent_gated_delta_rule,
-        {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)}, RECURRENT, {},
+        {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, **NORM, **IN_KERNEL}, {},
     ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, **PACKED},
@@ -195,6 +195,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.mamba3, {**SSD3, "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
         {"output_final_state": "flag", "rotate_pairwise": "flag", "sp": "sp"}, {},
     ),
+    "mamba3 with MIMO": (ops.mamba3, SSD3_MIMO, {}, {}),
     "recurrent_mamba3": (
         ops.recurrent_mamba3, SSD3_MIMO, {"output_final_state": "flag", "rotate_pairwise": "flag"}, {},
     ),
@@ -219,23 +220,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.chunk_hgrn2, {"q": qkv()["q"], "v": qkv()["v"], "g": -torch.rand(B, T, H, K), **PACKED}, OF_CHANNELS, {},
     ),
     "chunk_rwkv6": (
-        ops.chunk_rwkv6,
-        {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "u": torch.rand(H, K),
-         **PACKED},
-        COMMON, {},
+        ops.chunk_rwkv6, {**RWKV6, **PACKED}, COMMON, {},
     ),
     "chunk_rwkv7": (
-        ops.chunk_rwkv7,
-        {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "a": torch.rand(B, T, H, K),
-         "b": torch.rand(B, T, H, K), **PACKED},
-        COMMON, {},
+        ops.chunk_rwkv7, {**RWKV7_GIVEN, **PACKED}, COMMON, {},
     ),
     "chunk_hgrn": (
         ops.chunk_hgrn, {"x": X, "g": -torch.rand(B, T, D), **VECTOR}, {"output_final_state": "flag", "sp": "sp"}, {},
     ),
     "rg_lru": (
-        ops.rg_lru, {"x": X, "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D), **VECTOR},
-        {"output_final_state": "flag", "sp": "sp", "c": "positive"}, {},
+        ops.rg_lru, {**LRU, **VECTOR},
+        {"output_final_state": "flag", "sp": "sp", "c": "positive", "unit_start": "flag"}, {},
     ),
     "chunk_mlstm": (
         ops.chunk_mlstm,
@@ -268,8 +263,54 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {"head_first": False},
     ),
     "recurrent_gla": (
-        ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
+        ops.recurrent_gla,
+        {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, "state_v_first": "flag", "reverse": "flag"}, {},
+    ),
+    "recurrent gates of columns": (
+        ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "gv": -torch.rand(B, T, H, V)}, {}, {},
+    ),
+    "recurrent_hgrn2": (
+        ops.recurrent_hgrn2,
+        {"q": qkv()["q"], "v": qkv()["v"], "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
         {**RECURRENT, "state_v_first": "flag"}, {},
+    ),
+    "recurrent_rwkv6": (
+        ops.recurrent_rwkv6, {**RWKV6, "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, "reverse": "flag"}, {},
+    ),
+    "recurrent_rwkv7": (
+        ops.recurrent_rwkv7, {**RWKV7_GIVEN, "initial_state": torch.zeros(B, H, K, V)}, RECURRENT, {},
+    ),
+    "recurrent_hgrn": (
+        ops.recurrent_hgrn, {"x": X, "g": -torch.rand(B, T, D), "initial_state": torch.zeros(B, D)},
+        {"output_final_state": "flag", "cu_seqlens": "none"}, {},
+    ),
+    "recurrent_rg_lru": (
+        ops.recurrent_rg_lru, {**LRU, "initial_state": torch.zeros(B, D)},
+        {"output_final_state": "flag", "c": "positive", "unit_start": "flag"}, {},
+    ),
+    "recurrent_delta_rule": (
+        ops.recurrent_delta_rule, {**DELTA, "initial_state": torch.zeros(B, H, K, V)}, {**RECURRENT, **NORM}, {},
+    ),
+    "recurrent, gate in kernel": (
+        ops.recurrent_gated_delta_rule,
+        {**DELTA, "g": torch.rand(B, T, H), "A_log": torch.rand(H), "dt_bias": torch.rand(H)}, {},
+        {"use_gate_in_kernel": True},
+    ),
+    "recurrent, gate of channels in kernel": (
+        ops.recurrent_kda,
+        {**DELTA, "g": torch.rand(B, T, H, K), "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
+        {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
+    ),
+    "recurrent_kda": (
+        ops.recurrent_kda, {**DELTA, "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, **NORM, **IN_KERNEL}, {},
+    ),
+    "recurrent_gated_delta_product": (
+        ops.recurrent_gated_delta_product,
+        {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
+        {**RECURRENT, **NORM, "num_householder": "size"}, {"num_householder": 1},
     ),
     "GatedLinearAttention()": (
         GatedLinearAttention, {}, {"hidden_size": "size", "num_heads": "size", "num_kv_heads": "no size",
@@ -300,25 +341,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         "use_bias": "flag", "gate_soft_cap": "base", "eps": "not negative", **CONVOLVED},
         {"hidden_size": D, "num_heads": 2},
     ),
-    "SimpleGLA": (GLA_LAYER, {"x": X, "cu_seqlens": bounds()}, {}, {}),
-    "Mamba2": (MAMBA2, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution": (CONV, {"x": X, "cu_seqlens": bounds()}, {}, {}),
     "ShortConvolution since": (CONV, {"x": X, "since": torch.arange(T)}, {}, {}),
     "ShortConvolution.prefill": (CONV.prefill, {"x": X, "cache": CONV.init_cache(B)}, {}, {}),
     "ShortConvolution.step": (CONV.step, {"x": ONE, "cache": CONV.init_cache(3)}, {}, {}),
-    "SimpleGLA.step": (GLA_LAYER.step, {"x": ONE}, {}, {"cache": GLA_LAYER.init_cache(3)}),
-    "Mamba2.step": (MAMBA2.step, {"x": ONE}, {}, {"cache": MAMBA2.init_cache(3)}),
-    "Attention": (ATTENTION, {"x": X, "cu_seqlens": bounds()}, {}, {}),
-    "Attention.step": (ATTENTION.step, {"x": ONE}, {}, {"cache": ATTENTION.init_cache(3)}),
-    "Attention.init_cache": (ATTENTION.init_cache, {}, {"batch": "size"}, {"batch": 1}),
     "Attention()": (
         Attention, {}, {"hidden_size": "size", "num_heads": "size", "num_kv_heads": "no size", "head_dim": "limit",
         "head_v_dim": "limit", "window": "limit", "qk_norm": "flag", "qkv_bias": "flag", "rope_theta": "base",
         "rope_dim": "no size", "norm_eps": "not negative"},
         {"hidden_size": D, "num_heads": 2, "qk_norm": True},
     ),
-    "SimpleGLA.init_cache": (GLA_LAYER.init_cache, {}, {"batch": "size"}, {"batch": 1}),
-    "Mamba2.init_cache": (MAMBA2.init_cache, {}, {"batch": "size"}, {"batch": 1}),
     "ShortConvolution.init_cache": (CONV.init_cache, {}, {"batch": "size", "dtype": "dtype"}, {"batch": 1}),
     "RMSNorm": (RMSNorm(D), {"x": X}, {}, {}),
     "GatedRMSNorm": (GatedRMSNorm(D), {"x": X, "gate": X}, {}, {}),
@@ -390,10 +422,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "unwrap": (unwrap, {}, {"module": "module"}, {"module": nn.Linear(D, D)}),
     "verify": (partial(flexsp.verify, nn.Linear(D, D), SequenceParallel()), {"x": X}, {"dim": "integer"}, {"dim": 1}),
 }  # fmt: skip
-for layer_name, layer in DELTA_LAYERS.items():
-    CALLS[layer_name] = layer, {"x": X, "cu_seqlens": bounds()}, {}, {}
-    CALLS[f"{layer_name}.step"] = layer.step, {"x": ONE}, {}, {"cache": layer.init_cache(3)}
-    CALLS[f"{layer_name}.init_cache"] = layer.init_cache, {}, {"batch": "size"}, {"batch": 1}
+for layer_name, (cls, options, width) in OF_EACH.items():
+    if cls is not ShortConvolution:
+        layer = cls(**options)
+        CALLS[layer_name] = layer, {"x": torch.rand(B, T, width), "cu_seqlens": bounds()}, {}, {}
+        CALLS[f"{layer_name}.step"] = layer.step, {"x": torch.rand(3, width)}, {}, {"cache": layer.init_cache(3)}
+        CALLS[f"{layer_name}.init_cache"] = layer.init_cache, {}, {"batch": "size"}, {"batch": 1}
 MAY_BE_NONE = {"head_k_dim", "head_v_dim", "group_size", "num_v_heads"}
 # Tensors of any dtype, or of any number of axes.
 ANY_TENSOR = {"sp.shard": 5, "sp.gather": 5, "verify": 5, "RMSNorm": 0, "GatedRMSNorm": 0}
@@ -433,3 +467,23 @@ def test_names_the_argument(name: str) -> None:
         else:
             raw.append(f"{shown}: accepted")
     assert not raw, "\n".join(raw)
+
+
+IN_ROWS_ELSEWHERE = {("mamba3", "initial_state"), ("recurrent_mamba3", "initial_state")}  # tests/test_mamba3.py
+
+
+def test_every_argument_of_an_op_has_a_row() -> None:
+    given: dict[Any, set[str]] = {}
+    for call, tensors, kinds, _ in CALLS.values():
+        given[call] = given.get(call, set()) | {*tensors, *kinds}
+    parameters = {(name, x) for name in ops.__all__ for x in inspect.signature(getattr(ops, name)).parameters}
+    missing = {(name, x) for name, x in parameters if x not in given.get(getattr(ops, name), set())}
+    assert {(name, x) for name, x in missing if name != "Mamba3State"} == IN_ROWS_ELSEWHERE
+
+
+def test_every_layer_has_rows() -> None:
+    """Of its arguments, and of a call."""
+    public = [getattr(flexsp.nn, name) for name in flexsp.nn.__all__]
+    layers = {x for x in public if isinstance(x, type) and issubclass(x, nn.Module)} - {SequenceParallelLA}
+    assert layers - {call for call, *_ in CALLS.values()} == set()
+    assert layers - {type(call) for call, *_ in CALLS.values()} == set()

@@ -19,11 +19,8 @@ from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
+from tests.harness.bench import CPU, ROOT, TOY, _row
 from tests.marks import quick
-
-ROOT = Path(__file__).resolve().parents[1]
-CPU = torch.device("cpu")
-TOY = ["--H", "2", "--K", "16", "--V", "16", "--dtype", "float32", "--iterations", "3", "--warmup", "1"]
 
 
 def test_summarize_gives_order_statistics() -> None:
@@ -150,11 +147,6 @@ def test_floor_counts_inputs_and_outputs() -> None:
     assert 4 * one / 4.3e9 == pytest.approx(0.50, abs=0.005)
     assert CASES["hgrn"].floor_bytes(shape, 2, backward=True) == 8 * one
     assert CASES["mlstm"].floor_bytes(shape, 2, backward=True) == 11 * one + 6 * gate
-
-
-def _row(case: str, T: int, mode: str, provider: str, ms: float, peak: float = 5.0) -> dict[str, Any]:
-    return {"case": case, "T": T, "mode": mode, "provider": provider, "ms": summarize([ms]).as_dict(),
-            "peak_gib": peak, "floor_ms": 0.5}  # fmt: skip
 
 
 def test_targets_pass_miss_and_stay_open() -> None:
@@ -442,7 +434,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "expected a flexsp result file" in capsys.readouterr().err
     (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
     assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
-    kinds = "op, scale, host, traffic, sanitize, beside, cases, model"
+    kinds = "op, scale, host, traffic, sanitize, model"
     expected = f"z.json: expected a result of kind {kinds}, got 'experiments'"
     assert expected in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from flexsp.bench import document, record, scale, table
+from flexsp.bench import document, record, scale, summary, table
 from flexsp.bench.cases import CASES
-from flexsp.bench.timing import spread
 from flexsp.launch.cli import main
-from tests.test_bench import CPU, ROOT, _row
+from tests.harness.bench import CPU, ROOT, _row
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 
@@ -50,28 +49,59 @@ def _measured(kind: str, commit: str = "abc", **parts: Any) -> dict[str, Any]:
     return {"kind": kind, "environment": {**env, "world_size": 4}, "shape": shape, "cold": [], "rows": [], **parts}
 
 
-def test_the_readme_has_six_lines_at_most_and_names_commits() -> None:
-    cases = ("simple_gla", "linear_attn", "generated_deltanet")
-    rows = [
-        _row(case, 65536, mode, provider, ms) for case in cases for mode in ("fwd", "fwd_bwd")
-        for provider, ms in (("flexsp", 1.25), ("fla", 2.5))
+def test_the_readmes_table_has_one_line_an_op_beside_another_library() -> None:
+    def rows(case: str, *providers: tuple[str, float]) -> list[Any]:
+        return [_row(case, 65536, mode, who, ms) for mode in ("fwd", "fwd_bwd") for who, ms in providers]
+
+    first = rows("kda", ("flexsp", 1.25), ("fla", 2.5)) + rows("simple_gla", ("flexsp", 9.0))
+    again = rows("kda", ("flexsp", 7.0)) + rows("gated_delta_rule", ("flexsp", 1.0), ("fla", 3.0), ("flashqla", 2.0))
+    keys = {"case": "kda", "T_local": 32768, "ms": {}, "schedule": "chain"}
+    chain = [{"mode": mode, "efficiency": share, **keys} for mode, share in (("fwd", 0.9), ("fwd_bwd", 0.95))]
+    files = [_measured("op", rows=first), _measured("op", commit="def", rows=again), _measured("scale", rows=chain)]
+    text = document.readme(files)
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert lines[0][-1] == "efficiency of 4 GPUs"
+    assert lines[2][:1] == ["Gated DeltaNet"] and lines[2][2:4] == ["1.00 / 1.00", "FlashQLA: 2.00 / 2.00"]
+    assert lines[3][2:] == ["1.25 / 1.25", "flash-linear-attention: 2.50 / 2.50", "0.90 / 0.95"] and len(lines) == 4
+    assert "Commits abc, def; torch 2, Triton 3, flash-linear-attention 0.6.0." in text
+    for wrong in (files[:2], files[2:], [*files, files[2]]):
+        with pytest.raises(ValueError, match="files of bench op and one of bench scale"):
+            document.readme(wrong)
+
+
+def _saved(folder: Path, name: str, kind: str, commit: str, date: str, **parts: Any) -> Path:
+    result = _measured(kind, commit, **parts)
+    result["environment"]["date"] = date
+    record.save(folder / name, result)
+    return folder / name
+
+
+def test_an_earlier_time_of_an_op_alone_gives_way_to_a_later_one(tmp_path: Path) -> None:
+    def file(commit: str, date: str, *rows: Any) -> Path:
+        made = [{**row, "floor_ms": 0.5, "peak_gib": 2.0} for row in rows]
+        return _saved(tmp_path, f"{commit}.json", "op", commit, date, rows=made)
+
+    alone = [_row("kda", 64, mode, "flexsp", 1.0) for mode in ("fwd", "fwd_bwd")]
+    shorter = [_row("kda", 32, "fwd", "flexsp", 8.0)]
+    peer = [_row("kda", 64, "fwd", "fla", 4.0)]
+    paths = [
+        file("beside1", "2026-01-01", *alone, *peer), file("later", "2026-01-03", *alone, *shorter),
+        file("before", "2026-01-02", *alone), file("latest", "2026-01-04", *alone),
     ]  # fmt: skip
-    three = spread([2.0, 1.0, 3.0]).as_dict()
-    cold = [{"provider": "flexsp", "case": "simple_gla", "fwd_bwd_s": three}]
-    keys = {"case": "simple_gla", "mode": "fwd_bwd", "T_local": 65536, "ms": {}}
-    chain = {"schedule": "chain", "efficiency": 0.9, **keys}
-    whole = document.readme([_measured("op", rows=rows, cold=cold), _measured("scale", rows=[chain])])
-    lines = [line.strip("| ").split(" | ") for line in whole.splitlines() if line.startswith("|")][2:]
-    assert len(lines) == len(document._LINES) <= 6
-    assert lines[0] == ["simple GLA, forward", "1.25 ms", "flash-linear-attention: 2.50 ms"]
-    assert lines[4][1].startswith("2.0 s [1.0, 3.0]")
-    assert "on 4 GPUs" in lines[5][0] and lines[5][1] == "0.900"
-    few = document.readme([_measured("op", rows=rows[:2]), _measured("scale")])
-    assert [line for line in few.splitlines() if "GLA" in line] and "GPUs" not in few and "DeltaNet" not in few
-    two = document.readme([_measured("op"), _measured("scale", commit="def")])
-    assert "One GPU: commit abc; several: def, torch" in two
-    with pytest.raises(ValueError, match="a file of bench op and one of bench scale"):
-        document.readme([_measured("op")])
+    lines = [line.split(" | ") for line in summary.operators(paths).splitlines() if line.startswith("| `")]
+    assert [line[-1] for line in lines] == ["beside1 |", "latest |"]
+    assert lines[0][2:4] == ["1.00 / 1.00", "flash-linear-attention: 4.00 / -"]
+
+
+def test_of_the_same_training_step_the_newest_is_shown(tmp_path: Path) -> None:
+    row = {"T": 64, "world_size": 1, "unmodified": False, "step_s": 2.0, "tokens_per_s": 32.0, "peak_gib": 1.0}
+    paths = [
+        _saved(tmp_path, f"{commit}.json", "model", commit, date, rows=[row])
+        for commit, date in (("new", "2026-01-02"), ("old", "2026-01-01"))
+    ]
+    other = _saved(tmp_path, "c.json", "model", "c", "2026-01-01", rows=[{**row, "T": 128, "error": "memory"}])
+    lines = [line for line in summary.models([*paths, other]).splitlines() if line.startswith("| 1")]
+    assert [line.rpartition(" | ")[2] for line in lines] == ["new |", "c |"] and "did not fit" in lines[1]
 
 
 def test_a_document_is_written_from_one_file_of_each_measurement(
@@ -80,20 +110,20 @@ def test_a_document_is_written_from_one_file_of_each_measurement(
     first = next((ROOT / "benchmarks" / "results").glob("host_*.json"))
     (tmp_path / "host_x_20260101.json").write_text(first.read_text())
     path = tmp_path / "doc.md"
-    path.write_text("a\n<!-- measured: table host_*.json -->\nold\n<!-- /measured -->\nb\n")
+    path.write_text("a\n<!-- measured: hosts host_*.json -->\nold\n<!-- /measured -->\nb\n")
     assert main(["bench", "document", str(path)]) == 0 and "wrote" in capsys.readouterr().out
     text = path.read_text()
     assert text.startswith("a\n<!-- measured") and text.endswith("-->\nb\n") and "| op |" in text and "old" not in text
     assert main(["bench", "document", str(path)]) == 0 and "up to date" in capsys.readouterr().out
     (tmp_path / "host_x_20260202.json").write_text(first.read_text())
     for files, message in (("host_*.json", "several dates of host_x"), ("op_*.json", "got none")):
-        path.write_text(f"<!-- measured: table {files} -->\n<!-- /measured -->\n")
+        path.write_text(f"<!-- measured: hosts {files} -->\n<!-- /measured -->\n")
         assert main(["bench", "document", str(path)]) == 1
         assert message in capsys.readouterr().err
     path.write_text("<!-- measured: poem host_x_20260101.json -->\n<!-- /measured -->\n")
     assert main(["bench", "document", str(path)]) == 1
     assert (
-        "expected a part of kind added, aims, predict, readme, speed, states, table, got 'poem'"
+        "expected a part of kind beside_ranks, exchanges, hosts, models, operators, readme, "
         in capsys.readouterr().err
     )
 

@@ -14,7 +14,7 @@ from flexsp.bench import op, scale, table
 from flexsp.bench.cases import CASES, Shape, make_inputs
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.launch.cli import main, parser
-from tests.test_bench import CPU, TOY
+from tests.harness.bench import CPU, TOY
 
 
 def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flexsp.testing.bounds import within_tensors
 from flexsp.testing.ranks import run_ranks
-from tests.test_triton_engine import ENV
+from tests.harness.interpreted import INTERPRETED
 
 
 @triton.jit
@@ -41,5 +41,5 @@ def _copied(sp: Any, size: int, n: int, first: int, to: int, stride: int) -> str
     ],
 )  # fmt: skip
 def test_accesses_beside_tensors_are_seen(size: int, n: int, first: int, to: int, stride: int, said: str) -> None:
-    (found,) = run_ranks(_copied, 1, size, n, first, to, stride, env=ENV)
+    (found,) = run_ranks(_copied, 1, size, n, first, to, stride, env=INTERPRETED)
     assert said in found and bool(found) == bool(said), found

@@ -89,3 +89,44 @@ def test_a_gate_that_is_0(name: str, dtype: torch.dtype, gate: float, seed: int)
     x = {key: y.to(dtype) for key, y in inputs(name, seed, gate).items()}
     o, dg = behind(name, x)
     assert not o.any() and not dg[:, AT].any()
+
+
+STRONG = ("simple_gla", "gla", "gated_delta_rule", "kda", "rwkv6", "hgrn2", "rwkv7")
+
+
+def strong_inputs(name: str, seed: int, least: float) -> list[torch.Tensor]:
+    """Numbers of float32. Three channels of four have gates down to `least`, and one of two tokens where a head has one
+    gate; the others stay open, so that something is there to read."""
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 1, 70, 2, 8, generator=made)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g, beta = least * torch.rand(q.shape, generator=made), torch.rand(q.shape[:3], generator=made)
+    g[..., ::4] *= -1e-3 / least
+    if name in ("simple_gla", "gated_delta_rule"):
+        g = torch.where(torch.arange(70).view(-1, 1) % 2 == 0, -1e-3 / least, 1.0) * g[..., 1]
+    u = torch.rand(2, 8, generator=made)
+    given = {
+        "hgrn2": (q, v, g), "rwkv6": (q, k, v, g, u), "rwkv7": (q, g, k, v, -k, k * beta.unsqueeze(-1)),
+        "kda": (q, k, v, g, beta), "gated_delta_rule": (q, k, v, g, beta),
+    }  # fmt: skip
+    return [x.double() for x in given.get(name, (q, k, v, g))]
+
+
+@pytest.mark.parametrize("name", STRONG)
+def test_strong_gates_cost_chunks_no_digits(name: str, seed: int) -> None:
+    """In float32, outputs, states and gradients: beside tokens in float32, and chunks with weak gates."""
+    chunks, tokens = (getattr(ops, f"{way}_{name}") for way in ("chunk", "recurrent"))
+
+    def results(op: Callable[..., Any], least: float, dtype: torch.dtype) -> list[torch.Tensor]:
+        drawn = torch.Generator().manual_seed(seed + 1)
+        x = [y.to(dtype).requires_grad_() for y in strong_inputs(name, seed, least)]
+        outputs = op(*x, output_final_state=True)
+        cotangents = [torch.randn(y.shape, generator=drawn).to(dtype) for y in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, x, cotangents)]
+
+    def error(op: Callable[..., Any], least: float) -> float:
+        exact = results(tokens, least, torch.float64)
+        return max(map(relative_error, results(op, least, torch.float32), exact))
+
+    low = max(error(tokens, -100.0), error(chunks, -1.0))
+    assert error(chunks, -100.0) <= 2 * low + torch.finfo(torch.float32).eps

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.engine import write_code
+from flexsp.compiler.backend.generated_kernels import write_code
 from flexsp.exceptions import NotAvailable
 from flexsp.testing import run_ranks
 from tests import variants
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 TRAP = "raise SystemExit('a foreign file was run')\n"
 
 
@@ -50,7 +50,7 @@ def _after_damage(sp: Any, folder: str) -> list[bool]:
 
 
 def test_what_lies_in_the_folder_is_not_run(tmp_path: Path) -> None:
-    assert run_ranks(_after_damage, 1, str(tmp_path / "code"), env=ENV) == [[True] * 9]
+    assert run_ranks(_after_damage, 1, str(tmp_path / "code"), env=INTERPRETED) == [[True] * 9]
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
+from tests.harness.compiling import described, in_child, told_of
 from tests.marks import slow
-from tests.test_compile_diagonal import _summary, described
+
+pytestmark = pytest.mark.compiles
 
 OF_LARGE = ("output", "back", "grads")
 OF_LARGE_CHANNELS = ("back", "channel_parts")
@@ -98,7 +96,7 @@ def compile_config(
     name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False,
     H: int = 32, gluon: bool = True, ranks: bool = False, steps: int = 1, only: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled.
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled.
 
     only: names of kernels, all if empty.
     """
@@ -112,7 +110,7 @@ def compile_config(
     from flexsp.kernels.delta.launches import DeltaCall
     from flexsp.kernels.delta.plan import plan_of
     from flexsp.runtime import covered
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     if ranks:  # the launches are those of several ranks, though the call is of one
         calls.plan_of = lambda *args: plan_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
@@ -136,23 +134,18 @@ def compile_config(
         o, final = operators.run(found, None, [*given.values()], state, bounds, shard)
         torch.autograd.backward([o, final], [torch.empty_like(o), state.detach()])
     launches = [x for x in launches if not only or x[0].__name__ in only]
-    return [_summary(found) for found in compile_launches(launches)]
+    return told_of(launches)
 
 
-@functools.cache
 def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return {name: compile_config(**CONFIGS[name]) for name in names}
+
+
+in_one_child = functools.cache(functools.partial(in_child, compile_all))
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return compile_all(*next((group for group in GROUPS if name in group), [name]))[name]
+    return in_one_child(*next((group for group in GROUPS if name in group), [name]))[name]
 
 
 def in_gluon(name: str) -> bool:
@@ -219,7 +212,3 @@ def test_programs_share_a_multiprocessor(name: str) -> None:
     found = compiled(name)
     large = [x["name"] for x in found if 2 * (x["shared"] + 1024) > 228 * 1024]
     assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))

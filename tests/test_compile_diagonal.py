@@ -10,10 +10,6 @@ two in registers. There only shared memory is bounded.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,7 +17,10 @@ import triton
 
 from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
+from tests.harness.compiling import described, in_child, told_of
 from tests.marks import slow
+
+pytestmark = pytest.mark.compiles
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"dtype": "bfloat16", "K": 128, "V": 128},
@@ -33,31 +32,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, no decay": {"dtype": "bfloat16", "K": 128, "V": 128, "gated": False, "learned": False},
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
     "bf16 128, one column": {"dtype": "bfloat16", "K": 128, "V": 1, "values": "float32"},
+    "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes"]
-SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column"]
+SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column",
+        "bf16 128 and 64"]
+ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", *slow("bf16 64")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {"bf16 128": {"dkv_kernel": 176}, "bf16 64": {}},
 }
+_SIZES = ": sizes"
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel", "tail_kernel"}
 
 
-def compile_config(
+def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled.
+) -> list[Any]:  # fmt: skip
+    """In a child process: the launches of a forward and backward pass on meta tensors.
 
     `learned`: the gate has a gradient.
     """
     import torch
 
     from flexsp.kernels import operators, recipe
-    from flexsp.kernels.diagonal.dispatch import recipe_of
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
+    from tests.harness.recipes import scalar_decay_recipe
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
@@ -72,36 +75,36 @@ def compile_config(
     operators.chunk_table = lambda *args: table  # type: ignore[assignment]
     given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
-        found = recipe_of(given, state, docs, K**-0.5, True, -1, "")
+        found = scalar_decay_recipe(given, state, docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
-    return [_summary(found) for found in compile_launches(launches)]
+    return launches
 
 
-def _summary(found: Any) -> dict[str, Any]:
-    told = vars(found) | {"wgmma": found.ptx.count("wgmma.mma_async"), "waits_first": found.waits_first}
-    told |= {"uneven_sums": found.uneven_sums, "drops_nan": found.drops_nan, "races": found.races}
-    return {name: value for name, value in told.items() if name != "ptx"}
+def compile_config(only_sizes: bool = False, **config: Any) -> list[dict[str, Any]]:
+    """All launches compiled; or what shared memory walks need, which is known before they are assembled."""
+    from flexsp.testing.offline import shared_of
+
+    launches = launches_of(**config)
+    if only_sizes:
+        walks = [launch for launch in launches if launch[0].__name__ in WALKS]
+        names = [launch[0].__name__ for launch in walks]
+        return [{"name": name, "shared": n} for name, n in zip(names, shared_of(walks, 90), strict=True)]
+    return told_of(launches)
+
+
+def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
+    return {name: compile_config(name.endswith(_SIZES), **CONFIGS[name.removesuffix(_SIZES)]) for name in names}
 
 
 @functools.cache
-def compile_all(*names: str) -> dict[str, list[dict[str, Any]]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def group(of_quick: bool) -> dict[str, list[dict[str, Any]]]:
+    quick = [*QUICK, *(f"{x}{_SIZES}" for x in ONLY_SIZES)]
+    return in_child(compile_all, *(quick if of_quick else SLOW))
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
-    return compile_all(*(QUICK if name in QUICK else SLOW))[name]
-
-
-def described(kernels: list[dict[str, Any]]) -> str:
-    return "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in kernels)
+    return group(name in QUICK or name.endswith(_SIZES))[name]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
@@ -112,6 +115,14 @@ def test_shared_memory(name: str) -> None:
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
     assert {kernel["name"] for kernel in found} == KERNELS - missing
     assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction
+    assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
+
+
+@pytest.mark.parametrize("name", ONLY_SIZES)
+def test_shared_memory_without_learned_gates(name: str) -> None:
+    """What is not weighted is read from shared memory, and held there longer."""
+    found = compiled(name + _SIZES)
+    assert {kernel["name"] for kernel in found} == WALKS
     assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
 
 
@@ -141,7 +152,3 @@ def test_nothing_touches_memory_before_the_kernel_before_is_done(name: str) -> N
 def test_what_the_interpreter_cannot_show(name: str, what: str) -> None:
     """Lanes that round a sum differently, NaN that gives way to a number, missing barriers, registers not written."""
     assert not any(kernel[what] for kernel in compiled(name)), described(compiled(name))
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: compile_config(**CONFIGS[name]) for name in sys.argv[1:]}))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from flexsp.devices import H200, of_arch, planned_for
+from tests.harness.compiling import in_child
 from tests.marks import quick, slow
+
+pytestmark = pytest.mark.compiles
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "local scalar": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False},
@@ -90,7 +89,7 @@ def launch_of(
 
 
 def compile_variants(arch: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Body of the child process."""
+    """In a child process."""
     from flexsp.testing.offline import compile_launches
 
     with planned_for(of_arch(arch)):
@@ -99,19 +98,9 @@ def compile_variants(arch: int, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: vars(x) | {"waits_first": x.waits_first} for name, x in zip(names, found, strict=True)}
 
 
-def run_child(names: list[str], arch: int = 90) -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch), *names], env=env, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @functools.cache
 def _compiled(of_quick: bool) -> dict[str, Any]:
-    return run_child([name for name in VARIANTS if name != "put" and (name in QUICK) == of_quick])
+    return in_child(compile_variants, 90, [x for x in VARIANTS if x != "put" and (x in QUICK) == of_quick])
 
 
 def compiled(name: str) -> dict[str, Any]:
@@ -133,7 +122,7 @@ STACK = {(86, "last dense"): 48, (89, "last dense"): 48}  # bytes a thread, of T
 def test_other_gpus(arch: int) -> None:
     """It fits, spills no more than is stated, and waits for the kernel before where that is launched as a dependent,
     nowhere else."""
-    for name, found in run_child([name for name in VARIANTS if name != "put"], arch).items():
+    for name, found in in_child(compile_variants, arch, [x for x in VARIANTS if x != "put"]).items():
         print(arch, name, found["registers"], found["stack"], found["shared"])
         assert found["shared"] <= of_arch(arch).shared, name
         assert found["stack"] <= STACK.get((arch, name), 0), name
@@ -233,11 +222,7 @@ def test_put_links_the_nvshmem_bitcode() -> None:
         find_device_library()
     except NotAvailable as error:
         pytest.skip(str(error))
-    found = run_child(["put"])["put"]
+    found = in_child(compile_variants, 90, ["put"])["put"]
     assert found["spills"] == 0 and found["waits_first"]
     assert found["shared"] < H200.shared
     assert not re.search(r"\.extern\s+\.func[^;]*nvshmem", found["ptx"], re.DOTALL), "bitcode not linked"
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_variants(int(sys.argv[1]), sys.argv[2:])))

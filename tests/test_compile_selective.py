@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +11,10 @@ import triton
 
 from flexsp.devices import H200
 from flexsp.runtime.triton_private import RELEASE
+from tests.harness.compiling import in_child, told_of
 from tests.marks import slow
+
+pytestmark = pytest.mark.compiles(always=True)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,12 +34,12 @@ def compile_config(
     dtype: str = "bfloat16", batch: int = 1, T: int = 32768, D: int = 4096, N: int = 16, docs: int = 0,
     zoh: bool = False, bare: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.selective.op import selective
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
@@ -58,21 +58,12 @@ def compile_config(
         )  # fmt: skip
         assert last is not None
         torch.autograd.backward([y, last], [y.detach(), last.detach()])
-    wanted = ("name", "registers", "stack", "shared", "unwritten")
-    told = ("waits_first", "uneven_sums", "drops_nan", "races")
-    return [{x: getattr(found, x) for x in (*wanted, *told)} for found in compile_launches(launches)]
+    return told_of(launches)
 
 
 @functools.cache
 def compiled(name: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_child(functools.partial(compile_config, **CONFIGS[name]))
 
 
 @every
@@ -92,7 +83,3 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
     for kernel in compiled(name):
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(**CONFIGS[sys.argv[1]])))

@@ -12,8 +12,8 @@ from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import scan_oracle
 from tests import variants
-from tests.test_compiler import assert_ranks
-from tests.test_propagate import ENV
+from tests.harness.functions import assert_ranks
+from tests.harness.interpreted import INTERPRETED
 
 SEGMENTS = 5
 
@@ -48,7 +48,7 @@ def _through_the_middle(sp: Any, at: int, cuts: bool, seed: int) -> float:
 def test_every_segment_of_a_rank_in_the_middle_counts(cuts: bool, transport: str, seed: int) -> None:
     heap = 1 if transport == "posix" else None
     for at in range(SEGMENTS):
-        errors = run_ranks(_through_the_middle, 3, at, cuts, seed, transport=transport, heap_mib=heap, env=ENV)
+        errors = run_ranks(_through_the_middle, 3, at, cuts, seed, transport=transport, heap_mib=heap, env=INTERPRETED)
         assert max(errors) < 1e-5, (at, errors)
 
 

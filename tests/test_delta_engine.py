@@ -12,11 +12,9 @@ from flexsp.devices import H200, planned_for
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import deltanet, gated_deltanet
-from tests.interpreted import poisoned
+from tests.harness.generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, half
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder, half
-
-__all__ = ["folder"]
 
 BF16 = torch.bfloat16
 NAMES = ["deltanet", "gated_deltanet", "vector_gated_delta"]
@@ -113,7 +111,7 @@ def errors_on_other_gpus(sp: Any) -> list[float]:
 
 def test_large_heads_on_other_gpus() -> None:
     """Generated kernels run them."""
-    (errors,) = run_ranks(errors_on_other_gpus, 1, env=ENV)
+    (errors,) = run_ranks(errors_on_other_gpus, 1, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -206,7 +204,7 @@ def leaked(sp: Any, decays: bool) -> list[str]:
 
 @pytest.mark.parametrize("decays", [True, False])
 def test_nan_stays_in_its_document_where_segments_have_two(decays: bool) -> None:
-    (wrong,) = run_ranks(leaked, 1, decays, env=ENV)
+    (wrong,) = run_ranks(leaked, 1, decays, env=INTERPRETED)
     assert not wrong, wrong
 
 
@@ -252,7 +250,7 @@ def leaked_between_ranks(sp: Any, decays: bool, cuts: list[tuple[tuple[int, ...]
 def test_nan_stays_in_its_document_over_ranks(decays: bool) -> None:
     """NaN two ranks from where the other document begins; and on that rank, of one segment and of several."""
     cuts = [((40, 60, 40), 70), ((40, 130, 4), 80), ((130, 140, 5), 250)]
-    found = run_ranks(leaked_between_ranks, 3, decays, cuts, transport="posix", env=ENV)
+    found = run_ranks(leaked_between_ranks, 3, decays, cuts, transport="posix", env=INTERPRETED)
     assert not any(found), found
 
 
@@ -296,7 +294,7 @@ def of_horizons(sp: Any, per_seg: int, chunks: int, scale: float) -> list[str]:
 @pytest.mark.parametrize(("per_seg", "chunks", "scale"), [(3, 40, 200.0), (20, 310, 60.0), (140, 270, 5.0)])
 def test_what_counts_at_the_ends_of_segments(per_seg: int, chunks: int, scale: float) -> None:
     """In all chunks; also where the first chunk of a segment decays little and the last one much, or the reverse."""
-    (wrong,) = run_ranks(of_horizons, 1, per_seg, chunks, scale, env=ENV)
+    (wrong,) = run_ranks(of_horizons, 1, per_seg, chunks, scale, env=INTERPRETED)
     assert not wrong, wrong
 
 
@@ -320,10 +318,10 @@ def far_away(sp: Any) -> list[float]:
 
 
 def test_large_numbers_far_away() -> None:
-    (errors,) = run_ranks(far_away, 1, env=ENV)
+    (errors,) = run_ranks(far_away, 1, env=INTERPRETED)
     assert max(errors) < 1e-3, errors
 
 
 def test_large_keys_have_no_horizon() -> None:
-    (wrong,) = run_ranks(large_keys, 1, env=ENV)
+    (wrong,) = run_ranks(large_keys, 1, env=INTERPRETED)
     assert not wrong, wrong

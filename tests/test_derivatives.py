@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 import pkgutil
 import random
 from collections.abc import Callable
@@ -32,10 +33,10 @@ from flexsp.testing import compare
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
 
 ALL = CASES | DELTA_CASES
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -222,7 +223,7 @@ def test_every_function_is_looked_at() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    for found in run_ranks(refuse_all, 2, env=KERNELS, timeout=100, sp_timeout_s=20):
+    for found in run_ranks(refuse_all, 2, env=INTERPRETED, timeout=100, sp_timeout_s=20):
         assert not any(found.values()), found
 
 
@@ -266,7 +267,7 @@ def deltanet(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def test_checkpoints_are_no_second_derivatives() -> None:
-    (found,) = run_ranks(first_derivatives, 1, env=KERNELS)
+    (found,) = run_ranks(first_derivatives, 1, env=INTERPRETED)
     assert max(found) == 0
 
 
@@ -314,7 +315,7 @@ def transformed(sp: SequenceParallel) -> dict[str, str]:
 
 
 def test_transforms_of_kernels_are_refused() -> None:
-    (found,) = run_ranks(transformed, 1, env=KERNELS)
+    (found,) = run_ranks(transformed, 1, env=INTERPRETED)
     assert all("vmap, grad, jvp" in text and "float64" in text for text in found.values()), found
 
 
@@ -419,8 +420,9 @@ def inference_calls(sp: SequenceParallel) -> dict[str, tuple[Callable[..., torch
     }
 
 
-def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
+def infer_then_train(_: Any, transport: str, folder: str) -> dict[str, tuple[bool, bool]]:
     """In a new process all is made, and each call made first, in inference mode; then recorded by autograd."""
+    os.environ["FLEXSP_CODE_DIR"] = folder
     torch.manual_seed(0)
     with torch.inference_mode():
         sp = flexsp.init_sequence_parallel(None, transport=transport, timeout_s=30)
@@ -440,8 +442,8 @@ def infer_then_train(_: Any, transport: str) -> dict[str, tuple[bool, bool]]:
 
 @pytest.mark.parametrize("transport", ["process_group", *slow("posix")])
 def test_a_process_may_begin_in_inference_mode(transport: str, tmp_path: Path) -> None:
-    env = KERNELS | {"FLEXSP_CODE_DIR": str(tmp_path)}  # in a pool, and with kernels, of its own
-    for found in run_ranks(infer_then_train, 2, transport, env=env, timeout=200):
+    options = {"env": INTERPRETED, "own_processes": True, "timeout": 200}  # and kernels of its own
+    for found in run_ranks(infer_then_train, 2, transport, str(tmp_path), **options):
         assert all(same and moved for same, moved in found.values()), found
 
 
@@ -474,7 +476,7 @@ def given_back(sp: Any) -> dict[str, list[str]]:
 
 
 def test_changed_saved_tensors_are_refused() -> None:
-    (found,) = run_ranks(given_back, 1, env=KERNELS)
+    (found,) = run_ranks(given_back, 1, env=INTERPRETED)
     for name, said in found.items():
         for text, what in zip(said, ("device cpu", "dtypes"), strict=True):
             assert "saved tensors: expected" in text and what in text, (name, said)
@@ -496,7 +498,7 @@ def given_back_turned(sp: Any) -> dict[str, float]:
 
 
 def test_saved_tensors_may_come_back_in_other_strides() -> None:
-    (found,) = run_ranks(given_back_turned, 1, env=KERNELS)
+    (found,) = run_ranks(given_back_turned, 1, env=INTERPRETED)
     assert max(found.values()) < 1e-6, found
 
 
@@ -587,5 +589,5 @@ def test_each_rank_asks_for_another_gradient(lengths: list[int], seed: int) -> N
 
 def test_each_rank_asks_for_another_gradient_of_kernels(seed: int) -> None:
     given = [3, 2], torch.float32, seed, "normalized"  # two exchanges
-    for found in run_ranks(some_leaves, 2, *given, env=KERNELS, timeout=200, sp_timeout_s=60):
+    for found in run_ranks(some_leaves, 2, *given, env=INTERPRETED, timeout=200, sp_timeout_s=60):
         assert not any(found.values()), found

@@ -7,11 +7,7 @@ largest. sm_86 and sm_89 lower alike. What an H200 gets is pinned: its speed was
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +37,7 @@ from flexsp.devices import (
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.diagonal.tiles import all_configs, choose
 from tests import variants
+from tests.harness.compiling import in_child
 
 BF16 = torch.bfloat16
 KIB = 1024
@@ -217,7 +214,7 @@ def test_segments_of_an_h200_stay() -> None:
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     return Generated(variants.load(name).make(32, K, V, dtype).program)
 
@@ -288,8 +285,8 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
 def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a gated forward and backward pass."""
     from flexsp.kernels import operators, recipe
-    from flexsp.kernels.diagonal.dispatch import recipe_of
     from flexsp.testing.offline import record_launches
+    from tests.harness.recipes import scalar_decay_recipe
 
     recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     B, T, H, docs = 1, 32768, 32, 4 if packed else 0
@@ -299,7 +296,7 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
     given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
     operators.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
-        found = recipe_of(given, state, docs, 1.0, True, -1, "")
+        found = scalar_decay_recipe(given, state, docs, 1.0)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches, {}
@@ -344,7 +341,7 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
 
 
 def compile_for(arch: int, configs: dict[str, tuple[str, ...]], assemble: bool) -> list[Any]:
-    """Body of the child process: kernels (all where none is named) of the plans for a GPU, with their shared memory."""
+    """In a child process: kernels (all where none is named) of the plans for a GPU, with their shared memory."""
     from flexsp.testing.offline import compile_launches, shared_of
 
     found: list[Any] = []
@@ -371,6 +368,10 @@ def compile_for(arch: int, configs: dict[str, tuple[str, ...]], assemble: bool) 
     return found
 
 
+def compile_all(archs: tuple[int, ...], configs: dict[str, tuple[str, ...]], assemble: bool) -> dict[int, list[Any]]:
+    return {arch: compile_for(arch, configs, assemble) for arch in archs}
+
+
 def compiled(arch: int, configs: dict[str, tuple[str, ...]], folder: Path, assemble: bool = False) -> list[Any]:
     return compiled_for((arch,), configs, folder, assemble)[arch]
 
@@ -378,13 +379,7 @@ def compiled(arch: int, configs: dict[str, tuple[str, ...]], folder: Path, assem
 def compiled_for(
     archs: tuple[int, ...], configs: dict[str, tuple[str, ...]], folder: Path, assemble: bool = False
 ) -> dict[int, list[Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
-    env["FLEXSP_CODE_DIR"] = str(folder)
-    command = [sys.executable, __file__, json.dumps(archs), json.dumps(configs), str(int(assemble))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {int(arch): found for arch, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    return in_child(compile_all, archs, configs, assemble, timeout=1800, FLEXSP_CODE_DIR=folder)
 
 
 def table(found: list[Any]) -> str:
@@ -487,8 +482,3 @@ def test_replaced_devices_are_others() -> None:
     with planned_for(replace(H200, programs=8)):
         few = make_plan(x, x, 0)
     assert few.n_seg == 2 and make_plan(x, x, 0).n_seg == 32
-
-
-if __name__ == "__main__":
-    archs, configs = (json.loads(x) for x in sys.argv[1:3])
-    print(json.dumps({arch: compile_for(arch, configs, sys.argv[3] == "1") for arch in archs}))

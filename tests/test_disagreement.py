@@ -24,8 +24,8 @@ from flexsp.ops import chunk_linear_attn, chunk_retention, chunk_simple_gla, mam
 from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
+from tests.harness.interpreted import INTERPRETED
 
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 CHECK = {"FLEXSP_CHECK": "1"}
 PATIENCE = 100.0  # seconds: only a mismatch that nobody notices lasts so long, or a machine that is very busy
 ODD = 1  # the rank that does something else
@@ -119,7 +119,7 @@ HOW = ["order", "dtype", "gates", "kind of gate", "op", "packed", "generated"]
 @pytest.mark.parametrize("how", [*HOW, "schedule", "all_gather"])
 def test_process_group(how: str) -> None:
     """Both neighbours of a mismatch see it at once, and who waits to the right of it is told."""
-    options = {"sp_timeout_s": PATIENCE, "fresh_sp": True, "env": {"FLEXSP_TEST_POOL": "disagreement"}}
+    options = {"sp_timeout_s": PATIENCE, "own_processes": True}
     answers = run_ranks(_errors, 3, how, **options)
     for error in answers:
         assert isinstance(error, PeerMismatch), answers
@@ -130,7 +130,7 @@ def test_process_group(how: str) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_kernels_over_shared_memory(how: str) -> None:
-    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": KERNELS}
+    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": INTERPRETED}
     answers = run_ranks(_errors, 2, how, **options)
     for rank, error in enumerate(answers):
         assert isinstance(error, PeerMismatch), answers
@@ -148,7 +148,7 @@ def _raised(sp: Any) -> tuple[Any, int]:
 @pytest.mark.parametrize("transport", ["process_group", "posix"])
 def test_a_rank_that_went_on_after_an_error(transport: str) -> None:
     """It must not take what its neighbours sent in the call before for an answer to the next one."""
-    options = {"heap_mib": 1, "env": KERNELS} if transport == "posix" else {}
+    options = {"heap_mib": 1, "env": INTERPRETED} if transport == "posix" else {}
     answers = run_ranks(_raised, 2, transport=transport, sp_timeout_s=PATIENCE, fresh_sp=True, **options)
     assert answers[ODD][1] > answers[0][1]
     for error, _ in answers:
@@ -194,7 +194,7 @@ def test_forward_meets_backward() -> None:
 
 def test_forward_meets_backward_over_shared_memory() -> None:
     """Directions have flags of their own, so that neither sees the other's: both give up in time."""
-    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": KERNELS}
+    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": INTERPRETED}
     answers = run_ranks(_forward_meets_backward, 2, sp_timeout_s=3.0, **options)
     assert all(isinstance(error, PeerMismatch | PeerTimeout) for error in answers), answers
 
@@ -223,9 +223,7 @@ def _ask_lengths(sp: Any) -> None:
 
 @pytest.mark.parametrize("how", ["gather and sum", "gather and halo", "halos", "lengths and halo"])
 def test_collectives_and_halos(how: str) -> None:
-    answers = run_ranks(
-        _collectives, 3, how, sp_timeout_s=PATIENCE, fresh_sp=True, env={"FLEXSP_TEST_POOL": "collective"}
-    )
+    answers = run_ranks(_collectives, 3, how, sp_timeout_s=PATIENCE, own_processes=True)
     assert all(isinstance(error, PeerMismatch) for error in answers), answers
 
 
@@ -248,7 +246,7 @@ def _flags(sp: Any) -> list[int]:
 
 def test_every_tile_says_that_ranks_disagree() -> None:
     """Tiles after the first do not report a silent peer, and no rank is told that it is missing itself."""
-    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": KERNELS}
+    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": INTERPRETED}
     answers = run_ranks(_flags, 3, **options)
     assert [answer[:2] for answer in answers] == [["PeerMismatch", 1], ["PeerMismatch", 0], ["PeerMismatch", 0]]
     for word in answers[2][2:]:
@@ -301,7 +299,7 @@ def _evaluated_first(sp: Any) -> torch.Tensor:
 
 
 def test_exchanges_in_inference_mode_leave_later_ones_working() -> None:
-    grads = run_ranks(_evaluated_first, 2, fresh_sp=True, env={"FLEXSP_TEST_POOL": "evaluated"})
+    grads = run_ranks(_evaluated_first, 2, own_processes=True)
     assert [x.flatten().tolist() for x in grads] == [[2, 3, 3], [2, 2, 2]]
 
 
@@ -311,8 +309,8 @@ def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> Non
     """One rank with gates among ranks without: same shapes, another transition. Ranks that agree with their neighbour
     hear of it from there."""
     answers = run_ranks(
-        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule, fresh_sp=True,
-        env={"FLEXSP_TEST_POOL": "stamps"},
+        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule,
+        own_processes=True,
     )  # fmt: skip
     for rank, (state, error) in enumerate(answers):
         if rank or schedule == "all_gather":
@@ -405,7 +403,7 @@ def _by_keys(prev_s, k, chunk_state):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("how", ["decay", "dtype"])
 def test_check_mode_compares_generated_kernels_before_they_start(how: str, tmp_path: Path) -> None:
-    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": KERNELS | {"FLEXSP_CHECK": "1"}}
+    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": INTERPRETED | {"FLEXSP_CHECK": "1"}}
     answers = run_ranks(_checked, 2, str(tmp_path), how, sp_timeout_s=PATIENCE, **options)
     for rank, (error, channels) in enumerate(answers):
         assert isinstance(error, PeerMismatch), answers
@@ -415,7 +413,7 @@ def test_check_mode_compares_generated_kernels_before_they_start(how: str, tmp_p
 
 def test_check_mode_looks_at_decays_of_generated_kernels(tmp_path: Path) -> None:
     """The functions take any factor; kernels carry its logarithm, so one below 0 makes NaN, which is said."""
-    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": KERNELS | {"FLEXSP_CHECK": "1"}}
+    options = {"transport": "posix", "heap_mib": 1, "fresh_sp": True, "env": INTERPRETED | {"FLEXSP_CHECK": "1"}}
     for error, _ in run_ranks(_checked, 2, str(tmp_path), "negative", sp_timeout_s=PATIENCE, **options):
         assert type(error) is ValueError and "_by_keys: expected to multiply" in str(error), error
 
@@ -436,7 +434,7 @@ def _backward_in_another_order(sp: Any) -> Any:
 
 @pytest.mark.parametrize("transport", ["process_group", "posix"])
 def test_check_mode_tells_backward_passes_in_another_order(transport: str) -> None:
-    options = {"heap_mib": 1, "env": {**KERNELS, **CHECK}} if transport == "posix" else {"env": CHECK}
+    options = {"heap_mib": 1, "env": {**INTERPRETED, **CHECK}} if transport == "posix" else {"env": CHECK}
     found = run_ranks(_backward_in_another_order, 3, transport=transport, fresh_sp=True, timeout=200, **options)
     for kind, text in found:
         assert kind is PeerMismatch
@@ -479,7 +477,7 @@ def _goes_on(sp: Any) -> list[Any]:
 @pytest.mark.parametrize("transport", ["process_group", "posix"])
 def test_a_rank_that_raises_in_the_users_code_and_goes_on(transport: str) -> None:
     """No rank gets an output of what the others made of another batch."""
-    options = {"heap_mib": 1, "env": KERNELS} if transport == "posix" else {}
+    options = {"heap_mib": 1, "env": INTERPRETED} if transport == "posix" else {}
     found = run_ranks(_goes_on, 3, transport=transport, sp_timeout_s=PATIENCE, fresh_sp=True, timeout=300, **options)
     for rank, batches in enumerate(found):
         assert batches[0] is True
@@ -509,6 +507,6 @@ def test_values_that_all_ranks_must_agree_on(how: str) -> None:
 
 
 def test_kernels_tell_another_scale() -> None:
-    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": KERNELS}
+    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": PATIENCE, "fresh_sp": True, "env": INTERPRETED}
     found = run_ranks(_other_values, 3, "scale", timeout=200, **options)
     assert [kind for kind, _ in found] == [PeerMismatch] * 3, found

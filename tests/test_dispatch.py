@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from flexsp.comm import group
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import (
     ConstExpr,
@@ -26,18 +25,19 @@ from flexsp.compiler import (
     SymbTensor,
     cache_result,
     decayed_scores,
-    engine,
     identity,
     unit_lower_inverse,
 )
+from flexsp.compiler.backend import generated_kernels
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.diagonal import dispatch as diagonal
 from flexsp.runtime.steps import Step, launches_of
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.compiling import in_child
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.recipes import scalar_decay_recipe
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -103,7 +103,7 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ["simple_gla", "gla", "deltanet"])
 def test_backward_kernels_are_precompiled(name: str, tmp_path: Path) -> None:
-    assert run_ranks(precompiled, 1, name, str(tmp_path), env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled, 1, name, str(tmp_path), own_processes=True) == [[True] * 4]
 
 
 def precompiled_engine(sp: Any) -> list[bool]:
@@ -115,7 +115,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
         x |= {} if gate is None else {gate: -torch.rand((1, 4096, 4) if gate == "g" else 4)}
         x = {name: y.requires_grad_() for name, y in x.items()}
         initial = torch.zeros(2 if packed else 1, 4, 64, 64).requires_grad_() if given else None
-        recipe = diagonal.recipe_of(x, initial, 2 * packed, 0.1, True, -1, "")
+        recipe = scalar_decay_recipe(x, initial, 2 * packed, 0.1)
         table = torch.zeros(recipe.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
             o, _, saved = recipe.run_forward([*x.values()], initial, table)
@@ -125,7 +125,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
 
 
 def test_backward_kernels_of_the_engine_are_precompiled() -> None:
-    assert run_ranks(precompiled_engine, 1, env={"TRITON_INTERPRET": "0"}) == [[True] * 4]
+    assert run_ranks(precompiled_engine, 1, own_processes=True) == [[True] * 4]
 
 
 class Launched(Exception):
@@ -173,7 +173,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
 def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None:
     """Of lengths for which the plan is of one kind: several segments (or one, of a dense transition)."""
     lengths = [4096, 4097, 5000, 6001, 8192, 10007]
-    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, env={"TRITON_INTERPRET": "0"})
+    (counts,) = run_ranks(keys_of_lengths, 1, name, str(tmp_path), lengths, own_processes=True)
     assert counts[0] >= 5
     assert counts == [counts[0]] * len(lengths), counts
 
@@ -221,7 +221,7 @@ def repeated(sp: Any, folder: str) -> dict[str, Any]:
 
 
 def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
-    (found,) = run_ranks(repeated, 1, str(tmp_path), env=ENV)
+    (found,) = run_ranks(repeated, 1, str(tmp_path), env=INTERPRETED)
     assert found["recipes"] == [1, 1, 2, 3, 4]
     assert max(found["errors"]) < 1e-5, found["errors"]
     assert not found["recorded"]
@@ -242,7 +242,7 @@ def under_autocast(sp: Any, folder: str) -> list[float]:
 
 
 def test_autocast_leaves_states_alone(tmp_path: Path) -> None:
-    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=ENV):
+    for (error,) in run_ranks(under_autocast, 3, str(tmp_path), env=INTERPRETED):
         assert error < 1e-5
 
 
@@ -267,15 +267,29 @@ def differs(model: Any, x: Tensors) -> float:
 
 
 def hooked(sp: Any, folder: str) -> tuple[float, bool]:
-    """Error of gradients where hooks give saved tensors back contiguous; kernels for gradients of other alignment."""
+    """Error of gradients where hooks give saved tensors back contiguous, also in a process's first group, whose number
+    is 0; on one rank, kernels for gradients of other alignment."""
+    with mock.patch.dict(group._GROUPS, {0: sp}), mock.patch.object(sp, "id", 0):
+        return _hooked(sp, folder)
+
+
+def _hooked(sp: Any, folder: str) -> tuple[float, bool]:
     torch.manual_seed(0)
     model = variants.load("simple_gla").make(2, 8, 4, code_dir=folder)
-    x = {name: y.transpose(1, 2).contiguous().transpose(1, 2) for name, y in gated().items()}
-    leaves = {name: y.requires_grad_() for name, y in x.items()}
+    given = gated(9 * sp.world_size)
+    x = {name: sp.shard(y).transpose(1, 2).contiguous().transpose(1, 2) for name, y in given.items()}
+    leaves, over = {name: y.requires_grad_() for name, y in x.items()}, sp if sp.world_size > 1 else None
     copied = torch.autograd.graph.saved_tensors_hooks(lambda y: y.clone(memory_format=torch.contiguous_format), _same)
+
+    def found() -> list[torch.Tensor]:
+        o, final = model(**leaves, sp=over)
+        return gradients(o, o if final is None else final, leaves)
+
     with copied:
-        again = gradients(*model(**leaves), leaves)
-    pairs = zip(again, gradients(*model(**leaves), leaves), strict=True)
+        again = found()
+    pairs = zip(again, found(), strict=True)
+    if over is not None:
+        return max(relative_error(a, b) for a, b in pairs), True
     (call,) = model._calls.values()
     do, dfinal = torch.zeros(1, 9, 2, 4), torch.zeros(1 * 2 * 8 * 4 + 1)
     one, other = (call.recipe.backward(do, y.view(1, 2, 8, 4), False) for y in (dfinal[:-1], dfinal[1:]))
@@ -286,10 +300,11 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_gradients_of_tensors_that_lie_otherwise(tmp_path: Path) -> None:
-    ((error, apart),) = run_ranks(hooked, 1, str(tmp_path), env=ENV)
-    assert error < 1e-6
-    assert apart
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_tensors_that_lie_otherwise(ranks: int, tmp_path: Path) -> None:
+    for error, apart in run_ranks(hooked, ranks, str(tmp_path), env=INTERPRETED):
+        assert error < 1e-6
+        assert apart
 
 
 def plain(sp: Any, folder: str) -> list[Any]:
@@ -323,7 +338,8 @@ def plain(sp: Any, folder: str) -> list[Any]:
 
 
 def test_copies_backends_and_transforms(tmp_path: Path) -> None:
-    assert run_ranks(plain, 1, str(tmp_path), env=ENV) == [[True, True, True, False, True, True, True, True, True]]
+    (found,) = run_ranks(plain, 1, str(tmp_path), env=INTERPRETED)
+    assert found == [True, True, True, False, True, True, True, True, True]
 
 
 def _k_v(k: Any, v: Any) -> Any:
@@ -441,7 +457,7 @@ def test_odd_programs(tmp_path: Path) -> None:
     """A factor of rows times a vector, scores with a constant, values kept under names that mean something else,
     weights that are infinite above the diagonal, outputs of a dense transition with a gate for each of their columns,
     states that are not read, no sequences."""
-    (errors,) = run_ranks(odd, 1, str(tmp_path), env=ENV)
+    (errors,) = run_ranks(odd, 1, str(tmp_path), env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -452,7 +468,7 @@ def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
     assert make(4, 16, 32).kernels is kernels
     assert make(2, 16, 17, code_dir=str(tmp_path)).kernels is not kernels
     others = [make(2, 8, 17), make(2, 16, 17, dtype=torch.bfloat16), variants.load("retnet").make(2, 16, 17)]
-    assert len({engine._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
+    assert len({generated_kernels._likeness(x.program) for x in (make(2, 16, 17), *others)}) == 4  # 8 has another scale
 
 
 def test_more_heads_than_a_grid_has() -> None:
@@ -502,33 +518,28 @@ def twice(sp: Any, folder: str, name: str) -> bool:
 
 @pytest.mark.parametrize("name", ["simple_gla", "deltanet"])
 def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
-    assert run_ranks(twice, 1, str(tmp_path), name, env=ENV) == [True]
+    assert run_ranks(twice, 1, str(tmp_path), name, env=INTERPRETED) == [True]
 
 
 # Ahead of time --------------------------------------------------------------------------------------------------------
 
-AHEAD = """
-import sys, time, torch
-from tests import variants
-from flexsp.compiler.ahead import compile_ahead
-from flexsp.compiler.engine import Generated
-from triton.backends.compiler import GPUTarget
 
-code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
-print(compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32)))
-variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
-"""
+def ahead() -> int:
+    from triton.backends.compiler import GPUTarget
+
+    from flexsp.compiler.ahead import compile_ahead
+    from flexsp.compiler.backend.generated_kernels import Generated
+
+    code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)
+    found = compile_ahead(code, code.program.meta, GPUTarget("cuda", 90, 32))
+    variants.load("linear").make(2, 16, 16, torch.bfloat16, enable_aot=True)
+    return found
 
 
 def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
-    root = str(Path(__file__).parents[1])
-    env |= {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    env |= {"FLEXSP_CODE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    found = in_child(ahead, TRITON_CACHE_DIR=tmp_path / "cache", FLEXSP_CODE_DIR=tmp_path)
     cubins = list((tmp_path / "cache").glob("*/*.cubin"))
-    assert len(cubins) == int(done.stdout) >= 10
+    assert len(cubins) == found >= 10
     assert {"output.cubin", "grads.cubin", "_propagate_kernel.cubin"} <= {x.name for x in cubins}
 
 
@@ -546,24 +557,24 @@ def interpreted(sp: Any) -> str:
 
 
 def test_the_interpreter_compiles_nothing() -> None:
-    (message,) = run_ranks(interpreted, 1, env=ENV)
+    (message,) = run_ranks(interpreted, 1, env=INTERPRETED)
     assert "TRITON_INTERPRET" in message
 
 
 def over_group(sp: Any, folder: str) -> tuple[bool, list[int], str]:
     import torch.distributed as dist
 
-    from flexsp.comm import group
+    from flexsp.comm.ranks import GROUPS
 
-    live = dict(group._GROUPS)
-    group._GROUPS.clear()
+    live = dict(GROUPS)
+    GROUPS.clear()
     try:
         variants.load("simple_gla").make(2, 8, 4, sp_group=dist.group.WORLD)
         message = ""
     except ValueError as error:
         message = str(error)
     finally:
-        group._GROUPS.update(live)
+        GROUPS.update(live)
     torch.manual_seed(3)
     meta = {"q": (1, 24, 2, 8), "k": (1, 24, 2, 8), "v": (1, 24, 2, 4), "g": (1, 24, 2)}
     x = {name: -torch.rand(shape, dtype=torch.float64) for name, shape in meta.items()}

@@ -14,10 +14,10 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
 
 H, K, V = 2, 16, 6
 BOUNDS = [0, 0, 12, 50, 50, 75]
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, Tensor]
 
 
@@ -120,7 +120,7 @@ def in_kernels(sp: SequenceParallel, seed: int) -> str:
 
 @pytest.mark.slow
 def test_kernels() -> None:
-    assert run_ranks(in_kernels, 1, random.randrange(2**31), env=KERNELS) == ["runs generated kernels"]
+    assert run_ranks(in_kernels, 1, random.randrange(2**31), env=INTERPRETED) == ["runs generated kernels"]
 
 
 def over_ranks(sp: SequenceParallel, seed: int, lengths: list[int], bounds: list[int] | None) -> dict[str, Tensors]:

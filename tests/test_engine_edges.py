@@ -13,7 +13,8 @@ from flexsp.devices import H200, planned_for
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
-from tests.test_triton_engine import ENV, ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk, poisoned
+from tests.harness.diagonal import ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk
+from tests.harness.interpreted import INTERPRETED, poisoned
 
 
 def test_several_sequences_heads_and_tiles_of_keys() -> None:
@@ -57,7 +58,7 @@ def _error_before_large_numbers(sp: Any, seed: int, joint: bool) -> float:
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_large_numbers_behind_closed_gates_leave_no_rounding(joint: bool, seed: int) -> None:
-    (error,) = run_ranks(_error_before_large_numbers, 1, seed, joint, env=ENV)
+    (error,) = run_ranks(_error_before_large_numbers, 1, seed, joint, env=INTERPRETED)
     assert error < 1
 
 
@@ -91,7 +92,7 @@ def _after_nan(sp: Any, name: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ["g", "k", "v"])
 def test_nan_is_seen_from_its_token_on(name: str) -> None:
-    (found,) = run_ranks(_after_nan, 1, name, env=ENV)
+    (found,) = run_ranks(_after_nan, 1, name, env=INTERPRETED)
     assert all(found), found
 
 
@@ -109,4 +110,4 @@ def _far_apart(sp: Any, file: str) -> float:
 
 def test_heads_of_gates_that_lie_far_apart(tmp_path: Any) -> None:
     """Strides fit 32 bits, offsets do not."""
-    assert run_ranks(_far_apart, 1, str(tmp_path / "gates"), env=ENV) == [0.0]
+    assert run_ranks(_far_apart, 1, str(tmp_path / "gates"), env=INTERPRETED) == [0.0]

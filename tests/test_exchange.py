@@ -197,7 +197,7 @@ def _absent(sp: SequenceParallel) -> Any:
 
 @pytest.mark.parametrize("schedule", ["serial", "pipelined", "all_gather"])
 def test_a_rank_that_never_arrives(schedule: str) -> None:
-    options = {"env": {"FLEXSP_TEST_POOL": "failures"}, "sp_timeout_s": 3.0, "fresh_sp": True, "schedule": schedule}
+    options = {"own_processes": True, "sp_timeout_s": 3.0, "schedule": schedule}
     results = run_ranks(_absent, 3, **options)
     assert results[1] is None
     for r in (0, 2):
@@ -219,7 +219,7 @@ def _dies(sp: SequenceParallel) -> Any:
 
 def test_a_rank_that_dies() -> None:
     with pytest.raises(RankFailure, match="rank 0 failed:\nthe process ended") as caught:
-        run_ranks(_dies, 2, env={"FLEXSP_TEST_POOL": "failures"}, sp_timeout_s=60.0)
+        run_ranks(_dies, 2, own_processes=True, sp_timeout_s=60.0)
     assert "told of the death of rank 0" in str(caught.value)
 
 
@@ -241,7 +241,7 @@ def _disagree(sp: SequenceParallel, how: str) -> Any:
 @pytest.mark.parametrize("how", ["shape", "dtype"])
 def test_ranks_that_disagree(how: str) -> None:
     """Without FLEXSP_CHECK the receiving rank finds out from the text before the data."""
-    options = {"sp_timeout_s": 8.0, "fresh_sp": True, "env": {"FLEXSP_TEST_POOL": "failures"}}
+    options = {"sp_timeout_s": 8.0, "own_processes": True}
     results = run_ranks(_disagree, 2, how, **options)
     assert isinstance(results[1], PeerMismatch), results
     assert (results[1].rank, results[1].peer) == (1, 0)

@@ -18,10 +18,10 @@ from flexsp.scan.sequence import following, last, previous, tokens_before
 from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import fill_slots_with_nan
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
 
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
-POSIX: dict[str, Any] = {"transport": "posix", "heap_mib": 1, "env": KERNELS}
+POSIX: dict[str, Any] = {"transport": "posix", "heap_mib": 1, "env": INTERPRETED}
 KINDS = ("none", "scalar", "vector", "dense", "elementwise")
 SHAPES = ((1, 2, 3, 5), (2, 3, 1, 1), (1, 1, 17, 70))
 
@@ -218,7 +218,7 @@ def other_roads(sp: Any) -> list[bool]:
 
 def test_who_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pytorch = {"transport": "posix", "heap_mib": 1}
-    for how, sends in ((POSIX, True), (POSIX | {"schedule": "serial"}, False), ({"env": KERNELS}, False)):
+    for how, sends in ((POSIX, True), (POSIX | {"schedule": "serial"}, False), ({"env": INTERPRETED}, False)):
         assert run_ranks(other_roads, 2, **how) == [[sends, *[False] * 4, sends]] * 2
     assert run_ranks(other_roads, 2, **in_pytorch) == [[False] * 6] * 2
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
@@ -330,7 +330,7 @@ def test_calls_without_sequences_and_of_first_tokens_alone() -> None:
 
 
 def test_check_mode_compares_before_the_launch() -> None:
-    env = KERNELS | {"FLEXSP_CHECK": "1"}
+    env = INTERPRETED | {"FLEXSP_CHECK": "1"}
     for error in run_ranks(different, 2, "shape", sp_timeout_s=30.0, fresh_sp=True, **POSIX | {"env": env}):
         assert isinstance(error, PeerMismatch) and "(1, 2, 1, 4)" in str(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,17 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.testing import run_ranks
 from tests import variants
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+
+@pytest.mark.parametrize("engine", ["diagonal", "vector", "selective"])
+def test_all_dtypes_but_float64_have_kernels(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = importlib.import_module(f"flexsp.kernels.{engine}.op")
+    chosen = op.has_kernels if engine == "vector" else op._use_triton
+    for wanted in (False, True):
+        monkeypatch.setattr(op, "kernels_on_cpu", lambda wanted=wanted: wanted)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert chosen(torch.zeros(1, dtype=dtype)) == (wanted and dtype != torch.float64)
 
 
 def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
@@ -54,12 +64,12 @@ def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:
     assert 'runs in PyTorch (fallback="pytorch"): K = 300' in asked.explain(**large)
     with pytest.warns(UserWarning, match="runs in PyTorch, slowly: K = 300"):
         asked(**large)
-    engine = sys.modules.pop("flexsp.compiler.engine")
-    sys.modules["flexsp.compiler.engine"] = None  # type: ignore[assignment]
+    engine = sys.modules.pop("flexsp.compiler.backend.generated_kernels")
+    sys.modules["flexsp.compiler.backend.generated_kernels"] = None  # type: ignore[assignment]
     try:
         found["no Triton"] = told(make(2, 5, 4, code_dir=folder))
     finally:
-        sys.modules["flexsp.compiler.engine"] = engine
+        sys.modules["flexsp.compiler.backend.generated_kernels"] = engine
     return found
 
 
@@ -80,7 +90,7 @@ def _bent() -> tuple[Any, ...]:
 
 
 def test_no_fallback_unless_asked_for(tmp_path: Path) -> None:
-    (found,) = run_ranks(refusals, 1, str(tmp_path), env=ENV)
+    (found,) = run_ranks(refusals, 1, str(tmp_path), env=INTERPRETED)
     reasons = {
         "large": "K = 257", "chunk": "chunk_size = 48", "no Triton": "Triton",
         "grammar": "K = 300", "not affine": "not affine in the state",

@@ -22,11 +22,12 @@ from torch import Tensor
 from flexsp import ops
 from flexsp.devices import H200, planned_for
 from flexsp.testing import oracles
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from tests import test_mlstm
-from tests import test_vector_gates as vector
-from tests.test_generated import ENV
+from tests.harness import mlstm as mlstm_calls
+from tests.harness import vector_gates as vector
+from tests.harness.interpreted import INTERPRETED
 
 BF16 = torch.bfloat16
 T, CLOSED, K, V = 130, 71, 16, 16
@@ -52,7 +53,7 @@ OPS = {
     "rwkv6": Op(ops.chunk_rwkv6, vector.rwkv6, ("w",)),
     "gated_delta_rule": Op(partial(ops.chunk_gated_delta_rule, **_NORM), partial(oracles.delta_rule, **_NORM)),
     "kda": Op(partial(ops.chunk_kda, **_NORM), partial(oracles.delta_rule, **_NORM)),
-    "mlstm": Op(partial(ops.chunk_mlstm, head_first=False), test_mlstm.oracle, ("f", "i")),
+    "mlstm": Op(partial(ops.chunk_mlstm, head_first=False), mlstm_calls.oracle, ("f", "i")),
 }
 
 
@@ -119,7 +120,7 @@ def near_the_least_denominator(inputs: Tensors) -> Tensor:
 
     With values of 1 and half the scale the outputs are half of q n, up to |q n| = 2.
     """
-    half = test_mlstm.oracle(**inputs | {"v": torch.ones_like(inputs["v"])}, scale=0.5 * K**-0.5)[0]
+    half = mlstm_calls.oracle(**inputs | {"v": torch.ones_like(inputs["v"])}, scale=0.5 * K**-0.5)[0]
     return ((2 * half).abs() - 1).abs() < 0.1
 
 
@@ -134,7 +135,8 @@ def errors(sp: Any, name: str, seed: int) -> dict[str, tuple[float, float]]:
     # A sum over tokens may nearly vanish for some cotangents: its size is that for all of them.
     sizes = {key: x.norm().item() * (COTANGENTS / MORE) ** 0.5 for key, x in want.items()}
     want, dos = {key: x[:COTANGENTS] for key, x in want.items()}, dos[:COTANGENTS]
-    found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
+    with within_tensors():
+        found = in_parts(gradients(op.chunk, inputs, op.gates, dos, True))
     drawn, times = [], 2 if "beta" in inputs else 1  # delta rules round U, W and the inverse too
     for _ in range(DRAWS):
         off = {key: rounded_again(x, made, times) if key in ROUNDED else x for key, x in inputs.items()}
@@ -149,7 +151,7 @@ def errors(sp: Any, name: str, seed: int) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize("name", OPS)
 def test_gates(name: str) -> None:
-    (found,) = run_ranks(errors, 1, name, random.randrange(2**31), env=ENV, timeout=200)
+    (found,) = run_ranks(errors, 1, name, random.randrange(2**31), env=INTERPRETED, timeout=200)
     over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
     assert not over, "\n".join(over)
 
@@ -191,6 +193,6 @@ def long_errors(sp: Any, segments: int, packed: bool, seed: int) -> dict[str, tu
 
 @pytest.mark.parametrize(("segments", "packed"), [(1, False), (4, False), (1, True)], ids=["1", "4", "packed"])
 def test_nothing_is_carried_over_chunks_in_bfloat16(segments: int, packed: bool) -> None:
-    (found,) = run_ranks(long_errors, 1, segments, packed, random.randrange(2**31), env=ENV, timeout=200)
+    (found,) = run_ranks(long_errors, 1, segments, packed, random.randrange(2**31), env=INTERPRETED, timeout=200)
     over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
     assert not over, "\n".join(over)

@@ -4,12 +4,7 @@ sm_90."""
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +12,15 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.testing.compare import check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
+from flexsp.variants.gated_keys import GATED_KEYS
+from tests.harness.compiling import in_child, told_of
+from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
-from tests.test_generated import ENV, MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
 
 BF16 = torch.bfloat16
 MILD = (0.0, -0.02, -0.4)
@@ -61,6 +60,11 @@ def check(folder: str, *runs: Run) -> None:
 @pytest.mark.parametrize("kind", ["mild", *slow("wild", "both")])
 def test_one_sequence(kind: str, folder: str) -> None:
     check(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
+
+
+def test_heads_and_sequences_behind_strides(folder: str) -> None:
+    given = {"T": 40, "B": 2, "H": 2, "dtype": BF16, "strided": True}
+    check(folder, OURS(gates=MILD, **given), OURS(gates=WILD, **given))
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def edges(sp: Any, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [BF16, *slow(torch.float32, torch.float16)])
 def test_closed_gates_and_nan(dtype: torch.dtype) -> None:
-    (wrong,) = run_ranks(edges, 1, dtype, env=ENV, timeout=200)
+    (wrong,) = run_ranks(edges, 1, dtype, env=INTERPRETED, timeout=200)
     assert not wrong, wrong
 
 
@@ -143,12 +147,14 @@ def variant(scale: Any = 0.5, chunk_size: int | None = None, H: int = 2) -> Line
     h, k, v = ConstExpr("H", H), ConstExpr("D", 16), ConstExpr("E", 16)
     meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkvg"}
     meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale}
-    return LinearAttention(meta, gla.chunk, gla.decay, gla.merge, chunk_size=chunk_size)
+    return LinearAttention(
+        meta, gla.chunk, gla.decay, gla.merge, chunk_size=chunk_size, lowerings=[GATED_KEYS]
+    )  # fmt: skip
 
 
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
-    plan = code.plan(sizes, 2, 500, 0, dtype, chunk=chunk)
+    plan = choose_plan(code, sizes, 2, 500, 0, dtype, chunk=chunk)
     call = GeneratedCall(code, plan, sizes, 1, 2, 500, 0, dtype)
     return [x.kind for x in (*call.forward(), *call.backward(False, False))]
 
@@ -185,14 +191,15 @@ def test_the_op_clamps_gates_where_no_kernel_does() -> None:
 
 
 def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]]:
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
-    from flexsp.compiler import dispatch, engine
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.kernels import operators
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     kind, T, H = getattr(torch, dtype), 4096, 32
     operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
-    code = engine.Generated(gla.make(H, K, V, kind).program, lowering="gated_keys")
+    code = Generated(gla.make(H, K, V, kind).program)
 
     def meta(width: int, like: torch.dtype = kind) -> torch.Tensor:
         return torch.empty(1, T, H, width, dtype=like, device="meta", requires_grad=True)
@@ -203,28 +210,16 @@ def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]
         recipe = dispatch.recipe_of(code, given, None, bounds, None)
         o, _ = operators.run(recipe, None, [*given.values()], None, bounds, (0, T, T))
         torch.autograd.backward([o], [torch.empty_like(o)])
-    told = ("name", "registers", "stack", "shared", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
-    found = [x for x in compile_launches(launches) if "key" in x.name]
-    return [{x: getattr(one, x) for x in told} for one in found]
+    return told_of([x for x in launches if "key" in x[0].__name__])
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.parametrize("name", [*slow(*CONFIGS)])
 def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no lanes that round a sum differently, no NaN that gives way to a
     number, no missing barriers, no registers that nothing wrote; little on the stack."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = in_child(compile_config, *CONFIGS[name])
     assert len(found) == (4 if CONFIGS[name][3] == "bfloat16" else 2)
     for kernel in found:
         assert kernel["waits_first"] and kernel["stack"] <= 256, kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(*CONFIGS[sys.argv[1]])))

@@ -15,8 +15,9 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import DrawnProgram
-from tests.test_generated import ENV, ONE_SEGMENT, Run, check_runs, poisoned
-from tests.test_generated_programs import WHOLE, check_program
+from tests.harness.generated import LARGER, ONE_SEGMENT, Run, check_runs
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.programs import WHOLE, check_program
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def _gradients(sp: Any, folder: str, seed: int) -> list[float]:
 
 
 def test_initial_states_that_want_gradients_behind_some_that_do_not(tmp_path: Path, seed: int) -> None:
-    (errors,) = run_ranks(_gradients, 1, str(tmp_path), seed, env=ENV)
+    (errors,) = run_ranks(_gradients, 1, str(tmp_path), seed, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -98,14 +99,8 @@ def _batched_gradients(sp: Any, folder: str) -> list[str]:
 
 def test_batched_gradients_are_refused(folder: str) -> None:
     """vmap over the backward pass has no memory that kernels could read."""
-    (found,) = run_ranks(_batched_gradients, 1, folder, env=ENV)
+    (found,) = run_ranks(_batched_gradients, 1, folder, env=INTERPRETED)
     assert len(found) == 2 and all("transforms of torch.func (vmap" in text for text in found), found
-
-
-LARGER = [
-    "k.relu()", "k.clamp(-1, 1)", "k.clamp_min(0.1)", "k.clamp_max(0.1)", "torch.maximum(k, w + 0 * k)",
-    "torch.minimum(w + 0 * k, k)", "k - k.amax(-1, keepdim=True)", "k - k.amin(-1, keepdim=True)",
-]  # fmt: skip
 
 
 def _after_nan(sp: Any, folder: str) -> dict[str, list[bool]]:
@@ -123,5 +118,5 @@ def _after_nan(sp: Any, folder: str) -> dict[str, list[bool]]:
 
 def test_nan_is_larger_and_smaller_than_all(folder: str) -> None:
     """As in PyTorch; a GPU's instruction gives the other number."""
-    (found,) = run_ranks(_after_nan, 1, folder, env=ENV)
+    (found,) = run_ranks(_after_nan, 1, folder, env=INTERPRETED)
     assert all(all(each) for each in found.values()), found

@@ -11,11 +11,9 @@ test of it is skipped.
 from __future__ import annotations
 
 import functools as ft
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,10 @@ import triton.language as tl
 from flexsp.compiler.backend.tile_ops import sum_over
 from flexsp.runtime.launch import begin
 from flexsp.runtime.triton_private import RELEASE
+from tests.harness.compiling import described, in_child
 from tests.marks import slow
+
+pytestmark = pytest.mark.compiles
 
 SHARED_LIMIT = 227 * 1024
 GOLDEN = Path(__file__).parent / "golden" / "gla.py"
@@ -86,22 +87,23 @@ WALKS = ("summarize", "output", "states", "collect", "back")
 
 
 def compile_variant(
-    name: str, how: str, K: str = "128", V: str = "128", dtype: str = "bfloat16"
+    name: str, how: str, K: int = 128, V: int = 128, dtype: str = "bfloat16"
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
-    from flexsp.compiler import dispatch, engine
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.kernels import operators
     from flexsp.testing import offline
     from tests import variants
 
     operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
-    sizes = {"H": 32, "K": int(K), "V": int(V)}
+    sizes = {"H": 32, "K": K, "V": V}
     program = variants.load(name).make(*sizes.values(), getattr(torch, dtype)).program
-    code = engine.Generated(program)
+    code = Generated(program)
 
     def made(what: Any, lead: list[int]) -> torch.Tensor:
         shape = [*lead, *(sizes[s.name] for s in what.shape[len(lead) > 0 :])]
@@ -142,28 +144,12 @@ def unnoticed_barriers(ptx: str) -> float:
     return sum(not races(ptx[:a] + ptx[b:]).found for a, b in some) / len(some)
 
 
-def run_child(*args: str, folder: Path, cache: Path | None = None) -> Any:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
-    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FLEXSP_CODE_DIR": str(folder)}
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here has stacks of its own
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])
-    if cache is not None:
-        env["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(
-        [sys.executable, __file__, *args], env=env, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[dict[str, Any]]]:
     """The kernels of a variant, compiled once."""
-    return ft.cache(lambda name, how: run_child("compile", name, how, folder=tmp_path_factory.mktemp(name)))
-
-
-def described(kernels: list[dict[str, Any]]) -> str:
-    return "\n".join(" ".join(f"{key}={value}" for key, value in kernel.items()) for kernel in kernels)
+    return ft.cache(
+        lambda name, how: in_child(compile_variant, name, how, FLEXSP_CODE_DIR=tmp_path_factory.mktemp(name))
+    )
 
 
 @pytest.mark.parametrize(("name", "how"), CONFIGS)
@@ -191,7 +177,7 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
 )  # fmt: skip
 def test_other_sizes(tmp_path: Path, name: str, how: str, K: int, V: int) -> None:
     """No races, no registers that nothing wrote; and no limit of registers that puts values on the stack."""
-    found = run_child("compile", name, how, str(K), str(V), folder=tmp_path)
+    found = in_child(compile_variant, name, how, K, V, FLEXSP_CODE_DIR=tmp_path)
     told = described(found)
     assert not any(kernel[what] for kernel in found for what in ("races", "unwritten")), told
     assert not [x for x in found if x["limit"] and x["stack"] and x["registers"] <= x["limit"]], told
@@ -211,7 +197,7 @@ LARGE = [  # one of each kind of transition has both sizes in each dtype
 @pytest.mark.parametrize(("name", "how", "K", "V", "dtype"), slow(*LARGE))
 def test_large_states(tmp_path: Path, name: str, how: str, K: int, V: int, dtype: str) -> None:
     """Kernels that take columns in pieces: all fit, and spill what four warps of whole tiles would many times over."""
-    found = run_child("compile", name, how, str(K), str(V), dtype, folder=tmp_path)
+    found = in_child(compile_variant, name, how, K, V, dtype, FLEXSP_CODE_DIR=tmp_path)
     told = described(found)
     assert all(kernel["shared"] <= SHARED_LIMIT and kernel["waits_first"] for kernel in found), told
     assert not any(kernel[what] for kernel in found for what in ("races", "unwritten", "drops_nan")), told
@@ -276,8 +262,8 @@ def compile_sums() -> dict[str, list[int]]:
     return {str(kind): found[2 * i : 2 * i + 2] for i, kind in enumerate(kinds)}
 
 
-def test_lanes_of_a_sum_round_alike(tmp_path: Path) -> None:
-    found = run_child("sums", "all", folder=tmp_path)
+def test_lanes_of_a_sum_round_alike() -> None:
+    found = in_child(compile_sums)
     assert not any(ours for ours, _ in found.values()), found
     assert sum(plain > 0 for _, plain in found.values()) >= 3, f"nothing is shown by this: {found}"
 
@@ -319,7 +305,7 @@ def usage(cubin: bytes) -> str:
 
 def test_kernels_with_a_stack_are_looked_at(tmp_path: Path) -> None:
     """And assembled again with other limits of registers; a limit that makes a kernel spill is dropped before."""
-    found = run_child("limits", "all", folder=tmp_path, cache=tmp_path / "cache")
+    found = in_child(compile_twice, TRITON_CACHE_DIR=tmp_path)
     assert found["none"][1] == 0 and found["by its limit"][1] == 0, found
     assert found["by its limit"][0] > 24, found
     assert found["always"][1] == 2 and found["always"][0] > 32, found
@@ -332,7 +318,7 @@ def source_of(name: str) -> str:
     """The generated file for heads of 64 in bf16, without the line that names Triton's version."""
     import torch
 
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
     from tests import variants
 
     source = Generated(variants.load(name).make(4, 64, 64, torch.bfloat16).program).source
@@ -340,14 +326,7 @@ def source_of(name: str) -> str:
 
 
 def test_golden_source(tmp_path: Path) -> None:
-    found = run_child("source", GOLDEN.stem, folder=tmp_path)
+    found = in_child(source_of, GOLDEN.stem, FLEXSP_CODE_DIR=tmp_path)
     if os.environ.get("FLEXSP_RENEW_GOLDEN") == "1":
         GOLDEN.write_text(found)
     assert found.splitlines() == GOLDEN.read_text().splitlines(), "FLEXSP_RENEW_GOLDEN=1 writes the file anew"
-
-
-if __name__ == "__main__":
-    what, which, *more = sys.argv[1:]
-    answers: dict[str, Callable[..., Any]] = {"source": source_of, "compile": compile_variant}
-    answers |= {"sums": lambda _: compile_sums(), "limits": lambda _: compile_twice()}
-    print(json.dumps(answers[what](which, *more)))

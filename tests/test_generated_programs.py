@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,8 @@ import pytest
 import torch
 
 from flexsp.compiler.frontend import primitives
-from flexsp.testing.compare import DRAWS, a_rounding_off, check_functions, relative_error
+from flexsp.compiler.planning.plan import refusal
+from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.generated_programs import (
@@ -33,16 +32,10 @@ from tests.generated_programs import (
     DrawnProgram,
     draw_program,
 )
-from tests.interpreted import in_pieces
+from tests.harness.generated import SOME_SEGMENTS, hgrn_by_pairs
+from tests.harness.interpreted import INTERPRETED, in_pieces, poisoned
+from tests.harness.programs import PACKED, WHOLE, check_program
 from tests.marks import quick, slow
-from tests.test_generated import (
-    ENV,
-    SOME_SEGMENTS,
-    Tensors,
-    differentiated,
-    hgrn_by_pairs,
-    poisoned,
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def inverses(sp: Any, C: int) -> list[float]:
 
 @pytest.mark.parametrize("C", [16, 32, 64, 128])
 def test_inverse_kernel(C: int, seed: int) -> None:
-    (errors,) = run_ranks(inverses, 1, C, env=ENV)
+    (errors,) = run_ranks(inverses, 1, C, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -168,7 +161,7 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], hal
 @pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "mild", "to -1e4"])
 @pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), *slow((64, False))])
 def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int) -> None:
-    (errors,) = run_ranks(scores, 1, seed, C, kept, gates, False, env=ENV)
+    (errors,) = run_ranks(scores, 1, seed, C, kept, gates, False, env=INTERPRETED)
     assert max(errors.values()) < 1e-5, errors
 
 
@@ -178,7 +171,7 @@ def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int)
 def test_scores_kernels_of_bfloat16(C: int, gates: tuple[float, ...], seed: int) -> None:
     """Chunks whose pairs of tokens meet in the middle, and others."""
     gates = tuple(max(g, -1e4) for g in gates)
-    (errors,) = run_ranks(scores, 1, seed, C, False, gates, True, env=ENV)
+    (errors,) = run_ranks(scores, 1, seed, C, False, gates, True, env=INTERPRETED)
     assert errors.pop("pairs that cancel") < 1e-4, errors
     assert max(errors.values()) < 2e-2, errors
 
@@ -186,72 +179,6 @@ def test_scores_kernels_of_bfloat16(C: int, gates: tuple[float, ...], seed: int)
 # Random programs ------------------------------------------------------------------------------------------------------
 
 PROGRAMS = 3
-
-
-WHOLE, PACKED = (21, None), (20, (0, 2, 2, 20))
-
-
-def answers(
-    model: Any, program: DrawnProgram, inputs: Tensors, bounds: Any, dtype: torch.dtype, seeds: Sequence[int],
-    kernels: bool = False, pieces: int = 0,
-) -> list[Tensors]:  # fmt: skip
-    """Of the kernels or of PyTorch, for the cotangents of each seed."""
-    cu = None if bounds is None else torch.tensor(bounds)
-    shapes = [(*inputs["k"].shape[:3], inputs["prev_s"].shape[-1]), inputs["prev_s"].shape]
-    drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
-    cotangents = [tuple(torch.randn(shape, generator=made) for shape in shapes) for made in drawn]
-    leaves = {name: x.to(dtype, copy=True) for name, x in inputs.items()}
-    backend = variable("FLEXSP_BACKEND", "triton" if kernels else None)
-    with poisoned(SOME_SEGMENTS, program.H), in_pieces(pieces), backend:
-        return differentiated(lambda given: model(**given, cu_seqlens=cu), leaves, cotangents)
-
-
-@contextmanager
-def variable(name: str, value: str | None) -> Iterator[None]:
-    """An environment variable of another value, or none, in a process that goes on to serve other tests."""
-    before = os.environ.pop(name, None)
-    try:
-        os.environ.update({} if value is None else {name: value})
-        yield
-    finally:
-        os.environ.pop(name, None)
-        os.environ.update({} if before is None else {name: before})
-
-
-def compared(sp: Any, program: DrawnProgram, seed: int, folder: str, cases: Any, pieces: int) -> list[str]:
-    """What breaks the rule of flexsp.testing.compare: kernels against the functions in float64, and in float32.
-
-    All cotangents but the first meet inputs that are a rounding off, each its own: where a program magnifies that,
-    kernels may too. Of few draws all may be lucky: of these programs one magnifies a rounding of a parameter near 0 a
-    hundred times, or hardly, as it falls. In `pieces` only those whose columns do not depend on each other.
-    """
-    made = torch.Generator().manual_seed(seed)
-    model = program.model(code_dir=folder)
-    with in_pieces(pieces):
-        looks = model.program.meta.looks(program.sizes, 1)
-        pieces = 0 if model.kernels.refuses(program.sizes, looks, on_gpu=False) else pieces
-    found = []
-    for T, bounds in cases:
-        inputs = program.inputs(1, T, bounds, made)
-        [got] = answers(model, program, inputs, bounds, torch.float32, [seed], kernels=True, pieces=pieces)
-        seeds = [seed + i for i in range(4 * DRAWS)]
-        want = answers(model, program, inputs, bounds, torch.float64, seeds)
-        low, of = [], inputs
-        for each in seeds:
-            low += answers(model, program, of, bounds, torch.float32, [each])
-            of = {name: a_rounding_off(x, made, torch.float32) for name, x in inputs.items()}
-        try:
-            check_functions([got], want, low)
-        except AssertionError as error:
-            found += [f"T = {T}, documents {bounds}:", str(error)]
-    return found
-
-
-def check_program(program: DrawnProgram, seed: int, folder: str, *cases: Any, pieces: int = 0) -> None:
-    about = f"{program}, inputs of seed {seed}, pieces of {pieces}\n\n{program.source}"
-    print(about)  # also where the worker does not come back
-    (wrong,) = run_ranks(compared, 1, program, seed, folder, cases or (WHOLE, PACKED), pieces, env=ENV, timeout=250)
-    assert not wrong, "\n".join([*wrong, about])
 
 
 @pytest.mark.parametrize("n", range(PROGRAMS))
@@ -300,7 +227,7 @@ def reasons(sp: Any) -> dict[str, str]:
 
 
 def test_operators_without_a_kernel_are_named_with_their_line() -> None:
-    (found,) = run_ranks(reasons, 1, env=ENV)
+    (found,) = run_ranks(reasons, 1, env=INTERPRETED)
     for name, reason in found.items():
         assert reason.startswith(f"no kernel is made of {name}") and ", at <string>:" in reason, (name, reason)
 
@@ -328,7 +255,7 @@ def test_what_needs_all_columns_is_not_taken_in_pieces(writes: str, why: str | N
     program = DrawnProgram.of_source(source + "def merge(q, chunk_state):\n    return q @ chunk_state\n")
     model = program.model(code_dir=folder)
     with in_pieces(16):
-        found = model.kernels.refuses(program.sizes, model.program.meta.looks(program.sizes, 1), on_gpu=False)
+        found = refusal(model.kernels, program.sizes, model.program.meta.looks(program.sizes, 1), on_gpu=False)
     assert found is None if why is None else why in str(found)
 
 
@@ -407,7 +334,7 @@ def test_a_decay_that_no_token_changes(
     """A factor of the state that is the same in every chunk, with tokens or without: such as there are in the room for
     documents that do not begin where a chunk does."""
     program = DrawnProgram(CONSTANT_DECAY.format(factor=factor), ("q", "k", "v", "u", "A"), 2, 20, 24, 16)
-    for errors in run_ranks(over_ranks, len(lengths), program, folder, lengths, bounds, env=ENV):
+    for errors in run_ranks(over_ranks, len(lengths), program, folder, lengths, bounds, env=INTERPRETED):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -420,7 +347,7 @@ def test_a_decay_that_no_token_changes(
 def test_a_factor_for_each_number_over_ranks(case: str, transport: str, bounds: tuple[int, ...], folder: str) -> None:
     program, heap = DrawnProgram.of_source(*OF_EACH_NUMBER[case]), {"heap_mib": 4} if transport == "posix" else {}
     given = program, folder, [10, 19, 16], bounds
-    for errors in run_ranks(over_ranks, 3, *given, env=ENV, transport=transport, **heap):
+    for errors in run_ranks(over_ranks, 3, *given, env=INTERPRETED, transport=transport, **heap):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -438,12 +365,12 @@ def test_maxima_over_ranks(
 ) -> None:  # fmt: skip
     heap = {"heap_mib": 4} if transport == "posix" else {}
     given = MAXIMA[case], folder, lengths, bounds
-    for errors in run_ranks(over_ranks, len(lengths), *given, env=ENV, transport=transport, **heap):
+    for errors in run_ranks(over_ranks, len(lengths), *given, env=INTERPRETED, transport=transport, **heap):
         assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("bounds", [(0, 45), (0, 3, 45)])
 def test_sizes_of_the_state_in_a_dense_decay(bounds: tuple[int, ...], folder: str) -> None:
     program = DrawnProgram.of_source(SIZES_IN_A_DENSE_DECAY)
-    for errors in run_ranks(over_ranks, 3, program, folder, [10, 19, 16], bounds, env=ENV):
+    for errors in run_ranks(over_ranks, 3, program, folder, [10, 19, 16], bounds, env=INTERPRETED):
         assert max(errors.values()) < 1e-5, errors

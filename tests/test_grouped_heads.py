@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp import ops
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES = 3, 24, 40  # value heads a key head, K, V
 LARGE = 2, 256, 192
@@ -105,19 +105,19 @@ def differences(
 def test_as_repeated(name: str) -> None:
     seed = random.randrange(2**31)
     for dtype, norm, packed in ((BF16, False, True), (F32, True, False)):
-        assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=ENV) == [[]]
+        assert run_ranks(differences, 1, name, seed, 90, dtype, norm, packed, env=INTERPRETED) == [[]]
 
 
 @pytest.mark.parametrize("name", slow(*RULES))
 def test_large_heads(name: str) -> None:
-    found = run_ranks(differences, 1, name, random.randrange(2**31), 20, BF16, False, True, LARGE, env=ENV)
+    found = run_ranks(differences, 1, name, random.randrange(2**31), 20, BF16, False, True, LARGE, env=INTERPRETED)
     assert found == [[]]
 
 
 @pytest.mark.parametrize("name", quick(RULES, "gated"))
 def test_over_ranks(name: str) -> None:
     """A document has several chunks on the last rank, from which gradients come to the first."""
-    found = run_ranks(differences, 2, name, random.randrange(2**31), 180, BF16, False, True, env=ENV)
+    found = run_ranks(differences, 2, name, random.randrange(2**31), 180, BF16, False, True, env=INTERPRETED)
     assert found == [[], []]
 
 
@@ -139,4 +139,4 @@ class Watched(TorchDispatchMode):
 
 
 def test_decoding_and_dispatch_modes() -> None:
-    assert run_ranks(decoded, 1, random.randrange(2**31), env=ENV) == [[True] * 4]
+    assert run_ranks(decoded, 1, random.randrange(2**31), env=INTERPRETED) == [[True] * 4]

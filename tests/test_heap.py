@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from flexsp.comm import nvshmem, posix, watchdog
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.heap import create_heap, default_heap_bytes
+from flexsp.comm.heap import default_heap_bytes
+from flexsp.comm.transport import create_heap
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.testing.ranks import run_ranks
 

@@ -11,30 +11,10 @@ import torch
 from flexsp.testing.cases import CASES, Shape
 from flexsp.testing.compare import check_op
 from flexsp.testing.ranks import run_ranks
-from tests.test_triton_engine import ENV, GATES, ONE_SEGMENT, SOME_SEGMENTS, poisoned
+from tests.harness.diagonal import ONE_SEGMENT, SOME_SEGMENTS, H, T, gates_of
+from tests.harness.interpreted import INTERPRETED, poisoned
 
-T, H = 150, 2
 BOUNDS = (0, 70, 70, 90, T)
-
-
-def gates_of(kind: str, seed: int) -> torch.Tensor:
-    """[1, T, H], float64."""
-    r = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(1, T, H, generator=r, dtype=torch.float64)
-    if kind == "none":
-        return torch.zeros(1, T, H, dtype=torch.float64)
-    if kind == "some tens of tokens":
-        return -4.0 * uniform
-    if kind == "one slow head":
-        return -uniform * torch.tensor([8.0, 1e-3])
-    if kind == "huge":
-        return -1e4 * uniform
-    if kind == "as models begin":  # A of 0..16 a head, dt log-uniform from 1e-3 to 0.1
-        return -16.0 * torch.rand(H, generator=r, dtype=torch.float64) * torch.exp(uniform * 4.6 - 6.9)
-    if kind == "large numbers far away":
-        return torch.full((1, T, H), -0.6, dtype=torch.float64)
-    assert kind == "closed here and there"
-    return torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), (1, T, H), generator=r)]
 
 
 KINDS = (
@@ -66,7 +46,7 @@ def failures(sp: Any, seed: int) -> list[str]:
 @pytest.mark.slow
 def test_gates_of_all_kinds(seed: int) -> None:
     """Outputs, final states and every gradient, whole and packed, with initial states."""
-    (found,) = run_ranks(failures, 1, seed, env=ENV)
+    (found,) = run_ranks(failures, 1, seed, env=INTERPRETED)
     assert not found, "\n".join(found)
 
 
@@ -97,6 +77,6 @@ def _behind(sp: Any, seed: int, packed: bool) -> tuple[bool, bool, float]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_behind_the_horizon_is_not_walked(packed: bool, seed: int) -> None:
-    ((forward, backward, change),) = run_ranks(_behind, 1, seed, packed, env=ENV)
+    ((forward, backward, change),) = run_ranks(_behind, 1, seed, packed, env=INTERPRETED)
     assert forward and backward
     assert change < 1e-6

@@ -13,11 +13,10 @@ from flexsp.compiler import LinearAttention
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
-from tests.interpreted import poisoned
+from tests.harness.diagonal import gates_of
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import slow
-from tests.test_horizon import gates_of
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 T, H, K, V = 150, 2, 20, 24
 BOUNDS = (0, 70, 70, 90, T)
 KINDS = (
@@ -105,12 +104,13 @@ def test_gates_of_all_kinds(name: str, seed: int) -> None:
     kinds = (*KINDS, "one slow channel") if name.startswith("gla") else KINDS
     kinds = ("none", "one slow head", "huge") if name == "retnet" else kinds
     kinds = tuple(x for x in kinds if (x in QUICK) == (name == "gla")) if name in ("gla", "gla, more") else kinds
-    (found,) = run_ranks(failures, 1, name.partition(",")[0], kinds, seed, env=ENV)
+    (found,) = run_ranks(failures, 1, name.partition(",")[0], kinds, seed, env=INTERPRETED)
     assert not found, "\n".join(found)
 
 
 def test_gates_of_a_variant_with_a_parameter(seed: int) -> None:
-    (found,) = run_ranks(failures, 1, "gla_own_bias", ("some tens of tokens", "one slow channel"), seed, env=ENV)
+    kinds = "some tens of tokens", "one slow channel"
+    (found,) = run_ranks(failures, 1, "gla_own_bias", kinds, seed, env=INTERPRETED)
     assert not found, "\n".join(found)
 
 
@@ -144,9 +144,9 @@ def behind(sp: Any, name: str, slow: bool, packed: bool, seed: int) -> tuple[boo
     ("name", "packed"), [("simple_gla", False), ("gla", True), *slow(("simple_gla", True), ("gla", False))]
 )
 def test_what_is_behind_the_horizon_is_not_walked(name: str, packed: bool, seed: int) -> None:
-    ((forward, backward, change),) = run_ranks(behind, 1, name, False, packed, seed, env=ENV)
+    ((forward, backward, change),) = run_ranks(behind, 1, name, False, packed, seed, env=INTERPRETED)
     assert forward and backward and change < 1e-6
-    ((forward, backward, change),) = run_ranks(behind, 1, name, True, packed, seed, env=ENV)
+    ((forward, backward, change),) = run_ranks(behind, 1, name, True, packed, seed, env=INTERPRETED)
     assert not forward and not backward and change > 0.1
 
 
@@ -162,7 +162,7 @@ def far_away(sp: Any, seed: int) -> float:
 
 
 def test_large_numbers_far_away(seed: int) -> None:
-    (error,) = run_ranks(far_away, 1, seed, env=ENV)
+    (error,) = run_ranks(far_away, 1, seed, env=INTERPRETED)
     assert error < 1e-4
 
 

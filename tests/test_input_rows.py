@@ -13,54 +13,17 @@ from torch import Tensor
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import (
-    ConstExpr,
     LinearAttention,
     SymbTensor,
-    cache_result,
-    decayed_scores,
-    identity,
-    unit_lower_inverse,
 )
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.rows import H, K, V, chunk, decay, h, heads_first, k, merge, meta, v
 
-H, K, V = 2, 16, 6
-h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
 BOUNDS = [0, 0, 12, 30, 30, 45]
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 TOKENS = ("q", "k", "v", "beta", "g")
 Tensors = dict[str, Tensor]
-Sizes = tuple[ConstExpr, ConstExpr, ConstExpr]
-
-
-def chunk(k, v, beta, g):
-    """Gated DeltaProduct (Siems et al. 2025): a gated delta rule whose tokens have several keys."""
-    b = g.cumsum(0)
-    p = k * beta[:, None]
-    inverse = unit_lower_inverse(identity(k, k.size(0)) + decayed_scores(k, p, b).tril(-1))
-    cache_result(inverse @ v, "u")
-    cache_result(inverse @ (k * b.exp()[:, None]), "w")
-    return (p * (b[-1] - b).exp()[:, None]).T @ (inverse @ v)
-
-
-def decay(prev_s, k, beta, g, w, chunk_state):
-    p = k * beta[:, None] * (g.sum(0) - g.cumsum(0)).exp()[:, None]
-    return prev_s * g.sum(0).exp() - p.T @ (w @ prev_s) + chunk_state
-
-
-def merge(q, k, beta, g, u, w, chunk_state):
-    b = g.cumsum(0)
-    errors = u - w @ chunk_state
-    return decayed_scores(q, k * beta[:, None], b) @ errors + (q * b.exp()[:, None]) @ chunk_state
-
-
-def meta(n: int, sizes: Sizes = (h, k, v), dtype: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
-    """The query at a token's last row, the gate at its first."""
-    h, k, v = sizes
-    found = {"q": SymbTensor(["T", h, k], dtype, row=-1), "k": SymbTensor(["T", h, k], dtype, rows=n)}
-    found |= {"v": SymbTensor(["T", h, v], dtype, rows=n), "beta": SymbTensor(["T", h], dtype, rows=n)}
-    found |= {"g": SymbTensor(["T", h], row=0), "prev_s": SymbTensor(["NS", h, k, v])}
-    return found | changed
 
 
 def product(n: int, **changed: Any) -> LinearAttention:
@@ -166,7 +129,7 @@ def in_kernels(sp: SequenceParallel, n: int, seed: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_kernels(n: int) -> None:
-    assert run_ranks(in_kernels, 1, n, random.randrange(2**31), env=KERNELS) == ["runs generated kernels"]
+    assert run_ranks(in_kernels, 1, n, random.randrange(2**31), env=INTERPRETED) == ["runs generated kernels"]
 
 
 def over_ranks(
@@ -186,7 +149,7 @@ def over_ranks(
 
 def check_ranks(n: int, lengths: list[int], bounds: list[int] | None, seed: int, kernels: bool) -> None:
     dtype = torch.float32 if kernels else torch.float64
-    parts = run_ranks(over_ranks, 3, n, seed, lengths, bounds, dtype, env=KERNELS if kernels else {})
+    parts = run_ranks(over_ranks, 3, n, seed, lengths, bounds, dtype, env=INTERPRETED if kernels else {})
     x = leaves(draw(n, 2 if bounds is None else 1, 45, 2 if bounds is None else len(BOUNDS) - 1, seed, dtype))
     wide = leaves({name: y.double() for name, y in x.items()})
     o, final = token_loop(wide, bounds)
@@ -252,16 +215,6 @@ def test_one_graph(seed: int) -> None:
 # Heads first ----------------------------------------------------------------------------------------------------------
 
 
-def heads_first(
-    n: int = 2, H: int = H, K: int = K, V: int = V, dtype: torch.dtype = torch.float32
-) -> LinearAttention:  # fmt: skip
-    """Queries, keys and gates come with heads first, values and strengths with tokens first."""
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    changed = {"q": SymbTensor([h, "T", k], dtype, row=-1), "k": SymbTensor([h, "T", k], dtype, rows=n)}
-    changed |= {"g": SymbTensor([h, "T"], row=0)}
-    return LinearAttention(meta(n, (h, k, v), dtype, **changed), chunk, decay, merge)
-
-
 def turned(x: Tensors) -> Tensors:
     places = {"q": (1, 2), "k": (1, 3), "g": (1, 2)}
     return {name: y.movedim(*places[name][::-1]) if name in places else y for name, y in x.items()}
@@ -288,7 +241,7 @@ def test_heads_first(seed: int) -> None:
 
 @pytest.mark.slow
 def test_heads_first_in_kernels(seed: int) -> None:
-    run_ranks(turned_as, 1, seed, torch.float32, 1e-6, env=KERNELS)
+    run_ranks(turned_as, 1, seed, torch.float32, 1e-6, env=INTERPRETED)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -78,9 +78,13 @@ def run(python: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str
 
 
 def test_readme_examples_run(python: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert blocks
-    each = [f"exec(compile({block!r}, 'README.md', 'exec'), {{'__name__': '__main__'}})" for block in blocks]
+    pages = [ROOT / "README.md", ROOT / "docs" / "use.md", ROOT / "docs" / "compose.md"]
+    found = {page.name: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in pages}
+    assert all(found.values())
+    each = [
+        f"exec(compile({block!r}, {name!r}, 'exec'), {{'__name__': '__main__'}})"
+        for name, blocks in found.items() for block in blocks
+    ]  # fmt: skip
     where = f"import flexsp; assert not flexsp.__file__.startswith({str(ROOT)!r})"
     done = run(python, "-c", "\n".join(["import torch", "torch.set_num_threads(1)", where, *each]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

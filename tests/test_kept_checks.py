@@ -15,8 +15,8 @@ from flexsp import ops
 from flexsp.ops import _delta, _validate
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -224,5 +224,5 @@ def differences(sp: object, seed: int) -> dict[str, float]:
 
 
 def test_calls_that_differ_in_one_thing() -> None:
-    (found,) = run_ranks(differences, 1, random.randrange(2**31), env=ENV, timeout=300)
+    (found,) = run_ranks(differences, 1, random.randrange(2**31), env=INTERPRETED, timeout=300)
     assert max(found.values()) < 1e-4, found

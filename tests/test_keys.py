@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.offline import compile_launches, record_launches
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
 
-ENV = {"TRITON_INTERPRET": "1"}
 KINDS = [(K, repeats, norm) for K, repeats, norm in itertools.product((5, 20, 256), (1, 3), (True, False))]
 LENGTHS = [(7,), (7, 14), (9, 4)]
 
@@ -39,11 +40,12 @@ def errors(sp: object, seed: int, dtype: torch.dtype) -> list[float]:
             wants.append(want.repeat_interleave(repeats, dim=2))
             xs.append(x.requires_grad_())
             dys.append(torch.randn(3, T, 2 * repeats, K, generator=made).to(dtype))
-        with torch.no_grad():
-            alone = unit_keys(xs, repeats, norm)
-        got = unit_keys(xs, repeats, norm)
-        assert all(torch.equal(a, b) for a, b in zip(alone, got, strict=True))
-        grads = torch.autograd.grad(got, xs, dys)
+        with within_tensors():
+            with torch.no_grad():
+                alone = unit_keys(xs, repeats, norm)
+            got = unit_keys(xs, repeats, norm)
+            assert all(torch.equal(a, b) for a, b in zip(alone, got, strict=True))
+            grads = torch.autograd.grad(got, xs, dys)
         pairs = [*zip(got, wants, strict=True)]
         pairs += zip(grads, torch.autograd.grad(wants, exacts, [dy.double() for dy in dys]), strict=True)
         found += [((a[b].double() - w[b]).norm() / w[b].norm()).item() for a, w in pairs for b in range(3)]
@@ -52,7 +54,7 @@ def errors(sp: object, seed: int, dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_against_float64(dtype: torch.dtype) -> None:
-    (found,) = run_ranks(errors, 1, random.randrange(2**31), dtype, env=ENV)
+    (found,) = run_ranks(errors, 1, random.randrange(2**31), dtype, env=INTERPRETED)
     assert len(found) == 6 * len(KINDS) * sum(map(len, LENGTHS)) and max(found) < 4 * torch.finfo(dtype).eps
 
 
@@ -80,7 +82,7 @@ def watched(sp: object, seed: int) -> list[float]:
 
 
 def test_gradients_that_something_looks_at() -> None:
-    (found,) = run_ranks(watched, 1, random.randrange(2**31), env=ENV)
+    (found,) = run_ranks(watched, 1, random.randrange(2**31), env=INTERPRETED)
     assert max(found) < 1e-5
 
 
@@ -111,7 +113,7 @@ def partly(sp: object, seed: int) -> list[bool]:
 
 
 def test_gradients_of_one_of_two() -> None:
-    (found,) = run_ranks(partly, 1, random.randrange(2**31), env=ENV)
+    (found,) = run_ranks(partly, 1, random.randrange(2**31), env=INTERPRETED)
     assert found == [True] * 15
 
 
@@ -176,6 +178,7 @@ def launched() -> list[Any]:
     return launches
 
 
+@pytest.mark.compiles
 def test_compiles_without_spills() -> None:
     for kernel in compile_launches(launched()):
         assert kernel.spills == 0 and kernel.waits_first and not kernel.races and not kernel.uneven_sums, kernel.name

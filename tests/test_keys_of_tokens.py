@@ -11,74 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from flexsp import ops
 from flexsp.devices import H200, planned_for
-from flexsp.ops import _delta
 from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.keys import drawn, unlike
 from tests.marks import quick
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DOCUMENTS = (0, 0, 11, 11, 47, 60)  # of 60 tokens
 SHARDS = (27, 33)
-
-
-def drawn(
-    seed: int, T: int, n: int, gated: bool, dtype: torch.dtype, states: int, K: int = 24, V: int = 40
-) -> dict[str, torch.Tensor]:
-    """A sequence of one key head and two value heads; and the gradient of the outputs."""
-    made = torch.Generator().manual_seed(seed)
-    shapes = {"q": (1, T, 1, K), "k": (1, T * n, 1, K), "v": (1, T * n, 2, V), "do": (1, T, 2, V)}
-    given = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
-    given["k"] = F.normalize(given["k"], dim=-1)
-    given["beta"] = 2.0 * torch.rand(1, T * n, 2, generator=made)
-    given = {name: x.to(dtype) for name, x in given.items()}
-    if gated:
-        given["g"] = torch.where(torch.rand(1, T, 2, generator=made) < 0.1, -120.0, -0.1)
-    return given | {"initial_state": torch.randn(states, 2, K, V, generator=made)}
-
-
-def between_zeros(x: torch.Tensor, n: int, at: int) -> torch.Tensor:
-    """[B, T n, ..] with the rows of x [B, T, ..] at every n-th from `at` on."""
-    wide = x.new_zeros(x.shape[0], x.shape[1] * n, *x.shape[2:])
-    wide[:, at::n] = x
-    return wide
-
-
-def passes(op: Any, given: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
-    """Outputs, final states and gradients of all inputs and of initial states."""
-    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if name != "do"}
-    o, final = op(**leaves, output_final_state=True, **options)
-    outputs, to = [o], [given["do"]]
-    if final is not None:
-        outputs, to = [o, final], [given["do"], torch.ones_like(final)]
-    grads = torch.autograd.grad(outputs, [*leaves.values()], to, allow_unused=True)
-    found = {"o": o.detach()} | ({} if final is None else {"final": final.detach()})
-    return found | {f"d{name}": dx for name, dx in zip(leaves, grads, strict=True) if dx is not None}
-
-
-def unlike(
-    given: dict[str, torch.Tensor], n: int, gated: bool, bounds: torch.Tensor | None, **options: Any
-) -> list[str]:
-    """What differs in any bit from a call with a row of queries and gates for each key."""
-    gate = {} if gated else {"g": None}
-    spread = _delta._by_key
-    _delta._by_key = lambda *given: pytest.fail("queries were given a row a key")  # type: ignore[assignment]
-    try:
-        found = passes(ops.chunk_gated_delta_product, given, **gate, num_householder=n, cu_seqlens=bounds, **options)
-    finally:
-        _delta._by_key = spread
-    wide = given | {name: between_zeros(given[name], n, n - 1) for name in ("q", "do")}
-    if gated:
-        wide["g"] = between_zeros(given["g"], n, 0)
-    rule = ops.chunk_gated_delta_rule if gated else ops.chunk_delta_rule
-    want = passes(rule, wide, cu_seqlens=None if bounds is None else bounds * n, **options)
-    for name, at in (("o", n - 1), ("dq", n - 1), ("dg", 0)):
-        if name in want:
-            want[name] = want[name][:, at::n]
-    return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
 
 
 def differences(
@@ -109,10 +51,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", quick(CASES, "two keys", "three keys, packed"))
 def test_as_a_row_a_key(case: str) -> None:
-    assert run_ranks(differences, 1, random.randrange(2**31), *CASES[case], env=ENV) == [[]]
+    assert run_ranks(differences, 1, random.randrange(2**31), *CASES[case], env=INTERPRETED) == [[]]
 
 
 @pytest.mark.parametrize("case", quick(CASES, "three keys, packed"))
 def test_over_ranks(case: str) -> None:
-    found = run_ranks(differences, 2, random.randrange(2**31), *CASES[case], env=ENV)
+    found = run_ranks(differences, 2, random.randrange(2**31), *CASES[case], env=INTERPRETED)
     assert found == [[], []]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from flexsp.runtime.lanes import drop_lane_flags, packed_carries
-
-ROOT = Path(__file__).parents[1]
+from tests.harness.compiling import in_child
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,7 @@ def test_only_flags_of_integer_vectors_go(line: str, want: str) -> None:
 
 
 def compile_scores(plain: bool) -> list[str]:
-    """Child process: the packed carries of `scores_kernel` for chunks of 16 and heads of 64 in fp32."""
+    """In a child process: the packed carries of `scores_kernel` for chunks of 16 and heads of 64 in fp32."""
     import torch
     from triton.backends.compiler import GPUTarget
 
@@ -53,28 +48,16 @@ def compile_scores(plain: bool) -> list[str]:
     return packed_carries(launch.build(scores_kernel, args, constants, options, GPUTarget("cuda", 90, 32)).asm["ptx"])
 
 
-def in_a_child(how: str, folder: Path) -> list[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "FLEXSP_BACKEND")}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "TRITON_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, __file__, how], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_no_lane_runs_into_its_neighbour(tmp_path: Path) -> None:
     import triton
 
-    assert not in_a_child("dropped", tmp_path / "dropped")
+    assert not in_child(compile_scores, False, TRITON_CACHE_DIR=tmp_path / "dropped")
     if triton.__version__.startswith("3.6."):
-        assert in_a_child("plain", tmp_path / "plain"), "with the flags, Triton 3.6 joins the two lanes"
+        joined = in_child(compile_scores, True, TRITON_CACHE_DIR=tmp_path / "plain")
+        assert joined, "with the flags, Triton 3.6 joins the two lanes"
 
 
 @pytest.mark.parametrize(("by", "found"), [(31, 0), (32, 1), (40, 1)])
 def test_a_product_beside_an_upper_half_is_seen(by: int, found: int) -> None:
     lines = ["mul.wide.u32 %rd1, %r1, 28;", f"shl.b64 %rd2, %rd9, {by};", "or.b64 %rd3, %rd1, %rd2;"]
     assert len(packed_carries("\n".join(lines))) == found
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_scores(sys.argv[1] == "plain")))

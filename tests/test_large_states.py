@@ -12,8 +12,8 @@ import torch
 
 from flexsp.testing.compare import relative_error
 from tests import variants
+from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of
 from tests.marks import quick, slow
-from tests.test_generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of
 
 MATRICES = [name for name, x in variants.VARIANTS.items() if len(x.state) == 2]
 DENSE = [name for name in MATRICES if variants.VARIANTS[name].transition == "dense"]

@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
-from flexsp.compiler.engine import Generated
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
@@ -194,3 +195,18 @@ def test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_b
         assert torch.equal(x, tensors[name])
         assert x.data_ptr() % 16 == 0
         assert given.strides[name] == given.strides_of(x)
+    do, copied = _read_as_gradient(given, tensors["k"])
+    assert torch.equal(do, tensors["k"]) and copied == (lies != "turned")
+    assert _read_as_gradient(given, tensors["k"], vectors=False)[1] is False
+
+
+def _read_as_gradient(given: Given, do: torch.Tensor, vectors: bool = True) -> tuple[torch.Tensor, bool]:
+    """The outputs' gradient as kernels of the backward pass read it, and whether it is a copy."""
+    with mock.patch.multiple(Recipe, __init__=lambda self: None, _as_kept=lambda self, *x: x[:2], inputs=lambda *x: {}):
+        recipe: Any = Recipe()  # type: ignore[call-arg]
+        recipe.call, recipe.given = SimpleNamespace(facts=SimpleNamespace(vectors=vectors)), given
+        recipe.backward = mock.Mock(side_effect=StopIteration)
+        with pytest.raises(StopIteration):
+            recipe.run_backward([do], None, do, None, do, None, False)
+    found = recipe.backward.call_args.args[0]
+    return found, found.data_ptr() != do.data_ptr()

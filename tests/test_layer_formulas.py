@@ -62,6 +62,8 @@ def test_mamba2(options: dict[str, Any]) -> None:
     layer = Mamba2(32, head_dim=16, state_size=16, n_groups=2, norm_eps=1e-2, **options).double()
     for x in (layer.D, *([] if layer.norm is None else [layer.norm.weight])):
         torch.nn.init.normal_(x)
+    with torch.no_grad():
+        layer.dt_bias[0], layer.dt_bias[-1] = -8.0, 0.0  # steps below and above the limits
     act = {"relu": F.relu, "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}.get(layer.hidden_act, F.silu)
     low, high = options.get("dt_limit", (0, torch.inf))
     u = torch.randn(1, 9, 32, dtype=torch.float64)

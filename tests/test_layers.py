@@ -13,77 +13,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from flexsp import nn as nn_of_flexsp
 from flexsp.comm.group import sequence_parallel
 from flexsp.nn import (
-    HGRN,
-    HGRN2,
-    MLSTM,
-    RGLRU,
-    RWKV7,
-    Attention,
-    DeltaNet,
-    GatedDeltaNet,
-    GatedDeltaProduct,
-    GatedLinearAttention,
     GatedRMSNorm,
-    KimiDeltaAttention,
-    Mamba,
     Mamba2,
-    Mamba3,
     RMSNorm,
     ShortConvolution,
     SimpleGLA,
 )
+from flexsp.nn.recurrent import RecurrentLayer
 from flexsp.testing.ranks import run_ranks
+from tests.harness.layers import LAYERS, make
 from tests.marks import by_turns
 
 WORLD = 4
-LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
-    "conv": (ShortConvolution, {"dim": 6, "width": 4, "bias": True}, 6),
-    "conv-wide": (ShortConvolution, {"dim": 5, "width": 9, "activation": None}, 5),
-    "conv-one-tap": (ShortConvolution, {"dim": 5, "width": 1}, 5),
-    "gla": (SimpleGLA, {"hidden_size": 24, "num_heads": 2, "head_k_dim": 16, "head_v_dim": 20}, 24),
-    "gla-bare": (
-        SimpleGLA,
-        {"hidden_size": 32, "num_heads": 2, "use_short_conv": False, "use_output_gate": False},
-        32,
-    ),
-    "mamba2": (Mamba2, {"hidden_size": 32, "head_dim": 16, "state_size": 16, "n_groups": 2}, 32),
-    "mamba2-options": (
-        Mamba2,
-        {"hidden_size": 32, "head_dim": 16, "state_size": 8, "use_bias": True, "hidden_act": "gelu", "conv_init": 0.4,
-         "D_has_hdim": True, "rmsnorm": False, "dt_limit": (0.01, 0.05)}, 32,
-    ),
-    "mamba3-bare": (
-        Mamba3,
-        {"hidden_size": 16, "head_dim": 8, "state_size": 8, "is_mimo": True, "mimo_rank": 2, "use_bias": True}, 16,
-    ),
-    "delta": (DeltaNet, {"hidden_size": 16, "num_heads": 2, "expand_v": 1.25, "use_gate": True}, 16),
-    "delta-bare": (
-        DeltaNet, {"hidden_size": 16, "num_heads": 2, "use_short_conv": False, "qk_activation": "elu"}, 16,
-    ),
-    "gated-delta": (GatedDeltaNet, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
-    "kda": (KimiDeltaAttention, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
-    "delta-product": (GatedDeltaProduct, {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}, 16),
-    "vector-gla": (
-        GatedLinearAttention,
-        {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "expand_k": 1, "use_short_conv": True}, 16,
-    ),
-    "hgrn2-bare": (HGRN2, {"hidden_size": 16, "expand_ratio": 8}, 16),
-    "hgrn": (HGRN, {"hidden_size": 16, "use_short_conv": True}, 16),
-    "mamba": (Mamba, {"hidden_size": 16, "state_size": 4, "bias": True}, 16),
-    "mlstm": (MLSTM, {"hidden_size": 16, "num_heads": 2, "use_short_conv": True, "use_bias": True}, 16),
-    "rg-lru": (RGLRU, {"hidden_size": 12, "lru_width": 16, "num_heads": 2}, 12),
-    "rwkv7": (RWKV7, {"hidden_size": 16, "head_dim": 8, "value_dim": 24}, 16),
-    "attention": (
-        Attention, {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}, 16,
-    ),
-    "attention-window": (
-        Attention,
-        {"hidden_size": 12, "num_heads": 3, "head_dim": 5, "head_v_dim": 4, "window": 6, "rope_dim": 4}, 12,
-    ),
-    "attention-without-positions": (Attention, {"hidden_size": 12, "num_heads": 2, "rope_theta": None}, 12),
-}  # fmt: skip
 MIXERS = [name for name in LAYERS if not name.startswith("conv")]
 SHARDS = {
     "uneven": [11, 70, 3, 20],
@@ -91,17 +35,6 @@ SHARDS = {
     "empty": [0, 9, 0, 14],
     "one rank has all": [0, 0, 5, 0],
 }
-
-
-def make(name: str, seed: int) -> nn.Module:
-    """With parameters that are no longer the ones and zeros that some begin as, so that each shows."""
-    cls, options, _ = LAYERS[name]
-    torch.manual_seed(seed)
-    layer = cls(**options).double()
-    with torch.no_grad():
-        for x in layer.parameters():
-            x.add_(0.3 * torch.randn_like(x) * (x.dim() == 1 or not x.any()))
-    return layer
 
 
 def random_documents(total: int, seed: int) -> torch.Tensor:
@@ -474,6 +407,14 @@ def test_cache_under_ranks() -> None:
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_layers_that_generate_are_on_one_base() -> None:
+    """Those of ops: attention keeps keys and no state, and a short convolution is a part of layers."""
+    generate = {name for name in nn_of_flexsp.__all__ if hasattr(getattr(nn_of_flexsp, name), "init_cache")}
+    by_hand = {name for name in generate if not issubclass(getattr(nn_of_flexsp, name), RecurrentLayer)}
+    assert by_hand == {"Attention", "ShortConvolution"} and len(generate) > 14
+    assert generate <= {cls.__name__ for cls, _, _ in LAYERS.values()}
 
 
 def test_widths_are_not_cut_off() -> None:

@@ -16,23 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, register_lowering, replaced
+from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, replaced
 from flexsp.compiler.dispatch import recipe_of
-from flexsp.compiler.planning import lowering
 from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.model import predict
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launches import LaunchSpec, memory
 from tests.guides import run_script, save_scripts
+from tests.harness.interpreted import INTERPRETED
 
 OVER_RANKS = """
 import torch, flexsp
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from keeping import chunk, decay, merge
+from keeping import KEEPING, chunk, decay, merge
 
 sp = flexsp.init_sequence_parallel(transport="posix", heap_mib=4)
 h, k, v = ConstExpr("H", 2), ConstExpr("K", 16), ConstExpr("V", 16)
 meta = {name: SymbTensor(["T", h, k if name != "v" else v]) for name in "qkv"} | {"prev_s": SymbTensor(["NS", h, k, v])}
-variant = LinearAttention(meta, chunk, decay, merge, chunk_size=16)
+variant = LinearAttention(meta, chunk, decay, merge, chunk_size=16, lowerings=[KEEPING])
 torch.manual_seed(0)
 x, do = torch.randn(3, 1, 90, 2, 16), torch.randn(1, 90, 2, 16)
 for bounds in (None, torch.tensor([0, 40, 40, 41, 90])):
@@ -55,9 +56,7 @@ sp.close()
 
 @pytest.fixture
 def keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The engine of the guide, known while a test runs."""
-    for known in ("_by_functions", "_by_name"):
-        monkeypatch.setattr(lowering, known, dict(getattr(lowering, known)))
+    """The engine of the guide."""
     save_scripts("add-an-engine.md", tmp_path)
     spec = importlib.util.spec_from_file_location("keeping", tmp_path / "keeping.py")
     assert spec is not None and spec.loader is not None
@@ -71,12 +70,13 @@ def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
     h, k, v = ConstExpr("H", 2), ConstExpr("K", K), ConstExpr("V", 16)
     meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
     meta["prev_s"] = SymbTensor(["NS", h, k, v])
-    return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **options)
+    engines = {"lowerings": [functions.KEEPING]} | options
+    return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **engines)
 
 
 def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedCall:
     sizes = {"K": K, "V": 16}
-    plan = model.kernels.plan(sizes, 2, 4096, docs, torch.float32)
+    plan = choose_plan(model.kernels, sizes, 2, 4096, docs, torch.float32)
     return GeneratedCall(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
 
 
@@ -113,27 +113,47 @@ def test_what_runs_a_call(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         assert variant(keeping, K, lowering="generated").runs(**x) == "runs generated kernels"
 
 
-def test_engines_are_of_functions_not_of_what_they_compute(keeping: ModuleType) -> None:
-    def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
-        return (q @ k.T).tril(0) @ v + q @ chunk_state
-
-    other = ModuleType("other")
-    other.chunk, other.decay, other.merge = keeping.chunk, keeping.decay, merge  # type: ignore[attr-defined]
-    assert variant(keeping).kernels.lowering is not None and variant(other).kernels.lowering is None
-    assert variant(keeping).likeness() != variant(keeping, lowering="generated").likeness()
+def test_engines_are_of_a_program(keeping: ModuleType) -> None:
+    mine, plain, other = variant(keeping), variant(keeping, lowering="generated"), variant(keeping, lowerings=[])
+    assert mine.kernels.program.lowerings == (keeping.KEEPING,)
+    assert plain.kernels is other.kernels and plain.kernels.program.lowerings == ()
+    assert mine.likeness() != plain.likeness()
     with pytest.raises(ValueError, match='lowering: expected "auto" or "generated", got None'):
         variant(keeping, lowering=None)
 
 
-def test_copies_have_the_engine_of_this_process(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("flexsp.variants")  # registers once, where no test before this one did
-    model, unused = variant(keeping), variant(keeping, chunk_size=32)
-    assert copy.deepcopy(model).kernels.lowering is not None
-    again = pickle.loads(pickle.dumps(model))
-    assert again.kernels.lowering.name == "keeping"
-    monkeypatch.setattr(lowering, "_by_name", {})
-    with pytest.raises(ValueError, match=r"lowering: expected one that this process registers \(none\), got 'keeping'"):
-        _ = pickle.loads(pickle.dumps(unused)).kernels
+def test_copies_have_the_engine(keeping: ModuleType) -> None:
+    model = variant(keeping)
+    assert copy.deepcopy(model).kernels is model.kernels
+    (again,) = pickle.loads(pickle.dumps(model)).kernels.program.lowerings
+    assert isinstance(again, keeping.Keeping)
+
+
+def test_the_first_engine_that_takes_a_call_runs_it(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several: of whole calls, of parts, and in PyTorch."""
+
+    class Whole(Lowering):
+        def __init__(self, name: str, takes: bool) -> None:
+            self.name, self.takes = name, takes
+
+        def call(self, code: Any, *given: Any) -> Any:
+            return call_of(variant(keeping, lowering="generated")) if self.takes else None
+
+        def in_pytorch(self, program: Any, inputs: Any, *given: Any) -> Any:
+            return (inputs["v"] * len(self.name), None) if self.takes else None
+
+        def refuses(self, call: Any) -> str | None:
+            return "it runs whole calls only"
+
+    x = {name: torch.ones(1, 20, 2, 16) for name in "qkv"}
+    refusing, first, second = Whole("refusing", False), Whole("first", True), Whole("second", True)
+    model = variant(keeping, lowerings=[refusing, first, second])
+    assert model(**x)[0].unique().tolist() == [5.0]
+    part = variant(keeping, lowerings=[refusing, keeping.KEEPING])
+    assert call_of(part).lowering is keeping.KEEPING
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    assert model.runs(**x) == "runs kernels of the engine first"
+    assert part.runs(**x) == "runs kernels of the engine keeping"
 
 
 def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,19 +183,17 @@ def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest
         recipe()
 
 
-def test_what_cannot_be_registered(keeping: ModuleType) -> None:
+def test_what_no_program_carries(keeping: ModuleType) -> None:
     class Other(Lowering):
         name = "other"
 
-    functions = keeping.chunk, keeping.decay, keeping.merge
-    with pytest.raises(ValueError, match="functions: expected chunk, decay and merge, got 2 arguments"):
-        register_lowering(Other(), *functions[:2])
-    with pytest.raises(ValueError, match="lowering: expected a name and functions that no other has"):
-        register_lowering(Other(), *functions)
-    with pytest.raises(ValueError, match="lowering: expected a name and functions that no other has"):
-        register_lowering(keeping.Keeping(), keeping.chunk, keeping.decay, print)
+    for wrong in (Other(), ["other"]):
+        with pytest.raises(ValueError, match="lowerings: expected a list of instances of classes made from"):
+            variant(keeping, lowerings=wrong)
+    with pytest.raises(ValueError, match="lowerings: expected one of each name, got other, other"):
+        variant(keeping, lowerings=[Other(), Other()])
     with pytest.raises(ValueError, match="lowering.name: expected one word, got ''"):
-        register_lowering(Lowering(), keeping.chunk, keeping.decay, print)
+        variant(keeping, lowerings=[Lowering()])
     call = call_of(variant(keeping))
     with pytest.raises(ValueError, match="phases: expected kinds among .*output, got outputs"):
         replaced(call.forward(), {"outputs": []})
@@ -195,7 +213,7 @@ def test_several_launches_in_place_of_one(keeping: ModuleType) -> None:
 def test_over_ranks(tmp_path: Path) -> None:
     save_scripts("add-an-engine.md", tmp_path)
     (tmp_path / "ranks.py").write_text(OVER_RANKS)
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    interpreted = INTERPRETED | {"FLEXSP_CODE_DIR": str(tmp_path)}
     assert run_script(tmp_path / "ranks.py", 3, **interpreted) == ["as one rank"]
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, engine, graph
-from flexsp.compiler.elsewhere import elsewhere
+from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, graph
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.ops import recurrent_simple_gla
+from flexsp.runtime.elsewhere import elsewhere
 from flexsp.variants import gla, simple_gla
 
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ def test_folders_that_are_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         raise RuntimeError("Could not determine home directory.")
 
     def folder(**options: Any) -> Path:
-        kernels = engine.Generated(gla.make(1, 4, 4).program, **options)
+        kernels = Generated(gla.make(1, 4, 4).program, **options)
         return kernels.path.parent
 
     monkeypatch.setenv("FLEXSP_CODE_DIR", "")

@@ -1,13 +1,9 @@
-"""Mamba-3's own kernels: in the interpreter against the token loop of tests/test_mamba3.py, and compiled for sm_90."""
+"""Mamba-3's own kernels: in the interpreter against the token loop, and compiled for sm_90."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +14,14 @@ from torch import Tensor
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
-from flexsp.ops import mamba3
+from flexsp.ops import Mamba3State, mamba3
 from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests import test_mamba3 as loops
+from tests.harness import mamba3 as loops
+from tests.harness.compiling import in_child, told_of
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
-from tests.test_selective_scan import KERNELS, poisoned
 
 HALF = (torch.bfloat16, torch.float16)
 BOUNDS = [0, 0, 1, 12, 12, 20, 29, 29]
@@ -93,7 +90,7 @@ def test_kernels(kind: str) -> None:
     """Outputs, states and gradients. Quick only in one dtype."""
     half = random.choice(HALF)
     for dtype in [half] if kind == "documents" else [torch.float32, half]:
-        assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS) == [True]
+        assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED) == [True]
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "posix"])
@@ -104,13 +101,14 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "posix"])
 @pytest.mark.parametrize("case", ["siso", "siso, groups", "siso, halves"])
 def test_kernels_over_ranks(case: str, transport: str) -> None:
     loops.check_ranks([(case, kind, s) for kind in loops.SHARDS for s in (True, False)], torch.float32, 1e-4,
-                      env=KERNELS, transport=transport)  # fmt: skip
+                      env=INTERPRETED, transport=transport)  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", [*slow("process_group"), "posix"])
 def test_documents_over_ranks(transport: str) -> None:
     kinds = "documents", "documents that end with shards"
-    loops.check_ranks([("siso", kind, True) for kind in kinds], torch.float32, 1e-4, env=KERNELS, transport=transport)
+    cases = [("siso", kind, True) for kind in kinds]
+    loops.check_ranks(cases, torch.float32, 1e-4, env=INTERPRETED, transport=transport)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ def no_tokens() -> None:
     inputs = loops.draw("siso", 2, 0, 2)
     states = [z.float().requires_grad_() for z in inputs.pop("initial_state")]
     leaves = {key: x.float().requires_grad_() for key, x in inputs.items()}
-    y, final = mamba3(**leaves, initial_state=loops.Mamba3State(*states), output_final_state=True)
+    y, final = mamba3(**leaves, initial_state=Mamba3State(*states), output_final_state=True)
     assert y.shape == (2, 0, 4, 5) and all(torch.equal(a, b) for a, b in zip(final, states, strict=True))
     found = torch.autograd.grad(y.sum() + sum(z.sum() for z in final), [*states, *leaves.values()])
     assert all(z.eq(1).all() for z in found[:4]) and not any(z.any() for z in found[4:])
@@ -222,7 +220,7 @@ def parts(sp: SequenceParallel, seed: int) -> None:
 
 def test_parts() -> None:
     """tanh, sines and cosines, sums of many turns, no tokens, and what is refused."""
-    run_ranks(parts, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(parts, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def not_finite(sp: SequenceParallel, seed: int) -> None:
@@ -241,7 +239,7 @@ def not_finite(sp: SequenceParallel, seed: int) -> None:
 
 
 def test_what_is_not_finite_stays_in_its_document() -> None:
-    run_ranks(not_finite, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(not_finite, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def in_a_graph(sp: SequenceParallel, seed: int) -> None:
@@ -260,7 +258,7 @@ def in_a_graph(sp: SequenceParallel, seed: int) -> None:
 
 @pytest.mark.slow
 def test_one_graph() -> None:
-    run_ranks(in_a_graph, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(in_a_graph, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -331,9 +329,9 @@ def compile_config(
     dtype: str = "bfloat16", T: int = 65536, H: int = 32, G: int = 1, K: int = 128, P: int = 64, S: int = 32,
     docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels.mamba3 import op
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
@@ -349,23 +347,15 @@ def compile_config(
         )  # fmt: skip
         found = op.with_skip(meta(*tokens, P, kind=of), rows), rows.q, rows.k, rows.v, last
         torch.autograd.backward(found, [x.detach() for x in found])
-    wanted = ("name", "registers", "stack", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
-    return [{key: getattr(found, key) for key in wanted} for found in compile_launches(launches)]
+    return told_of(launches)
 
 
 @functools.cache
 def compiled(name: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return in_child(functools.partial(compile_config, **CONFIGS[name]))
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.parametrize("name", slow(*CONFIGS))
 def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no NaN that gives way to a number, no missing barriers, no registers
@@ -376,7 +366,3 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
         assert RELEASE != (3, 6) or not kernel["stack"], kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(**CONFIGS[sys.argv[1]])))

@@ -17,17 +17,25 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.ops import mlstm
+from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.offline import compile_launches, record_launches
 from flexsp.testing.ranks import run_ranks
-from tests import test_mlstm as whole
+from tests.harness import mlstm as whole
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def within(sp: SequenceParallel, function: Any, *args: Any) -> Any:
+    with within_tensors():
+        return function(sp, *args)
+
+
 def in_kernels(function: Any, *args: Any, ranks: int = 1) -> list[Any]:
-    return run_ranks(function, ranks, *args, env=whole.KERNELS)
+    """Which stay within their tensors."""
+    return run_ranks(within, ranks, function, *args, env=INTERPRETED)
 
 
 def gate_inputs(T: int, H: int, B: int, dtype: torch.dtype, made: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -250,7 +258,7 @@ def test_what_enters_ranks_is_exact(transport: str) -> None:
     a, start = torch.where(a == math.inf, -0.3, a), torch.randn(2, 90, dtype=torch.float64)
     heap = {"heap_mib": 1} if transport == "posix" else {}
     m = start
-    for r, got in enumerate(run_ranks(entering, 3, a, c, start, transport=transport, env=whole.KERNELS, **heap)):
+    for r, got in enumerate(run_ranks(entering, 3, a, c, start, transport=transport, env=INTERPRETED, **heap)):
         torch.testing.assert_close(got, m, rtol=0, atol=0, equal_nan=True)
         m = torch.where(a[r] == -math.inf, c[r], torch.maximum(a[r] + m, c[r]))
 
@@ -297,6 +305,7 @@ def launched() -> list[Any]:
     return found
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.slow
 def test_compiles_without_spills() -> None:
     for kernel in compile_launches(launched()):

@@ -18,8 +18,21 @@ def test_every_mutation_can_be_applied() -> None:
 
 
 def test_every_mutation_leaves_code_that_parses() -> None:
+    """Whole files would take seconds: of each, the statements at its top level that the change is in."""
+    kept: dict[str, tuple[str, list[ast.stmt]]] = {}
     for mutation in MUTATIONS:
-        ast.parse((ROOT / mutation.file).read_text().replace(mutation.old, mutation.new), mutation.file)
+        if mutation.file not in kept:
+            text = (ROOT / mutation.file).read_text()
+            kept[mutation.file] = text, ast.parse(text).body
+        text, body = kept[mutation.file]
+        first = text[: text.index(mutation.old)].count("\n") + 1
+        last = first + mutation.old.count("\n")
+        starts = [min([x.lineno, *(y.lineno for y in getattr(x, "decorator_list", []))]) for x in body]
+        begin = max([start for start in starts if start <= first], default=1)
+        end = min([start for start in starts if start > last], default=text.count("\n") + 2)
+        part = "".join(text.splitlines(keepends=True)[begin - 1 : end - 1])
+        assert part.count(mutation.old) == 1, mutation
+        ast.parse(part.replace(mutation.old, mutation.new), mutation.file)
 
 
 def test_every_mutation_stands_once_and_has_tests_that_are_there() -> None:
@@ -64,31 +77,42 @@ CODE = '''"""A doc + a string."""
 from x import y
 
 _WARPS = 4
+_MOST = tl.constexpr(8.0)  # of floats
 
 
 @gluon_or_not(3)
 def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     """Less < more."""
     assert a < 3, "1 - 1"
-    if a <= 9 and not C:
+    a < 0.5
+    if a <= 9 and not C and not a < _MOST:
         raise ValueError(f"{a - 1} < 5")
     rows = tl.load(a + C * b_st, mask=C == 0, other=0.5)
-    rows = tl.where(C, rows, a).to(tl.float32)
+    rows = tl.where(C, rows, a).to(tl.float32).to(C) + 0.0
     tl.debug_barrier()
+    tl.store(a, mm(rows.to(C), tl.trans(y.to(C)), C).to(a.dtype.element_ty))
+    rows = load(b, C).to(b.dtype.element_ty) + 0 * a
+    rows += tl.zeros([C], tl.float32)
+    ctx.set_materialize_grads(y)
+    _HOW = Launch(C, 4, 1)
     y.zero_()
     C -= 1
     return g(a[1:], num_warps=8, x=-C)  # < 3
 '''
 WANTED = {
     "constant: `7` becomes `8`", "constant: `2` becomes `3`",
+    "constant: `8.0` becomes `16.0`", "logic: `not a < _MOST` becomes `a < _MOST`",
     "bound: `a <= 9` becomes `a < 9`", "constant: `9` becomes `10`", "logic: `not C` becomes `C`",
-    "logic: `a <= 9 and not C` becomes `((a <= 9) or (not C))`",
+    "logic: `a <= 9 and not C and not a < _MOST` becomes `((a <= 9) or (not C) or (not a < _MOST))`",
     'dropped: `raise ValueError(f"{a - 1} < 5")` becomes `pass`',
     "sign: `a + C * b_st` becomes `a - (C * b_st)`", "stride: `C * b_st` becomes `C`",
     "logic: `C == 0` becomes `C != 0`", "constant: `0` becomes `1`",
     "mask: `tl.load(a + C * b_st, mask=C == 0, other=0.5)` becomes `tl.load(a + C * b_st)`",
-    "constant: `0.5` becomes `1.0`", "mask: `tl.where(C, rows, a)` becomes `(rows)`",
-    "dtype: `tl.where(C, rows, a).to(tl.float32)` becomes `tl.where(C, rows, a)`",
+    "constant: `0.5` becomes `1.0`", "constant: `0.0` becomes `1.0`", "mask: `tl.where(C, rows, a)` becomes `(rows)`",
+    "dtype: `tl.where(C, rows, a).to(tl.float32).to(C)` becomes `tl.where(C, rows, a).to(tl.float32)`",
+    "dropped: `tl.store(a, mm(rows.to(C), tl.trans(y.to(C)), C).to(a.dtype.element_ty))` becomes `pass`",
+    "sign: `rows += tl.zeros([C], tl.float32)` becomes `rows -= tl.zeros([C], tl.float32)`",
+    "dropped: `rows += tl.zeros([C], tl.float32)` becomes `pass`",
     "dtype: `tl.float32` becomes `tl.bfloat16`", "barrier: `tl.debug_barrier()` becomes `pass`",
     "dropped: `y.zero_()` becomes `pass`", "dropped: `y.zero_()` becomes `y`", "sign: `C -= 1` becomes `C += 1`",
     "dropped: `C -= 1` becomes `pass`", "constant: `1` becomes `2`", "index: `1:` becomes `:`",
@@ -103,7 +127,8 @@ def _written(folder: Path, code: str) -> str:
 
 
 def test_changes_of_each_kind(tmp_path: Path) -> None:
-    """And none of docstrings, messages, types, decorators, asserts, imports, or numbers that only set a speed."""
+    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed, or
+    conversions that are repeated."""
     file = _written(tmp_path, CODE)
     found = mutants_of(file, tmp_path)
     assert {x.what.partition(": ")[2] for x in found} == WANTED

@@ -20,9 +20,10 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.compiled import SIZES, compiled, leaf, saturating, tensors
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.recorder import Recorder
 from tests.marks import quick
-from tests.test_torch_compile import KERNELS, SIZES, compiled, leaf, saturating, tensors
-from tests.test_unusual_tensors import Recorder
 
 ALL = CASES | DELTA_CASES
 NAMES = [*ALL, *(f"variant {name}" for name in ("gla", "deltanet", "gla_own_bias", "hgrn"))]
@@ -133,7 +134,7 @@ def test_in_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("name", quick(NAMES, *AS_KERNELS))
 def test_as_kernels(name: str) -> None:
-    assert run_ranks(all_wrong, 1, name, torch.float32, False, env=KERNELS, timeout=200) == [[]]
+    assert run_ranks(all_wrong, 1, name, torch.float32, False, env=INTERPRETED, timeout=200) == [[]]
 
 
 @pytest.mark.parametrize("name", ["gla", "deltanet", "gla_own_bias", "retnet", "hgrn"])
@@ -150,4 +151,4 @@ def test_no_sequences(name: str) -> None:
 @pytest.mark.parametrize("name", quick(COMPILED, *COMPILED[1:]))
 def test_compiled(name: str) -> None:
     assert all_wrong(None, name, torch.float64, True) == []
-    assert run_ranks(all_wrong, 1, name, torch.float32, True, env=KERNELS, timeout=200) == [[]]
+    assert run_ranks(all_wrong, 1, name, torch.float32, True, env=INTERPRETED, timeout=200) == [[]]

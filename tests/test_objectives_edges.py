@@ -15,11 +15,10 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.marks import quick, slow
-from tests.test_generated import ENV, MANY_SEGMENTS, poisoned
-from tests.test_generated_programs import variable
-from tests.test_grammar import gradients
-from tests.test_objectives import (
+from tests.harness.generated import MANY_SEGMENTS
+from tests.harness.grammar import gradients
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.objectives import (  # fmt: skip
     EXACT,
     MODELS,
     QUICK,
@@ -39,7 +38,9 @@ from tests.test_objectives import (
     model,
     on_ranks,
     token_loop,
-)  # fmt: skip
+)
+from tests.harness.programs import variable
+from tests.marks import quick, slow
 
 GATED = [name for name in MODELS if MODELS[name]().decay.kind == "gated" and "contrastive" not in name]
 OVER_RANKS = [name for name in MODELS if name != "contrastive, large blocks"]
@@ -80,7 +81,7 @@ def check_precision(name: str, dtype: torch.dtype, bounds: list[int] | None, see
     with RoundedProducts(dtype):
         low = answers(what, x, initial, bounds, cotangents)
     args = x, initial, bounds, cotangents[:1]
-    found = answers(what, *args) if folder is None else run_ranks(by_kernels, 1, name, args, folder, env=ENV)[0]
+    found = answers(what, *args) if folder is None else run_ranks(by_kernels, 1, name, args, folder, env=INTERPRETED)[0]
     check_functions(found, want, low, credit={"A": 2e-6})  # what reaches a gate through P and through S nearly cancels
 
 
@@ -229,7 +230,7 @@ def in_graphs(sp: Any, name: str, seed: int) -> float:
 @pytest.mark.parametrize("name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral"])
 def test_generated_kernels_over_ranks(name: str, bounds: list[int] | None, seed: int) -> None:
     (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
-    compare(run_ranks(on_ranks, 3, name, [20, 0, 17], bounds, seed, torch.float32, env=ENV), whole, 1e-4)
+    compare(run_ranks(on_ranks, 3, name, [20, 0, 17], bounds, seed, torch.float32, env=INTERPRETED), whole, 1e-4)
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def contrastive_without_kernels(sp: Any) -> None:
 
 
 def test_contrastive_has_no_kernels() -> None:
-    run_ranks(contrastive_without_kernels, 1, env=ENV)
+    run_ranks(contrastive_without_kernels, 1, env=INTERPRETED)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from flexsp import ops
 from flexsp.testing.cases import Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.interpreted import poisoned
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.op_cases import OTHER_CASES
 
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 SEGMENTS = 256
 BOUND = 1e-5  # of sums in float32 over some dozens of numbers
 
@@ -60,7 +59,7 @@ def vectors(sp: Any, seed: int) -> list[Any]:
 
 
 def test_vector_states(seed: int) -> None:
-    assert run_ranks(vectors, 1, seed, env=ENV) == [[{}, {}, {}]]
+    assert run_ranks(vectors, 1, seed, env=INTERPRETED) == [[{}, {}, {}]]
 
 
 def selective(sp: Any, seed: int) -> list[Any]:
@@ -81,7 +80,7 @@ def selective(sp: Any, seed: int) -> list[Any]:
 
 
 def test_selective_scan(seed: int) -> None:
-    assert run_ranks(selective, 1, seed, env=ENV) == [[{}, {}]]
+    assert run_ranks(selective, 1, seed, env=INTERPRETED) == [[{}, {}]]
 
 
 def quotients(sp: Any, seed: int) -> list[float]:
@@ -101,7 +100,7 @@ def quotients(sp: Any, seed: int) -> list[float]:
 
 
 def test_mlstm_quotients(seed: int) -> None:
-    (found,) = run_ranks(quotients, 1, seed, env=ENV)
+    (found,) = run_ranks(quotients, 1, seed, env=INTERPRETED)
     assert max(found) < BOUND, found
 
 
@@ -115,7 +114,7 @@ def no_last_tokens(sp: Any, seed: int) -> Any:
 
 
 def test_mlstm_with_a_last_rank_without_tokens(seed: int) -> None:
-    _, (got, want) = run_ranks(no_last_tokens, 2, seed, env=ENV)
+    _, (got, want) = run_ranks(no_last_tokens, 2, seed, env=INTERPRETED)
     assert all(relative_error(a, b) < BOUND for a, b in zip(got, want, strict=True))
 
 
@@ -146,7 +145,7 @@ def mamba3(sp: Any, seed: int) -> Any:
 
 
 def test_mamba3(seed: int) -> None:
-    assert run_ranks(mamba3, 1, seed, env=ENV) == [{}]
+    assert run_ranks(mamba3, 1, seed, env=INTERPRETED) == [{}]
 
 
 def test_decoding_of_mamba3_keeps_no_whole_turns() -> None:

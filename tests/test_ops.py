@@ -14,6 +14,7 @@ from flexsp import ops
 from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents
 from flexsp.testing.compare import DRAWS, check_op, relative_error
 from flexsp.testing.oracles import token_loop
+from tests.harness.ops import ON_GPU, OVER_RANKS, PARALLEL, PUBLIC, TOKEN_LOOPS, named
 from tests.marks import by_turns
 
 EXACT = 1e-12
@@ -304,16 +305,12 @@ def test_raw_gates_and_steps_in_half_precision_are_activated_in_float32() -> Non
 
 
 def test_public_names() -> None:
+    """Each has rows in the tables of token loops; those that run over ranks, in those of ranks and of GPUs."""
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
-    ops_of = (getattr(case.op, "func", case.op) for case in ALL.values())  # some have arguments bound
-    tested = {op.__name__ for op in ops_of} - {"_product_op"} | {"chunk_gated_delta_product"}
-    tested |= {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}
-    gated = {f"{how}_{name}" for how in ("chunk", "recurrent") for name in ("gla", "hgrn", "hgrn2", "rwkv6", "rwkv7")}
-    gated |= {"rg_lru", "recurrent_rg_lru"}  # tests/test_vector_gates.py
-    gated |= {"chunk_mlstm", "recurrent_mlstm"}  # tests/test_mlstm.py
-    gated |= {"selective_scan", "recurrent_selective_scan"}  # tests/test_selective_scan.py
-    gated |= {"Mamba3State", "mamba3", "recurrent_mamba3"}  # tests/test_mamba3.py
-    assert tested | gated == set(ops.__all__)
+    recurrent = {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}  # above
+    assert named(TOKEN_LOOPS) | recurrent == PUBLIC
+    assert named(OVER_RANKS) >= PARALLEL
+    assert named(ON_GPU) >= PARALLEL
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-5, 3.0])

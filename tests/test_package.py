@@ -7,12 +7,14 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.guides import run_script, save_scripts
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.jobs import LONGEST, TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -32,7 +34,7 @@ BELOW = {
     "scan": {"exceptions", "devices", "comm", "runtime"},
     "kernels": {"exceptions", "devices", "comm", "runtime", "scan"},
     "compiler": {"exceptions", "devices", "comm", "runtime", "scan", "kernels"},
-    "ops": {"exceptions", "comm", "scan", "kernels", "compiler", "variants"},
+    "ops": {"exceptions", "comm", "runtime", "scan", "kernels", "compiler", "variants"},
     "nn": {"exceptions", "comm", "scan", "kernels", "compiler", "variants", "ops"},
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
@@ -112,8 +114,14 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_of(path): path for path in SOURCES}
+
+
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Modules of flexsp named by any import, inside functions too."""
+    """Modules of flexsp that a file imports: anywhere, for types alone, or by a name that it builds.
+
+    Where a file imports by name, its strings that begin with "flexsp." name modules: one, or all that begin so.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "flexsp")
@@ -122,11 +130,21 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             if node.module and node.module.partition(".")[0] == "flexsp":
                 for alias in node.names:
                     deeper = f"{node.module}.{alias.name}"
-                    yield deeper if (ROOT / deeper.replace(".", "/")).exists() or is_file(deeper) else node.module
+                    yield deeper if deeper in MODULES else node.module
+    by_name = {"import_module", "__import__"} & {getattr(x, "attr", getattr(x, "id", "")) for x in ast.walk(tree)}
+    for text in named_in(tree) if by_name else ():
+        yield from (name for name in MODULES if name == text or (text.endswith(".") and name.startswith(text)))
 
 
-def is_file(module: str) -> bool:
-    return (ROOT / (module.replace(".", "/") + ".py")).exists()
+def named_in(tree: ast.AST) -> Iterator[str]:
+    """Strings that may name modules: whole ones, and beginnings of f-strings and sums that end in a dot."""
+    for node in ast.walk(tree):
+        begins = node.values[:1] if isinstance(node, ast.JoinedStr) else []
+        begins = [node.left] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else begins
+        whole = isinstance(node, ast.Constant) and not str(node.value).endswith(".")
+        for x in [node] if whole else begins:
+            if isinstance(x, ast.Constant) and str(x.value).startswith("flexsp."):
+                yield str(x.value)
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
@@ -142,13 +160,76 @@ def test_imports_point_one_way() -> None:
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
+def test_no_test_file_imports_another() -> None:
+    """What tests share stands in tests/harness/ and in the files beside it that are no tests."""
+    wrong = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        named: list[str] = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                named += [f"{node.module}.{alias.name}" for alias in node.names]
+        found = [x for x in named if x.startswith("tests.") and any(y.startswith("test_") for y in x.split(".")[:-1])]
+        found += [x for x in named if x.startswith("tests.") and (ROOT / (x.replace(".", "/") + ".py")).exists()
+                  and x.rpartition(".")[2].startswith("test_")]  # fmt: skip
+        if found:
+            wrong[path.name] = found
+    assert wrong == {}
+def circles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others: strongly connected components of two and more."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        path.append(name)
+        for other in edges.get(name, ()):
+            if other not in order:
+                visit(other)
+            if other in path:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            members = path[path.index(name) :]
+            del path[-len(members) :]
+            found.extend([sorted(members)] if len(members) > 1 else [])
+
+    for name in edges:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    """Inside functions, for types alone, by importlib: wherever a file names another."""
+    edges = {name: {*imported_modules(ast.parse(path.read_text()))} - {name} for name, path in MODULES.items()}
+    assert circles(edges) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from flexsp.comm import heap",
+        "def f():\n    import flexsp.comm.heap",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flexsp.comm.heap import SymmetricHeap",
+        "import importlib\nimportlib.import_module('flexsp.comm.heap')",
+        "from importlib import import_module\nimport_module(f'flexsp.comm.{name}')",
+        "import importlib\nfor name in ['flexsp.comm.heap']:\n    importlib.import_module(name)",
+        "import importlib\nimportlib.import_module('flexsp.comm.' + name)",
+    ],
+)
+def test_a_circle_is_noticed(source: str) -> None:
+    edges = {"flexsp.exceptions": {*imported_modules(ast.parse(source))}}
+    edges |= {"flexsp.comm.heap": {"flexsp.comm.group"}, "flexsp.comm.group": {"flexsp.exceptions", "flexsp.devices"}}
+    assert circles(edges) == [["flexsp.comm.group", "flexsp.comm.heap", "flexsp.exceptions"]]
+    assert circles(edges | {"flexsp.comm.group": {"flexsp.devices"}}) == []
+
+
 def climbing_imports(module: str, source: str) -> list[str]:
-    """Imports of the compiler's higher floors, but for types."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            node.body = []
-    above = [name for name in imported_modules(tree) if name.startswith("flexsp.compiler.")]
+    """Imports of the compiler's higher floors."""
+    above = [name for name in imported_modules(ast.parse(source)) if name.startswith("flexsp.compiler.")]
     return [name for name in above if floor_of(name) > floor_of(module)]
 
 
@@ -264,20 +345,19 @@ def test_the_guide_to_hybrid_models_runs(tmp_path: Path) -> None:
 def test_the_guide_to_transports_runs(tmp_path: Path) -> None:
     """Its transport, under the interpreter; and it is what sends: one that doubles tiles gives another result."""
     assert save_scripts("add-a-transport.md", tmp_path) == ({"staged.py", "run.py"}, [])
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
-    (line,) = run_script(tmp_path / "run.py", 3, **interpreted)
+    (line,) = run_script(tmp_path / "run.py", 3, **INTERPRETED)
     assert line.startswith("rank 0 over staged: off by")
     code = (tmp_path / "staged.py").read_text()
     (tmp_path / "staged.py").write_text(code.replace("tl.load(stage + offsets, mask=mask)", "tile * 2"))
     with pytest.raises(AssertionError, match="off by"):
-        run_script(tmp_path / "run.py", 2, **interpreted)
+        run_script(tmp_path / "run.py", 2, **INTERPRETED)
 
 
 @pytest.mark.slow
 def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
     """Its engine, under the interpreter; and it is what runs: other kept states give other gradients."""
     assert save_scripts("add-an-engine.md", tmp_path) == ({"keeping.py", "compare.py"}, [])
-    interpreted = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton", "FLEXSP_CODE_DIR": str(tmp_path)}
+    interpreted = INTERPRETED | {"FLEXSP_CODE_DIR": str(tmp_path)}
     assert run_script(tmp_path / "compare.py", 1, **interpreted) == ["as generated"]
     code = (tmp_path / "keeping.py").read_text()
     (tmp_path / "keeping.py").write_text(code.replace("K * V, S, 0, v0, True, K", "K * V, 2 * S, 0, v0, True, K"))
@@ -325,10 +405,10 @@ def test_documents_name_only_files_that_exist(document: Path) -> None:
     assert not missing
 
 
-def test_environment_variables_stand_in_the_readme() -> None:
+def test_environment_variables_stand_in_the_page_on_settings() -> None:
     pattern = re.compile(r"\bFLEXSP_[A-Z0-9_]+")
     used = {name for path in SOURCES for name in pattern.findall(path.read_text())}
-    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "docs/use.md").read_text(), flags=re.MULTILINE))
     assert used == listed
 
 
@@ -346,3 +426,8 @@ def test_tool_releases_agree() -> None:
 def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "examples/train_lm.py" in script.read_text() or "two_hosts.sh" in script.read_text()
+
+
+def test_lists_of_test_files_name_files_that_exist() -> None:
+    named = {*LONGEST, *TOOLS}
+    assert named <= {path.stem for path in (ROOT / "tests").glob("test_*.py")} and len({*LONGEST}) == len(LONGEST)

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +18,17 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
-from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.model import Predicted, predict
-from flexsp.compiler.planning.plan import CHUNKS, Plan, candidates, choose_plan, padded
+from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
 from flexsp.kernels.recipe import Recipe
 from tests import variants
+from tests.harness.compiling import in_child
 from tests.marks import slow
 
 NAMES = ("simple_gla", "gla", "deltanet")
@@ -39,7 +37,7 @@ BF16 = torch.bfloat16
 
 @functools.lru_cache(maxsize=16)
 def made(name: str, K: int, V: int, dtype: torch.dtype) -> Any:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     return Generated(variants.load(name).make(32, K, V, dtype).program)
 
@@ -273,7 +271,7 @@ QUICK = {"gla": ("output", "states", "prepare1", "adjoint0")}  # to compile
 
 
 def launched(name: str, every: bool) -> list[dict[str, Any]]:
-    """Body of the child process: the launches of 4096 tokens, 32 heads: bytes of tensors (of values that a kernel reads
+    """In a child process: the launches of 4096 tokens, 32 heads: bytes of tensors (of values that a kernel reads
     a row of, one row a chunk), shared memory of every kernel or of the quickly compiled ones."""
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -314,6 +312,11 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     return found
 
 
+def all_launched(every: bool) -> dict[str, list[dict[str, Any]]]:
+    return {name: launched(name, every) for name in COMPILED}
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize("every", [False, *slow(True)])
 def test_launches(every: bool, tmp_path: Path) -> None:
     """Predictions are of the kernels that are launched, in order; their bytes are those of the tensors given.
@@ -321,15 +324,7 @@ def test_launches(every: bool, tmp_path: Path) -> None:
     The estimate of shared memory is never below what Triton allocates, and at most 2.3 times that; what is certain is
     never above.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE", "FLEXSP_BACKEND")}
-    env |= {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-        "FLEXSP_CODE_DIR": str(tmp_path),
-    }
-    command = [sys.executable, __file__, str(int(every))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = in_child(all_launched, every, FLEXSP_CODE_DIR=tmp_path)
     compared = {name: compare_launches(name, told[name]) for name in COMPILED}
     assert all(compared[name] >= 2 for name in (COMPILED if every else QUICK)), compared
 
@@ -338,7 +333,7 @@ def compare_launches(name: str, found: list[dict[str, Any]]) -> int:
     """How many estimates of shared memory were compared."""
     chunk, size = COMPILED[name]
     code = code_of(name, size, size, chunk=chunk)
-    plan = code.plan({"K": size, "V": size}, 32, 4096, 0, BF16)
+    plan = choose_plan(code, {"K": size, "V": size}, 32, 4096, 0, BF16)
     rows = rows_of(name, plan, 32, 4096, size, size)
     assert [x["kernel"] for x in found] == [x.kernel for x in rows]
     compared = 0
@@ -517,7 +512,7 @@ def test_plans_do_not_keep_programs_alive() -> None:
     import gc
     import weakref
 
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     code = Generated(variants.load("linear").make(2, 64, 64, BF16).program)
     sizes = {name: 64 for name in code.layout.sizes}
@@ -533,14 +528,10 @@ def test_plans_do_not_keep_programs_alive() -> None:
 def test_offsets_of_chunks_have_64_bits(name: str) -> None:
     """A chunk's number times C times K passes 2^31 at 8 million tokens of K = 256. Of what a kernel computes a place in
     memory with, `row`, `h` and `start` have 64 bits; the chunk's number alone is multiplied by sizes nowhere."""
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
 
     source = Generated(variants.load(name).make(2, 64, 64, BF16).program).source
     kept = [line for line in source.splitlines() if "row * n_chunks + c" in line]
     assert kept
     for line in source.splitlines():
         assert not re.search(r"\bc \* |_ptr \+ c\b", line), line
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: launched(name, sys.argv[1] == "1") for name in COMPILED}))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.planning.plan import CHUNKS, _Cut
+from flexsp.compiler.backend.generated_kernels import CHUNKS
+from flexsp.compiler.planning.plan import _Cut
 from flexsp.devices import H200
 from flexsp.kernels.delta import plan as delta
 from flexsp.kernels.diagonal import plan as engine

@@ -10,9 +10,8 @@ import torch
 
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import KINDS, ScanCall, fill_slots_with_nan, random_calls, scan_error, scan_oracle
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
-
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 
 
 def local_errors(sp: Any, calls: list[ScanCall], seed: int) -> list[float]:
@@ -41,7 +40,7 @@ def test_one_rank_matches_float64(kind: str, seed: int) -> None:
         for cuts in (False, True)
         for reverse in ((False,) if kind == "max-plus" else (False, True))
     ]
-    (errors,) = run_ranks(local_errors, 1, calls, seed, env=ENV)
+    (errors,) = run_ranks(local_errors, 1, calls, seed, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -51,7 +50,7 @@ def test_one_rank_with_a_dense_transition(seed: int) -> None:
     calls = [
         ScanCall(*shape[:4], (shape[4],), "dense", reverse=reverse) for shape in shapes for reverse in (False, True)
     ]
-    (errors,) = run_ranks(local_errors, 1, calls, seed, env=ENV)
+    (errors,) = run_ranks(local_errors, 1, calls, seed, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
@@ -59,7 +58,7 @@ def test_one_rank_with_a_dense_transition(seed: int) -> None:
 def test_ranks_over_shared_memory_match_float64(world: int, seed: int) -> None:
     """Shapes, directions and decays interleaved; tiles with a small index see more epochs than the others."""
     calls = random_calls(seed, world, 10, heads=1)
-    errors = run_ranks(chain_errors, world, calls, seed, transport="posix", heap_mib=4, env=ENV)
+    errors = run_ranks(chain_errors, world, calls, seed, transport="posix", heap_mib=4, env=INTERPRETED)
     assert max(map(max, errors)) < 1e-5, errors
 
 
@@ -72,7 +71,7 @@ def test_ranks_with_maxima_and_with_factors(transport: str, seed: int) -> None:
         for cuts in (False, True)
     ]
     heap = {"heap_mib": 4} if transport == "posix" else {}
-    errors = run_ranks(chain_errors, 3, calls, seed, transport=transport, env=ENV, **heap)
+    errors = run_ranks(chain_errors, 3, calls, seed, transport=transport, env=INTERPRETED, **heap)
     assert max(map(max, errors)) < 1e-5, errors
 
 
@@ -80,7 +79,7 @@ def test_ranks_with_large_dense_transitions(seed: int) -> None:
     """A hop reads the rows of a state in several rounds."""
     calls = [ScanCall(1, 1, 256, 20, (1, 1, 0), "dense", reverse=reverse) for reverse in (False, True)]
     calls += [ScanCall(1, 1, 140, 35, (1, 0, 1), "dense", reverse=reverse) for reverse in (False, True)]
-    errors = run_ranks(chain_errors, 3, calls, seed, transport="posix", heap_mib=4, env=ENV)
+    errors = run_ranks(chain_errors, 3, calls, seed, transport="posix", heap_mib=4, env=INTERPRETED)
     assert max(map(max, errors)) < 1e-5, errors
 
 
@@ -89,7 +88,7 @@ def test_more_tiles_than_blocks(seed: int) -> None:
     from flexsp.scan.propagate import MAX_BLOCKS
 
     calls = [ScanCall(1, MAX_BLOCKS + 3, 2, 3, (1, 0), reverse=reverse) for reverse in (False, True)]
-    errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", heap_mib=16, env=ENV)
+    errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", heap_mib=16, env=INTERPRETED)
     assert max(map(max, errors)) < 1e-5, errors
 
 
@@ -97,7 +96,7 @@ def test_more_tiles_than_blocks(seed: int) -> None:
 def test_slow_receiver_is_not_overrun(reverse: bool, seed: int) -> None:
     calls = [ScanCall(1, 1, 8, 8, (1, 1), reverse=reverse)] * 8
     errors = run_ranks(
-        chain_errors, 2, calls, seed, 0 if reverse else 1, transport="posix", heap_mib=1, env=ENV, fresh_sp=True
+        chain_errors, 2, calls, seed, 0 if reverse else 1, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True
     )
     assert max(map(max, errors)) < 1e-5, errors
 
@@ -105,13 +104,15 @@ def test_slow_receiver_is_not_overrun(reverse: bool, seed: int) -> None:
 @pytest.mark.parametrize("schedule", ["chain", "serial", "pipelined", "all_gather"])
 def test_process_group_schedules_use_the_same_kernel(schedule: str, seed: int) -> None:
     calls = random_calls(seed, 3, 12)
-    errors = run_ranks(chain_errors, 3, calls, seed, schedule=schedule, env=ENV)
+    errors = run_ranks(chain_errors, 3, calls, seed, schedule=schedule, env=INTERPRETED)
     assert max(map(max, errors)) < 1e-5, errors
 
 
 def test_schedule_wins_over_the_heap(seed: int) -> None:
     calls = random_calls(seed, 2, 2)
-    errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", schedule="all_gather", heap_mib=1, env=ENV)
+    errors = run_ranks(
+        chain_errors, 2, calls, seed, transport="posix", schedule="all_gather", heap_mib=1, env=INTERPRETED
+    )
     assert max(map(max, errors)) < 1e-5, errors
 
 
@@ -125,7 +126,7 @@ def without_passing(sp: Any) -> bool:
 
 
 def test_passes_false_stays_on_the_rank() -> None:
-    assert all(run_ranks(without_passing, 2, transport="posix", heap_mib=1, env=ENV))
+    assert all(run_ranks(without_passing, 2, transport="posix", heap_mib=1, env=INTERPRETED))
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -155,7 +156,8 @@ def test_absent_rank_is_reported_by_all_others(absent: int, reverse: bool) -> No
 
     limit = 4.0
     answers = run_ranks(
-        absent_rank, 3, absent, reverse, transport="posix", heap_mib=1, env=ENV, sp_timeout_s=limit, fresh_sp=True
+        absent_rank, 3, absent, reverse, transport="posix", heap_mib=1, env=INTERPRETED, sp_timeout_s=limit,
+        fresh_sp=True,
     )
     for rank, (seconds, error, poisoned) in enumerate(answers):
         if rank == absent:
@@ -177,7 +179,7 @@ def test_behind_a_cut_an_absent_rank_is_reported_by_the_next_call() -> None:
     wait far longer by itself."""
     from flexsp.exceptions import PeerTimeout
 
-    answers = run_ranks(patient_last_rank, 3, True, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)
+    answers = run_ranks(patient_last_rank, 3, True, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True)
     for rank, (seconds, error) in enumerate(answers[1:], 1):
         assert isinstance(error, PeerTimeout) and (error.rank, error.peer) == (rank, 0), error
         assert error.expected in (1, rank) and seconds < 20
@@ -209,14 +211,14 @@ def heedless(sp: Any) -> Any:
 def test_behind_a_cut_launches_after_a_failure_pass_it_on() -> None:
     from flexsp.exceptions import PeerTimeout
 
-    error = run_ranks(heedless, 3, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)[2]
+    error = run_ranks(heedless, 3, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True)[2]
     assert isinstance(error, PeerTimeout) and (error.peer, error.expected) == (0, 2)
 
 
 @pytest.mark.parametrize("reverse", [False, *slow(True)])
 def test_behind_a_cut_no_rank_waits_for_those_before(reverse: bool) -> None:
     """The last rank has its state while the first one sleeps."""
-    waited = run_ranks(late_first_rank, 3, reverse, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)
+    waited = run_ranks(late_first_rank, 3, reverse, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True)
     first, last = (2, 0) if reverse else (0, 2)
     assert waited[last] < waited[1] - _LATE / 2 and waited[first] < _LATE, waited
 
@@ -253,7 +255,7 @@ def test_failure_is_passed_on() -> None:
     """The last rank would wait far longer than this test may take; the rank between tells it."""
     from flexsp.exceptions import PeerTimeout
 
-    answers = run_ranks(patient_last_rank, 3, False, transport="posix", heap_mib=1, env=ENV, fresh_sp=True)
+    answers = run_ranks(patient_last_rank, 3, False, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True)
     _, error = answers[2]
     assert isinstance(error, PeerTimeout)
     assert (error.rank, error.peer, error.detail) == (2, 0, "reported by a rank between")
@@ -276,7 +278,7 @@ def test_ranks_of_other_shapes_are_told() -> None:
     from flexsp.exceptions import PeerMismatch
 
     answers = run_ranks(
-        other_shape, 2, transport="posix", heap_mib=1, env=ENV, sp_timeout_s=60.0, fresh_sp=True, timeout=100
+        other_shape, 2, transport="posix", heap_mib=1, env=INTERPRETED, sp_timeout_s=60.0, fresh_sp=True, timeout=100
     )
     assert [type(a) for a in answers] == [PeerMismatch] * 2, answers
     assert (answers[1].rank, answers[1].peer) == (1, 0)
@@ -292,7 +294,7 @@ def too_many_tiles(sp: Any) -> tuple[int, int]:
 
 
 def test_heap_too_small_says_needed_and_had() -> None:
-    for needed, had in run_ranks(too_many_tiles, 2, transport="posix", heap_mib=1, env=ENV):
+    for needed, had in run_ranks(too_many_tiles, 2, transport="posix", heap_mib=1, env=INTERPRETED):
         assert had == 1 << 20
         assert needed == 2 * 20 * (2 * 16384 + 128)
 
@@ -344,9 +346,9 @@ def larger_than_heads(sp: Any) -> list[float]:
 
 def test_states_larger_than_heads() -> None:
     """A column beside 256 others, and a long vector."""
-    (errors,) = run_ranks(larger_than_heads, 1, env=ENV)
+    (errors,) = run_ranks(larger_than_heads, 1, env=INTERPRETED)
     assert max(errors) < 1e-5, errors
 
 
 def test_bad_input() -> None:
-    run_ranks(bad_inputs, 1, env=ENV)
+    run_ranks(bad_inputs, 1, env=INTERPRETED)

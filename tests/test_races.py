@@ -34,8 +34,9 @@ COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd1 + 0 ], 4;"
 ARRIVED = "cp.async.commit_group; cp.async.wait_group 0;"
 
 
-def found(lines: str, other: int = 128, threads: int = 128) -> list[str]:
-    text = BODY.format(lines=lines, other=other, threads=threads, descriptor=DESCRIPTOR)
+def found(lines: str, other: int = 128, threads: int = 128, descriptor: int = DESCRIPTOR) -> list[str]:
+    descriptor -= (descriptor >> 63) << 64 if descriptor > 0 else 0
+    text = BODY.format(lines=lines, other=other, threads=threads, descriptor=descriptor)
     answer = races(text)
     assert (answer.unseen, answer.unfollowed, answer.missed) == (0, 0, 0)
     return [x.rpartition(": ")[2].partition(" (")[0] for x in answer.found]
@@ -78,6 +79,29 @@ def test_barriers(lines: str, other: int, want: list[str]) -> None:
 )  # fmt: skip
 def test_matrix_products(lines: str, want: list[str]) -> None:
     assert found(lines) == want
+
+
+HALF = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%f1}, {%r4}, %rd2, %p1, 1, 1, 1;"
+ACROSS = 1 << 62 | (1024 >> 4) << 32 | 64 >> 4  # the second half of 16 lines of 128 bytes
+READ = ["overwrites what a matrix product reads"]
+
+
+@pytest.mark.parametrize(
+    ("product", "descriptor", "at", "want"),
+    [
+        (HALF, ACROSS, 0, []), (HALF, ACROSS, 64, READ),  # line 0 is as it is
+        (HALF, ACROSS, 512, READ), (HALF, ACROSS, 576, []),  # of line 4 the halves are exchanged
+        (HALF, ACROSS, 1920, READ), (HALF, ACROSS, 1984, []), (HALF, ACROSS, 2048, []),  # and of the last
+        (PRODUCT, DESCRIPTOR, 0, READ), (PRODUCT, DESCRIPTOR, 4064, READ), (PRODUCT, DESCRIPTOR, 4096, []),
+        (PRODUCT, DESCRIPTOR, 32, READ), (PRODUCT, 3 << 62 | (256 >> 4) << 32, 2048, []),  # lines of 32 bytes
+        (PRODUCT, (128 >> 4) << 32 | (1024 >> 4) << 16, 1984, READ),  # of 16, not mixed
+        (HALF, (256 >> 4) << 32 | (128 >> 4) << 16, 960, READ),
+    ],
+)  # fmt: skip
+def test_bytes_that_matrix_products_read(product: str, descriptor: int, at: int, want: list[str]) -> None:
+    """16 threads store 64 bytes, and no others count: the pieces of a line are mixed by the number of the line."""
+    store = f"setp.lt.s32 %p2, %r1, 16; @%p2 st.shared.b32 [%r2+{at}], %r1;"
+    assert found(f"{product} {DONE} {store}", descriptor=descriptor) == want
 
 
 @pytest.mark.parametrize(

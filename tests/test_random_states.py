@@ -17,10 +17,11 @@ from flexsp.compiler import decayed_scores
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.test_generated import ENV, SOME_SEGMENTS, poisoned
-from tests.test_generated_programs import variable
-from tests.test_grammar import EXACT, H, K, Tensors, V
-from tests.test_state_parts import Case, solved
+from tests.harness.generated import SOME_SEGMENTS
+from tests.harness.grammar import EXACT, H, K, Tensors, V
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.programs import variable
+from tests.harness.state_parts import Case, solved
 
 KINDS = ((), ("V",), ("K",), ("K", "V"))
 
@@ -233,7 +234,7 @@ def test_kernels(n: int, lengths: tuple[int, ...], seed: int, tmp_path: Path) ->
     finals = [drawn.within(torch.randn(initial.shape)) for _ in range(DRAWS)]
     cotangents = [{"o": torch.randn(1, case.T, H, V, generator=made).bfloat16(), "final": y} for y in finals]
     given = x, initial, cotangents
-    parts = run_ranks(by_kernels, len(lengths) or 1, seed + n, case, given, str(tmp_path), env=ENV)
+    parts = run_ranks(by_kernels, len(lengths) or 1, seed + n, case, given, str(tmp_path), env=INTERPRETED)
     want = solved(model, case, x, initial, cotangents, None)
     with RoundedProducts(torch.float32):
         low = solved(model, case, {name: y.float() for name, y in x.items()}, initial.float(), cotangents, None)

@@ -15,7 +15,7 @@ from torch.fx import Graph
 
 from flexsp.compiler.graphs import rewrite
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, simplify
-from tests.test_step_graphs import run_graph
+from tests.harness.graphs import run_graph
 
 aten = torch.ops.aten
 SIZES = {"C": 5, "K": 3, "V": 4}

@@ -12,8 +12,8 @@ import torch
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.objectives import SHARED, TRAPEZOID, H, K, Tensors, V, draw_for, state_for
 from tests.marks import quick
-from tests.test_objectives import SHARED, TRAPEZOID, H, K, Tensors, V, draw_for, state_for
 
 EXACT = 1e-11
 T, CUT = 12, 8  # whole blocks of the contrastive rule

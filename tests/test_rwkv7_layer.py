@@ -231,6 +231,8 @@ def test_initialisation() -> None:
         (lambda: RWKV7(8, 4, layer_idx=1)(torch.rand(1, 3, 8)), "v_first: expected the first layer's values"),
         (lambda: RWKV7(8, 4, layer_idx=1)(torch.rand(1, 3, 8), v_first=torch.rand(1, 2, 8)),
          r"v_first: expected \[1, 3, 8\], got \[1, 2, 8\]"),
+        (lambda: (layer := RWKV7(8, 4, layer_idx=1)).step(torch.rand(1, 8), layer.init_cache(1)),
+         "v_first: expected the first layer's values"),
     ],
 )  # fmt: skip
 def test_bad_arguments(call: Any, message: str) -> None:

@@ -18,10 +18,10 @@ from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import linear, retnet, simple_gla
+from flexsp.variants.scalar_decay import SCALAR_DECAY
+from tests.harness.generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick
-from tests.test_generated import ENV, MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents, folder
-
-__all__ = ["folder"]
 
 NAMES = ["linear", "simple_gla", "retnet"]
 MODULES = {"linear": linear, "simple_gla": simple_gla, "retnet": retnet}
@@ -115,7 +115,7 @@ def called(sp: Any, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", quick(NAMES, "simple_gla", "linear"))
 def test_calls(name: str) -> None:
-    (wrong,) = run_ranks(called, 1, name, env=ENV, timeout=200)
+    (wrong,) = run_ranks(called, 1, name, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
@@ -166,12 +166,12 @@ def scaled(sp: Any) -> str:
     h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
     meta = {name: SymbTensor(["T", h, v if name == "v" else k]) for name in "qkv"}
     meta |= {"scale": SymbTensor([h]), "prev_s": SymbTensor(["NS", h, k, v])}
-    model = LinearAttention(meta, linear.chunk, linear.decay, linear.merge)
+    model = LinearAttention(meta, linear.chunk, linear.decay, linear.merge, lowerings=[SCALAR_DECAY])
     return model.runs(**tensors("linear", (1,), 30), scale=torch.ones(H))
 
 
 def test_functions_with_other_inputs() -> None:
-    (said,) = run_ranks(scaled, 1, env=ENV)
+    (said,) = run_ranks(scaled, 1, env=INTERPRETED)
     assert said == "runs generated kernels"
 
 
@@ -203,7 +203,7 @@ def far_gates(sp: Any) -> list[str]:
 
 
 def test_gradients_of_gates_before_strong_decay() -> None:
-    (wrong,) = run_ranks(far_gates, 1, env=ENV, timeout=200)
+    (wrong,) = run_ranks(far_gates, 1, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
@@ -216,7 +216,7 @@ def odd_inputs(sp: Any) -> list[str]:
         meta |= {"scale": 0.5, "prev_s": SymbTensor(["NS", h, k, v])}
         unused = {"g": SymbTensor(["T", h])} if sizes[0] == "K" else {}
         functions = linear.chunk, linear.decay, linear.merge
-        model, plain = (LinearAttention(meta | unused, *functions, lowering=of) for of in ("auto", "generated"))
+        model, plain = (LinearAttention(meta | unused, *functions, lowerings=x) for x in ([SCALAR_DECAY], []))
         x = {name: torch.randn(1, 70, H, sizes[2]) for name in "qkv"} | {name: -torch.rand(1, 70, H) for name in unused}
         doubles = {name: y.double() for name, y in x.items()}
         want = plain(**doubles)[0]
@@ -233,22 +233,21 @@ def odd_inputs(sp: Any) -> list[str]:
 
 
 def test_inputs_of_other_kinds() -> None:
-    (wrong,) = run_ranks(odd_inputs, 1, env=ENV, timeout=200)
+    (wrong,) = run_ranks(odd_inputs, 1, env=INTERPRETED, timeout=200)
     assert not wrong, "\n".join(wrong)
 
 
 def test_in_another_process(tmp_path: Path) -> None:
-    """Which never imported the variants."""
+    """Which gets the engine with the program."""
     (tmp_path / "model").write_bytes(pickle.dumps(simple_gla.make(H, 16, 16)))
     script = (
-        "import pickle, sys, torch\n"
+        "import pickle, torch\n"
         f"model = pickle.load(open({str(tmp_path / 'model')!r}, 'rb'))\n"
-        "assert 'flexsp.variants.scalar_decay' not in sys.modules\n"
         f"x = {{name: torch.ones(1, 20, {H}, 16) for name in 'qkv'}} | {{'g': torch.zeros(1, 20, {H})}}\n"
         "assert model.runs(**x) == 'runs kernels of the engine scalar_decay', model.runs(**x)\n"
         "assert model(**x)[0].isfinite().all()\n"
     )
-    env = os.environ | ENV | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | INTERPRETED | {"PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
 
 

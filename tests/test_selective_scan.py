@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,73 +12,24 @@ from torch import Tensor, nn
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
-from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.launches import channels_of_head, make_plan
 from flexsp.nn import Mamba, SequenceParallelLA
-from flexsp.testing.bounds import within_tensors
-from flexsp.testing.compare import WIDE, check_op, relative_error
-from flexsp.testing.oracles import token_loop
+from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
-from tests.marks import quick
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.selective import HOW, KEPT_WIDE, ZOH, Tensors, draw, oracle, scan, step
+from tests.marks import quick, slow
 
 EXACT = 1e-12
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-KEPT_WIDE = (*WIDE, "delta", "delta_bias")
 TOKENS = ("u", "delta", "B", "C", "z")
-Tensors = dict[str, Tensor]
 
 
-def oracle(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    delta_bias: Tensor | None = None, delta_softplus: bool = False, initial_state: Tensor | None = None,
-    discretization: str = "euler", cu_seqlens: Tensor | None = None, engine: Any = token_loop,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mamba's recurrence one token after the other; the zero-order hold by the limit of its quotient at 0."""
-    dtype = u.dtype
-    u, delta, A, B, C = (x if x.dtype == torch.float64 else x.float() for x in (u, delta, A, B, C))
-    bounds = [0, u.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    dt, y, last = delta if delta_bias is None else delta + delta_bias, [u[:, :0]], []
-    dt = torch.logaddexp(dt, torch.zeros_like(dt)) if delta_softplus else dt
-    for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        h = u.new_zeros(u.shape[0], *A.shape) if initial_state is None else initial_state
-        h = h if cu_seqlens is None or initial_state is None else initial_state[n : n + 1]
-        for t in range(begin, end):
-            exponent = dt[:, t, :, None] * A
-            weight = dt[:, t, :, None]
-            if discretization == "zoh":
-                weight = weight * torch.where(exponent == 0, 1 + exponent / 2, torch.expm1(exponent) / exponent)
-            h = torch.exp(exponent) * h + weight * u[:, t, :, None] * B[:, t, None, :]
-            read = torch.einsum("bdn,bn->bd", h, C[:, t])
-            read = read if D is None else read + D * u[:, t]
-            gate = 1.0 if z is None else z[:, t].to(u.dtype) / (1 + torch.exp(-z[:, t].to(u.dtype)))
-            y.append((read * gate).unsqueeze(1))
-        last.append(h)
-    return torch.cat(y, 1).to(dtype), torch.cat(last)
-
-
-def call(op: Any, output_final_state: bool = False, **given: Any) -> Any:
-    return op(**given, return_last_state=output_final_state)
-
-
-scan, step = partial(call, ops.selective_scan), partial(call, ops.recurrent_selective_scan)
-HOW = {"delta_softplus": True}
-ZOH = {"delta_softplus": True, "discretization": "zoh"}
-
-
-def draw(batch: int, T: int, states: int = 0, width: int = 9, N: int = 5, seed: int | None = None) -> Tensors:
-    made = torch.Generator().manual_seed(random.randrange(2**31) if seed is None else seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=made, dtype=torch.float64)
-
-    found = {"u": normal(batch, T, width), "delta": normal(batch, T, width) - 1}
-    found |= {"A": -torch.rand(width, N, generator=made, dtype=torch.float64) * 4}
-    found |= {"B": normal(batch, T, N), "C": normal(batch, T, N), "D": normal(width), "z": normal(batch, T, width)}
-    found |= {"delta_bias": normal(width) / 2}
-    return found | ({"initial_state": normal(states, width, N)} if states else {})
+def constant(inputs: Tensors, *names: str) -> Tensors:
+    """The inputs, with those of B and C that are named the same for all tokens."""
+    return inputs | {name: inputs["A"].flip(0) * random.uniform(0.3, 1.0) * (1 - 2 * (name == "C")) for name in names}
 
 
 def with_gradients(inputs: Tensors) -> Tensors:
@@ -110,6 +58,38 @@ def test_against_the_token_loop(dtype: torch.dtype, how: dict[str, Any]) -> None
 def test_token_by_token(dtype: torch.dtype) -> None:
     for how in (HOW, ZOH):
         check_op(partial(step, **how), partial(oracle, **how), draw(2, 21, 2), dtype=dtype, wide=KEPT_WIDE)
+
+
+@pytest.mark.parametrize("names", [("B",), ("B", "C"), *slow(("C",))])
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
+def test_the_same_for_all_tokens(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    """B and C [D, N], as mamba_ssm takes them, with sequences and with documents before a tail that is not finite."""
+    kept, how = (*KEPT_WIDE, *names), random.choice((HOW, ZOH))
+    for op, T in ((scan, 19), (step, 5)):
+        check_op(partial(op, **how), partial(oracle, **how), constant(draw(2, T, 2), *names), dtype=dtype, wide=kept)
+    inputs = constant(draw(1, 20, 3), *names) | {"cu_seqlens": torch.tensor([0, 7, 7, 20])}
+    check_op(partial(scan, **how), partial(oracle, **how), inputs, dtype=dtype, wide=kept)
+    inputs = with_gradients({key: x for key, x in inputs.items() if key != "cu_seqlens"})
+    with torch.no_grad():
+        inputs["u"][:, 15:] = torch.nan
+    y, _ = ops.selective_scan(**inputs, **how, cu_seqlens=torch.tensor([0, 7, 7, 15]))
+    assert not y[:, 15:].any() and torch.autograd.grad(y.sum(), inputs["B"])[0].isfinite().all()
+
+
+def test_the_same_for_all_tokens_beside_groups() -> None:
+    inputs = draw(2, 9, 2, 6, 4)
+    grouped = torch.randn(2, 9, 3, 4, dtype=torch.float64)
+    for name, other in (("B", "C"), ("C", "B")):
+        given = constant(inputs, name)
+        for op in (scan, step):
+            got = op(**given | {other: grouped}, **HOW, output_final_state=True)
+            parts = []
+            for g in range(3):
+                axes = dict.fromkeys(("u", "delta", "z"), 2) | dict.fromkeys(("A", "D", "delta_bias", name), 0)
+                axes["initial_state"] = 1
+                some = {key: x.narrow(axes[key], 2 * g, 2) if key in axes else x for key, x in given.items()}
+                parts.append(oracle(**some | {other: grouped[:, :, g]}, **HOW))
+            assert_alike([*got], [torch.cat([y for y, _ in parts], 2), torch.cat([h for _, h in parts], 1)])
 
 
 def test_what_may_be_left_out() -> None:
@@ -257,18 +237,6 @@ def test_memory_does_not_grow_with_the_states_of_tokens(monkeypatch: pytest.Monk
 # Kernels, in Triton's interpreter -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def poisoned(programs: int) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, and plans are for a GPU of so many programs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        with planned_for(replace(H200, programs=programs)), within_tensors():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def not_finite(seed: int) -> None:
     """Outputs and gradients of documents beside one that has NaN or infinities."""
     bounds, clean = torch.tensor([0, 6, 9, 21]), {key: x.float() for key, x in draw(1, 21, 3, 7, 4, seed=seed).items()}
@@ -309,6 +277,10 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
                 run(scan, oracle, some, arrange=lambda x: x.transpose(0, -1).contiguous().transpose(0, -1))
             outputs = ops.selective_scan(**{key: x.to(dtype) for key, x in inputs.items()})
             assert outputs[1] is None
+        elif kind == "constants":
+            for names in (("B",), ("C",), ("B", "C")):
+                inputs = constant(draw(2, 11, 2, 3, 2, seed=seed), *names)
+                check_op(partial(scan, **how), partial(oracle, **how), inputs, dtype=dtype, wide=(*KEPT_WIDE, *names))
         elif kind == "no tokens":
             inputs = {key: x.float() for key, x in draw(2, 0, 2, 3, 2, seed=seed).items()}
             inputs = with_gradients(inputs)
@@ -339,14 +311,14 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
 KINDS = [
     "plain", "long segments", "long segments with documents", "several programs", "documents", "parts", "no tokens",
     "steps of all sizes", "small steps", "numbers",
-    "not finite",
+    "not finite", "constants",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", quick(KINDS, "small steps"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
-        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)
+        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED)
 
 
 @pytest.mark.slow
@@ -366,6 +338,7 @@ SHARDS = {
     "the first rank is empty": ((0, 75, 0, 0), None),
     "documents": ((30, 0, 41, 4), (0, 0, 12, 50, 50, 75)),
     "documents that end with shards": ((20, 20, 0, 35), (0, 20, 40, 75, 75)),
+    "constants": ((30, 0, 41, 4), None),
 }
 
 
@@ -373,13 +346,12 @@ def over_ranks(sp: SequenceParallel, seed: int, kinds: list[str], dtype: torch.d
     found = {}
     for kind in kinds:
         lengths, bounds = SHARDS[kind]
-        n = 2 if bounds is None else len(bounds) - 1
-        whole = {key: x.to(dtype) for key, x in draw(2 if bounds is None else 1, 75, n, seed=seed).items()}
+        whole = {key: x.to(dtype) for key, x in draw_for_ranks(kind, seed).items()}
         at = slice(sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1]))
-        mine = with_gradients({key: x[:, at] if key in TOKENS else x for key, x in whole.items()})
+        mine = with_gradients({key: x[:, at] if is_of_tokens(key, x) else x for key, x in whole.items()})
         if bounds is None and sp.rank:
             del mine["initial_state"]
-        sp.set_lengths(lengths if kind == "uneven" else None)
+        sp.set_lengths(lengths if kind in ("uneven", "constants") else None)
         cu = None if bounds is None else torch.tensor(bounds)
         y, state = ops.selective_scan(**mine, **ZOH, cu_seqlens=cu, return_last_state=True, sp=sp)
         assert (state is None) == (bounds is None and not sp.is_last)
@@ -389,6 +361,16 @@ def over_ranks(sp: SequenceParallel, seed: int, kinds: list[str], dtype: torch.d
         found[kind] = dict(zip(mine, grads, strict=True)) | {"y": y.detach()}
         found[kind] |= {} if state is None else {"state": state.detach()}
     return found
+
+
+def draw_for_ranks(kind: str, seed: int) -> Tensors:
+    bounds = SHARDS[kind][1]
+    found = draw(2, 75, 2, seed=seed) if bounds is None else draw(1, 75, len(bounds) - 1, seed=seed)
+    return found | {"B": found["A"] * 0.7, "C": found["A"].flip(0)} if kind == "constants" else found
+
+
+def is_of_tokens(key: str, x: Tensor) -> bool:
+    return key in (*TOKENS, "y") and x.dim() == 3
 
 
 def rank_cotangents(seed: int, whole: Tensors) -> list[Tensor]:
@@ -401,7 +383,7 @@ def rank_cotangents(seed: int, whole: Tensors) -> list[Tensor]:
     ("kinds", "dtype", "how"),
     [
         ([*SHARDS], torch.float64, {}),
-        *(pytest.param([*SHARDS], torch.float32, {"transport": transport, "env": KERNELS}, marks=pytest.mark.slow)
+        *(pytest.param([*SHARDS], torch.float32, {"transport": transport, "env": INTERPRETED}, marks=pytest.mark.slow)
           for transport in ("posix", "process_group")),
     ],
 )  # fmt: skip
@@ -411,13 +393,12 @@ def test_ranks_equal_one_rank(kinds: list[str], dtype: torch.dtype, how: dict[st
     answers, wrong = run_ranks(over_ranks, 4, seed, kinds, dtype, **how), {}
     for kind in kinds:
         _, bounds = SHARDS[kind]
-        B, n = (2, 2) if bounds is None else (1, len(bounds) - 1)
-        whole, cu = with_gradients(draw(B, 75, n, seed=seed)), None if bounds is None else torch.tensor(bounds)
+        whole, cu = with_gradients(draw_for_ranks(kind, seed)), None if bounds is None else torch.tensor(bounds)
         want = ops.selective_scan(**whole, **ZOH, cu_seqlens=cu, return_last_state=True, sp=False)
         expected = dict(zip(whole, gradients(want, whole, rank_cotangents(seed, whole)), strict=True))
         for key, x in (expected | {"y": want[0], "state": want[1]}).items():
             parts = [answer[kind][key] for answer in answers if key in answer[kind]]
-            error = relative_error(torch.cat(parts, 1) if key in (*TOKENS, "y") else sum(parts), x)
+            error = relative_error(torch.cat(parts, 1) if is_of_tokens(key, x) else sum(parts), x)
             if not error < (EXACT if dtype == torch.float64 else 1e-5):
                 wrong[kind, key] = error
     assert not wrong

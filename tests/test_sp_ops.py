@@ -16,11 +16,11 @@ from flexsp.exceptions import PeerMismatch
 from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents, random_lengths
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import RankFailure, run_ranks
+from tests.harness.ops import ALL
 from tests.marks import by_turns
 from tests.op_cases import OTHER_CASES
 
 EXACT = 1e-12
-ALL = CASES | DELTA_CASES | OTHER_CASES
 
 
 @dataclass(frozen=True)

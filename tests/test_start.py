@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import flexsp.nn
 from flexsp.nn import GatedRMSNorm, RMSNorm
 from flexsp.testing.ranks import run_ranks
-from tests.test_layers import LAYERS
+from tests.harness.layers import LAYERS
 
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     **{name: (cls, options) for name, (cls, options, _) in LAYERS.items()},

@@ -11,54 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.planning.plan import refusal
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import NOT_LINEAR, DrawnProgram
+from tests.harness.generated import MANY_SEGMENTS
+from tests.harness.grammar import H, Tensors, V
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.programs import WHOLE, check_program, variable
+from tests.harness.state_parts import Case, solved
+from tests.harness.transitions import CLASSES, SIZES, Counters, draw_transition, within
 from tests.marks import slow
-from tests.test_custom_transition import CLASSES, SIZES, Counters, Tensors, draw_transition, within
-from tests.test_generated import ENV, MANY_SEGMENTS, SOME_SEGMENTS, poisoned
-from tests.test_generated_programs import WHOLE, check_program, variable
-from tests.test_grammar import H, V
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of a custom transition; ``lengths`` are the shards."""
-
-    name: str
-    B: int = 1
-    T: int = 37
-    bounds: tuple[int, ...] | None = None
-    lengths: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    segments: int = SOME_SEGMENTS
-    given: bool = True
-
-
-def solved(
-    model: FlexLinearAttention, case: Case, x: Tensors, initial: torch.Tensor, cotangents: list[Tensors], sp: Any
-) -> list[Tensors]:
-    """Outputs and gradients for each pair of cotangents, of this rank's tokens if `sp`."""
-    start, stop = sp.shard_range(case.lengths[sp.rank])[:2] if sp else (0, case.T)
-    leaves = {name: y[:, start:stop].clone().requires_grad_() for name, y in x.items()}
-    state = initial.clone().requires_grad_() if case.given and (not sp or sp.is_first or case.bounds) else None
-    cu = None if case.bounds is None else torch.tensor(case.bounds)
-    given = {"initial_state": state, "cu_seqlens": cu, "sp": sp or False}
-    o, final = model(**leaves, **given, output_final_state=True)
-    found = []
-    for each in cotangents:
-        ends, do = [o], [each["o"][:, start:stop].to(o)]
-        if final is not None:
-            ends, do = [o, final], [*do, each["final"].to(final)]
-        wanted = [*leaves.values(), *([] if state is None else [state])]
-        grads = torch.autograd.grad(ends, wanted, do, retain_graph=True)
-        names = [*(f"d{name}" for name in leaves), "dinitial"]
-        found.append({"o": o.detach(), **dict(zip(names, grads, strict=False))})
-        if final is not None:
-            found[-1]["final"] = final.detach()
-    return found
 
 
 @dataclass(frozen=True)
@@ -100,7 +65,7 @@ def made_of(name: str) -> FlexLinearAttention:
 
 def check(case: Case, folder: Path, seed: int) -> None:
     problem, model = Problem.of(case, seed), made_of(case.name)
-    parts = run_ranks(by_kernels, len(case.lengths) or 1, case, problem, str(folder), env=ENV)
+    parts = run_ranks(by_kernels, len(case.lengths) or 1, case, problem, str(folder), env=INTERPRETED)
     want = solved(model, case, problem.x, problem.initial, problem.cotangents, None)
     with RoundedProducts(case.dtype):
         x = {name: y.to(case.dtype) for name, y in problem.x.items()}
@@ -157,7 +122,7 @@ def test_what_is_not_finite_stays_there(name: str, lengths: tuple[int, ...], tmp
         if poison:
             problem.x["k"][:, 7] = float("nan")
             problem.x["decay"][:, 9] = float("nan")
-        parts = run_ranks(by_kernels, len(lengths) or 1, case, problem, str(tmp_path), env=ENV)
+        parts = run_ranks(by_kernels, len(lengths) or 1, case, problem, str(tmp_path), env=INTERPRETED)
         found.append({key: torch.cat([part[key] for part in parts], 1) for key in ("o", *(f"d{x}" for x in problem.x))})
     for key, clean in found[0].items():
         for span in (slice(0, 1), slice(20, 37)):
@@ -208,7 +173,7 @@ def test_a_number_that_reads_the_state() -> None:
 def test_parts_too_large() -> None:
     def told(name: str, K: int, V: int, ranks: bool) -> str | None:
         sizes, meta = {"K": K, "V": V}, kernels[name].program.meta
-        return kernels[name].refuses(sizes, meta.looks(sizes, 1), False, ranks)
+        return refusal(kernels[name], sizes, meta.looks(sizes, 1), False, ranks)
 
     kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels
                for name in ("momentum", "normalised")}  # fmt: skip
@@ -229,6 +194,6 @@ def test_numbers_beside_large_states() -> None:
     code = CustomTransition(CLASSES["counted"]).program(2, 128, 128, 1.0, "g", False).kernels
     for dtype, refused in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
         looks = {name: (dtype, ()) for name in code.program.meta.tokens}
-        said = code.refuses({"K": 128, "V": 128}, looks, on_gpu=False)
+        said = refusal(code, {"K": 128, "V": 128}, looks, on_gpu=False)
         assert (said is not None and "gave wrong gradients on an H200" in said) == refused, said
-        assert code.refuses({"K": 128, "V": 64}, looks, on_gpu=False) is None
+        assert refusal(code, {"K": 128, "V": 64}, looks, on_gpu=False) is None

@@ -16,40 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 import flexsp
 from flexsp import SequenceParallel, SequenceParallelLA, ops
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler import LinearAttention
 from flexsp.grammar import FlexLinearAttention, transition
 from flexsp.nn.wrapper import _warn_of_checkpoint
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.compiled import SIZES, compiled, leaf, saturating, tensors
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.layers import LAYERS, make
 from tests.marks import quick, slow
-from tests.test_layers import LAYERS, make
 
 EXACT = 1e-12
 ALL = CASES | DELTA_CASES
 RUN_PROGRAMS = {
     "delta", "delta-bare", "gated-delta", "kda", "delta-product", "vector-gla", "hgrn2-bare", "hgrn", "rg-lru", "rwkv7",
 }
-
-
-def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(f, fullgraph=True, backend="aot_eager", **options)
-
-
-def leaf(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(leaf(y) for y in x)
-    return x.detach().clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
-
-
-def tensors(x: Any) -> list[torch.Tensor]:
-    if isinstance(x, dict):
-        x = tuple(x.values())
-    if isinstance(x, (tuple, list)):
-        return [t for y in x for t in tensors(y)]
-    return [x] if isinstance(x, torch.Tensor) and x.is_floating_point() else []
 
 
 def results(f: Callable[..., Any], inputs: dict[str, Any]) -> list[torch.Tensor]:
@@ -129,26 +112,12 @@ def test_one_graph_of_a_layer(name: str) -> None:
 
 # Variants -------------------------------------------------------------------------------------------------------------
 
-KERNELS = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
-SIZES = (2, 4, 3)
-
 
 def inputs_of(name: str, B: int, T: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tokens, params = variants.draw(name, B, T, random.randrange(2**31))
     cut = {variants.K: SIZES[1], variants.V: SIZES[2]}
     x = {key: y[..., : cut[y.shape[-1]]] if y.dim() == 4 else y for key, y in tokens.items()} | params
     return {key: y.to(dtype) for key, y in x.items()}
-
-
-def saturating() -> LinearAttention:
-    h, k, v = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 3)
-    key = SymbTensor(["T", h, k])
-    meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
-    # a constant width, which no input has, and a state that is not affine
-    return LinearAttention(
-        meta, lambda k, v: k.T @ v, lambda prev_s, chunk_state: (prev_s + chunk_state).tanh(),
-        lambda q, v, chunk_state: (torch.cat([q @ chunk_state, v, v[:, :1]], 1)), chunk_size=4,
-    )  # fmt: skip
 
 
 def of_variant(model: LinearAttention, sp: Any, **more: Any) -> Callable[..., Any]:
@@ -256,11 +225,11 @@ def graphs_without_gradients(sp: Any) -> int:
 
 
 def test_the_number_of_documents_makes_no_graph_without_gradients() -> None:
-    assert run_ranks(graphs_without_gradients, 1, env=KERNELS) == [2]  # of one document, and of more
+    assert run_ranks(graphs_without_gradients, 1, env=INTERPRETED) == [2]  # of one document, and of more
 
 
 def test_one_graph_of_kernels_over_ranks(seed: int) -> None:
-    for errors in run_ranks(variants_over_ranks, 2, seed, torch.float32, ["deltanet"], env=KERNELS, timeout=200):
+    for errors in run_ranks(variants_over_ranks, 2, seed, torch.float32, ["deltanet"], env=INTERPRETED, timeout=200):
         assert max(errors) == 0
 
 
@@ -285,7 +254,7 @@ def twice_in_graphs(sp: Any) -> list[str]:
 
 
 def test_second_derivatives_of_graphs_are_refused() -> None:
-    (found,) = run_ranks(twice_in_graphs, 1, env=KERNELS)
+    (found,) = run_ranks(twice_in_graphs, 1, env=INTERPRETED)
     assert all("double backward" in x for x in found), found  # torch.compile's own refusal
 
 
@@ -381,7 +350,7 @@ def test_a_checkpoint_that_ends_the_graph_says_so_once(fullgraph: bool) -> None:
 def test_a_checkpoint_in_the_graph_says_nothing() -> None:
     sp = SequenceParallel()
     model = SequenceParallelLA(Checkpointed().double(), sp)
-    plain = SequenceParallelLA(torch.nn.Sequential(Block(), Block()).double(), sp)
+    plain = SequenceParallelLA(torch.nn.Sequential(Block()).double(), sp)
     x = torch.randn(1, 11, 8, dtype=torch.float64)
     _warn_of_checkpoint.cache_clear()
     with warnings.catch_warnings():
@@ -407,4 +376,4 @@ def test_one_graph_over_ranks() -> None:
     ]
     run_ranks(compile_over_ranks, 2, calls, timeout=200)
     call = ("gated_delta_product", [30, 40], True, True, seed + 4, torch.float32)
-    run_ranks(compile_over_ranks, 2, [call], env=KERNELS, timeout=200)
+    run_ranks(compile_over_ranks, 2, [call], env=INTERPRETED, timeout=200)

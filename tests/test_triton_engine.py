@@ -8,10 +8,11 @@ there. What is right in one half precision has to be in the other: each run draw
 from __future__ import annotations
 
 import gc
+import os
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +20,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flexsp.devices import H200, planned_for
 from flexsp.exceptions import NotAvailable
-from flexsp.testing.bounds import within_tensors
 from flexsp.testing.cases import CASES, Shape, random_documents
-from flexsp.testing.compare import DRAWS, check_op
+from flexsp.testing.compare import DRAWS
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve_all
 from flexsp.testing.ranks import run_ranks
+from tests.harness.diagonal import MANY_SEGMENTS, ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk, other_strides
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
-
-ENV = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
-ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
-GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,86 +36,7 @@ def half() -> torch.dtype:
     return random.choice([torch.float16, torch.bfloat16])
 
 
-@contextmanager
-def poisoned(segments: int, heads: int) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, and the tokens of each of ``heads`` heads (B * H) are cut
-    into about ``segments`` segments."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
-        with planned_for(replace(H200, programs=segments * heads)), within_tensors():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def one_walk() -> Iterator[None]:
-    from flexsp.kernels.diagonal import plan, tiles
-    from flexsp.kernels.diagonal.tiles import Tile, Tiles
-
-    whole, choose = Tile(64, 16, 8, 1), tiles.choose
-    tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
-    plan.plan_of.cache_clear()
-    try:
-        yield
-    finally:
-        tiles.choose = choose
-        plan.plan_of.cache_clear()
-
-
 # One rank ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead.
-
-    ``one_walk``: tiles as bf16 has them, one walk for dk and dv, several warp groups.
-    """
-
-    case: str
-    shape: Shape
-    dtype: torch.dtype = torch.float32
-    bounds: tuple[int, ...] | None = None
-    strided: bool = False
-    gates: bool = False
-    segments: int = MANY_SEGMENTS
-    one_walk: bool = False
-    seed: int = 0
-
-
-def other_strides(x: torch.Tensor) -> torch.Tensor:
-    """The same values behind other strides: heads before tokens, or every second channel of a wider tensor."""
-    if x.dim() == 4:
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
-
-
-def failures(sp: Any, runs: list[Run]) -> list[str]:
-    """Body of the worker: what is outside its bound."""
-    found = []
-    for run in runs:
-        case = CASES[run.case]
-        inputs = case.inputs(run.shape, run.seed)
-        if run.gates:
-            choice = torch.randint(len(GATES), inputs["g"].shape, generator=torch.Generator().manual_seed(run.seed))
-            inputs["g"] = torch.tensor(GATES, dtype=torch.float64)[choice]
-        if run.bounds:
-            inputs["cu_seqlens"] = torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
-        arrange = other_strides if run.strided else None
-        with poisoned(run.segments, run.shape.B * run.shape.H), one_walk() if run.one_walk else nullcontext():
-            try:
-                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
-            except Exception as error:
-                found.append(f"{run}:\n{type(error).__name__}: {error}")
-    return found
-
-
-def check_runs(*runs: Run) -> None:
-    seeded = [replace(run, seed=random.randrange(2**31)) for run in runs]
-    (found,) = run_ranks(failures, 1, seeded, env=ENV)
-    assert not found, "\n".join(found)
 
 
 def heads(name: str, least: int = 1) -> int:
@@ -205,7 +123,7 @@ def _gradient_at_closed_gates(sp: Any, gate: float, joint: bool) -> float:
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("gate", [-10.0, -18.0])
 def test_gradient_at_nearly_closed_gates(gate: float, joint: bool) -> None:
-    (error,) = run_ranks(_gradient_at_closed_gates, 1, gate, joint, env=ENV)
+    (error,) = run_ranks(_gradient_at_closed_gates, 1, gate, joint, env=INTERPRETED)
     assert error < 1
 
 
@@ -247,7 +165,7 @@ def no_tokens(sp: Any, bounds: list[int] | None) -> list[bool]:
 
 @pytest.mark.parametrize("bounds", [None, [0, 0, 0]])
 def test_no_tokens(bounds: list[int] | None) -> None:
-    (same,) = run_ranks(no_tokens, 1, bounds, env=ENV)
+    (same,) = run_ranks(no_tokens, 1, bounds, env=INTERPRETED)
     assert all(same), same
 
 
@@ -271,7 +189,7 @@ def sums(sp: Any, seed: int, bounds: list[int] | None) -> list[bool]:
 
 @pytest.mark.parametrize("bounds", [None, [0, 11, 20]])
 def test_gradients_of_sums(bounds: list[int] | None, seed: int) -> None:
-    (same,) = run_ranks(sums, 1, seed, bounds, env=ENV)
+    (same,) = run_ranks(sums, 1, seed, bounds, env=INTERPRETED)
     assert all(same), same
 
 
@@ -302,7 +220,7 @@ def repeated(sp: Any, seed: int) -> list[bool]:
 
 
 def test_second_backward_of_two_forwards(seed: int) -> None:
-    (same,) = run_ranks(repeated, 1, seed, env=ENV)
+    (same,) = run_ranks(repeated, 1, seed, env=INTERPRETED)
     assert all(same), same
 
 
@@ -336,6 +254,7 @@ def remembered(sp: Any) -> dict[str, Any]:
 def not_interpreted(sp: Any, T: int) -> str:
     from flexsp import ops
 
+    os.environ["FLEXSP_BACKEND"] = "triton"
     try:
         ops.chunk_simple_gla(*torch.randn(3, 1, T, 2, 16))
     except NotAvailable as error:
@@ -345,12 +264,12 @@ def not_interpreted(sp: Any, T: int) -> str:
 
 @pytest.mark.parametrize("T", [0, 40])
 def test_cpu_needs_the_interpreter(T: int) -> None:
-    (message,) = run_ranks(not_interpreted, 1, T, env=ENV | {"TRITON_INTERPRET": "0"})
+    (message,) = run_ranks(not_interpreted, 1, T, own_processes=True)
     assert "set TRITON_INTERPRET=1" in message
 
 
 def test_calls_are_worked_out_once() -> None:
-    (found,) = run_ranks(remembered, 1, env=ENV)
+    (found,) = run_ranks(remembered, 1, env=INTERPRETED)
     assert found["counts"] == [2, 2, 4, 6, 8, 8]
     assert not found["alive"]
 
@@ -433,7 +352,7 @@ def check_shards(*plans: Shards, transport: str = "posix") -> None:
     heap = 4 if transport == "posix" else None
     world = len(plans[0].lengths)
     answers = run_ranks(
-        shards, world, problems, list(plans), transport=transport, heap_mib=heap, env=ENV, timeout=200
+        shards, world, problems, list(plans), transport=transport, heap_mib=heap, env=INTERPRETED, timeout=200
     )  # fmt: skip
     wrong = []
     for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):

@@ -398,6 +398,12 @@ def kernel(N: tl.constexpr):
 
 assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 13
 kernel[(1,)](N=1)
+for _ in range(2):
+    try:
+        TensorHandle(np.zeros(1, "f8"), tl.float32)
+    except ValueError:
+        continue
+    raise AssertionError("wider numbers than the type has bits for")
 """
 
 

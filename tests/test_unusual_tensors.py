@@ -20,7 +20,6 @@ from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,8 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from flexsp.ops import chunk_simple_gla
 from flexsp.testing.ranks import run_ranks
 from tests import variants
+from tests.harness.interpreted import INTERPRETED
+from tests.harness.recorder import Recorder
 from tests.marks import quick
-from tests.test_triton_engine import ENV
 
 Tensors = list[torch.Tensor]
 Gla = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -88,19 +88,6 @@ class Wrapped(torch.Tensor):
             return x.inner if isinstance(x, Wrapped) else x
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-
-
-class Recorder(TorchDispatchMode):
-    """The package's operators that are called, with what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flexsp":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
 
 
 # In the worker --------------------------------------------------------------------------------------------------------
@@ -307,17 +294,17 @@ TWO = quick(OPS, "ops", "packed kernels")
 
 @pytest.mark.parametrize("op", TWO)
 def test_views_that_negate(op: str) -> None:
-    assert run_ranks(negative_views, 1, op, env=ENV) == [[0.0] * 6]
+    assert run_ranks(negative_views, 1, op, env=INTERPRETED) == [[0.0] * 6]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_without_memory(op: str) -> None:
-    assert run_ranks(wrapped, 1, op, env=ENV) == [[0.0] * 9]
+    assert run_ranks(wrapped, 1, op, env=INTERPRETED) == [[0.0] * 9]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_hooks_that_give_back_others(op: str) -> None:
-    (found,) = run_ranks(hooked, 1, op, env=ENV)
+    (found,) = run_ranks(hooked, 1, op, env=INTERPRETED)
     for name, what in found.items():
         if name.endswith("moved"):
             assert what == 0.0, (name, what)
@@ -327,43 +314,44 @@ def test_hooks_that_give_back_others(op: str) -> None:
 
 @pytest.mark.parametrize("op", TWO)
 def test_a_checkpoint_of_which_one_pass_is_watched(op: str) -> None:
-    assert run_ranks(checkpointed, 1, op, env=ENV) == [[0.0] * 2]
+    assert run_ranks(checkpointed, 1, op, env=INTERPRETED) == [[0.0] * 2]
 
 
 def test_bad_arguments_of_calls_that_kernels_run() -> None:
-    assert run_ranks(bad_arguments, 1, env=ENV) == [["cu_seqlens", "cu_seqlens", "cu_seqlens", "prev_s", "prev_s"] * 2]
+    names = ["cu_seqlens", "cu_seqlens", "cu_seqlens", "prev_s", "prev_s"]
+    assert run_ranks(bad_arguments, 1, env=INTERPRETED) == [names * 2]
 
 
 def test_a_watched_call_has_the_plan_of_others() -> None:
     """A checkpoint may watch one of two passes, and the memory of one plan is not that of another."""
-    assert run_ranks(tuned, 1, env=ENV)[0] < 2, "the forward pass comes to an operator"
+    assert run_ranks(tuned, 1, env=INTERPRETED)[0] < 2, "the forward pass comes to an operator"
 
 
 def test_a_variant_that_was_watched_ends() -> None:
-    assert run_ranks(ended, 1, env=ENV) == [True]
+    assert run_ranks(ended, 1, env=INTERPRETED) == [True]
 
 
 @pytest.mark.parametrize("op", TWO)
 def test_a_checkpoint_of_selected_operators(op: str) -> None:
-    assert run_ranks(selected, 1, op, env=ENV) == [[0.0] * 2]
+    assert run_ranks(selected, 1, op, env=INTERPRETED) == [[0.0] * 2]
 
 
 @pytest.mark.parametrize("op", TWO)
 def test_shapes_without_memory(op: str) -> None:
-    ((fake, real),) = run_ranks(shapes_only, 1, op, env=ENV)
+    ((fake, real),) = run_ranks(shapes_only, 1, op, env=INTERPRETED)
     assert fake == real
 
 
 @pytest.mark.parametrize("op", TWO)
 def test_traces_hold_the_operators(op: str) -> None:
-    assert run_ranks(recorded, 1, op, env=ENV) == [[0.0] * 3]
+    assert run_ranks(recorded, 1, op, env=INTERPRETED) == [[0.0] * 3]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_operators_give_what_their_fakes_say(op: str) -> None:
-    assert run_ranks(faked, 1, op, env=ENV) == [8]
+    assert run_ranks(faked, 1, op, env=INTERPRETED) == [8]
 
 
 @pytest.mark.parametrize("op", TWO)
 def test_a_compiled_backward_pass_of_an_eager_call(op: str) -> None:
-    assert max(run_ranks(compiled_backward, 1, op, env=ENV)[0]) < 1e-6
+    assert max(run_ranks(compiled_backward, 1, op, env=INTERPRETED)[0]) < 1e-6

@@ -12,6 +12,7 @@ from flexsp import nn as layers
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from tests.harness.layers import OF_EACH
 
 B, T, H, K, V = 2, 8, 4, 6, 5
 
@@ -213,18 +214,6 @@ def test_boundaries_that_disagree_with_the_shards() -> None:
 
 
 ALL = CASES | DELTA_CASES
-LAYERS: dict[str, Any] = {
-    "Attention": lambda: layers.Attention(8, 2, rope_theta=100.0), "Mamba2": lambda: layers.Mamba2(8, 16, 16),
-    "Mamba3": lambda: layers.Mamba3(8, 8, head_dim=16), "RWKV7": lambda: layers.RWKV7(8, 8),
-    "SimpleGLA": lambda: layers.SimpleGLA(8, 2), "ShortConvolution": lambda: layers.ShortConvolution(8),
-    "HGRN": lambda: layers.HGRN(8), "HGRN2": lambda: layers.HGRN2(8, expand_ratio=8),
-    "MLSTM": lambda: layers.MLSTM(8, 2), "RGLRU": lambda: layers.RGLRU(8),
-    "Mamba": lambda: layers.Mamba(8), "DeltaNet": lambda: layers.DeltaNet(8, 2),
-    "GatedLinearAttention": lambda: layers.GatedLinearAttention(8, 2),
-    "GatedDeltaNet": lambda: layers.GatedDeltaNet(8, 2, 4),
-    "KimiDeltaAttention": lambda: layers.KimiDeltaAttention(8, 2, 4),
-    "GatedDeltaProduct": lambda: layers.GatedDeltaProduct(8, 2, 4),
-}  # fmt: skip
 
 
 def lengths_known(check_calls: bool) -> SequenceParallel:
@@ -247,17 +236,18 @@ def test_ops_refuse_another_length_than_was_set(name: str, check_calls: bool) ->
 
 def test_the_list_of_layers_is_complete() -> None:
     found = {x for x in layers.__all__ if isinstance(made := getattr(layers, x), type) and issubclass(made, nn.Module)}
-    assert found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"} == set(LAYERS)
+    assert found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"} == {*OF_EACH}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OF_EACH)
 @pytest.mark.parametrize("check_calls", [False, True])
 def test_layers_refuse_another_length_than_was_set(name: str, check_calls: bool) -> None:
-    layer, sp = LAYERS[name](), lengths_known(check_calls)
+    cls, options, width = OF_EACH[name]
+    layer, sp = cls(**options), lengths_known(check_calls)
     with sequence_parallel(sp):
         for T in (90, 44):
             with pytest.raises(ValueError, match=rf"^rank 1: expected a shard of 45 tokens \(set_lengths\), got {T}"):
-                layer(torch.randn(2, T, 8))
+                layer(torch.randn(2, T, width))
 
 
 def test_a_whole_sequence_is_called_one() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,9 +16,10 @@ from flexsp.runtime.triton_private import RELEASE
 from flexsp.testing.compare import WIDE, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
-from tests import test_vector_gates as vector_gates
+from tests.harness import vector_gates
+from tests.harness.compiling import in_child, told_of
+from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
-from tests.test_selective_scan import KERNELS, poisoned
 
 Tensors = dict[str, Tensor]
 
@@ -105,7 +102,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", quick(KINDS, *KINDS[:4], "gates that close"))
 def test_kernels(kind: str) -> None:
     for dtype in (torch.float32, random.choice((torch.bfloat16, torch.float16))):
-        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=KERNELS)
+        run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED)
 
 
 def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> int:
@@ -123,7 +120,7 @@ def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> in
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rg_lru_in_kernels(dtype: torch.dtype) -> None:
-    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=KERNELS)
+    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=INTERPRETED)
     assert found > 0
 
 
@@ -156,7 +153,7 @@ def weights(seed: int, T: int) -> Tensor:
 @pytest.mark.parametrize("documents", quick([None, [0, 9, 9, 30, 55]], [0, 9, 9, 30, 55]))
 def test_kernels_over_ranks(documents: list[int] | None) -> None:
     seed = random.randrange(2**31)
-    parts = run_ranks(in_kernels_over_ranks, 3, seed, documents, env=KERNELS)
+    parts = run_ranks(in_kernels_over_ranks, 3, seed, documents, env=INTERPRETED)
     states = len(documents) - 1 if documents else 1
     inputs = draw(1, 55, 5, states, seed)
     inputs["g"][:, 11::16, 2:] = -torch.inf
@@ -173,7 +170,7 @@ def test_kernels_over_ranks(documents: list[int] | None) -> None:
 
 @pytest.mark.slow
 def test_one_graph() -> None:
-    run_ranks(in_a_graph, 1, random.randrange(2**31), env=KERNELS)
+    run_ranks(in_a_graph, 1, random.randrange(2**31), env=INTERPRETED)
 
 
 def in_a_graph(sp: SequenceParallel, seed: int) -> None:
@@ -196,10 +193,10 @@ CONFIGS: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"docs": 4}, "odd s
 
 
 def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs: int = 0) -> list[dict[str, Any]]:
-    """Body of the child process: a forward and backward pass on meta tensors, every launch compiled."""
+    """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels import operators, recipe
     from flexsp.kernels.vector.op import vector_state
-    from flexsp.testing.offline import compile_launches, record_launches
+    from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
@@ -214,23 +211,15 @@ def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs:
         )  # fmt: skip
         assert last is not None
         torch.autograd.backward([o, last], [o.detach(), last.detach()])
-    wanted = ("name", "stack", "unwritten", "waits_first", "uneven_sums", "drops_nan", "races")
-    return [{key: getattr(found, key) for key in wanted} for found in compile_launches(launches)]
+    return told_of(launches)
 
 
 @functools.cache
 def compiled(name: str) -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WORLD_SIZE")}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    env["CUDA_HOME"] = os.devnull  # the ptxas of a toolkit that happens to be here spills as it likes
-    done = subprocess.run(
-        [sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return in_child(functools.partial(compile_config, **CONFIGS[name]))
 
 
+@pytest.mark.compiles(always=True)
 @pytest.mark.parametrize("name", slow(*CONFIGS))
 def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no NaN that gives way to a number, no missing barriers, no registers
@@ -241,7 +230,3 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel
         assert RELEASE != (3, 6) or not kernel["stack"], kernel
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_config(**CONFIGS[sys.argv[1]])))

@@ -12,102 +12,68 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench import predict
-from flexsp.bench.record import case_of, load
-from flexsp.bench.table import added_table, aims_table, footer, grid, markdown, shown, states_table
+from flexsp.bench.record import load
+from flexsp.bench.summary import (
+    beside_ranks,
+    commit_of,
+    exchanges,
+    hosts,
+    library,
+    models,
+    operators,
+    sanitizers,
+    traffic,
+    versions,
+)
+from flexsp.bench.table import grid
 
 __all__ = ["readme", "refreshed", "run", "sources"]
 
 Result = dict[str, Any]
 _PART = re.compile(r"(<!-- measured: (\w+) ([^>]*?) -->\n)(.*?)(<!-- /measured -->)", re.DOTALL)
-_BASELINE = "flash-linear-attention"
 _TOKENS = 65536
-_PREDICTED = ("simple_gla", "gla", "hgrn", "gated_delta_rule", "kda")
 
 
 def _row(rows: Sequence[Result], **keys: object) -> Result | None:
     found = (row for row in rows if all(row.get(name) == value for name, value in keys.items()))
-    return next((row for row in found if "ms" in row or "fwd_bwd_s" in row), None)
+    return next((row for row in found if "ms" in row), None)
 
 
-def _pair(ours: str, theirs: str, name: str) -> list[str] | None:
-    """The two cells of a line; none where ours was not measured."""
-    return [ours, f"{name}: {theirs}" if theirs else ""] if ours else None
+_README = {
+    "linear_attn": "linear attention", "delta_rule": "DeltaNet", "gated_delta_rule": "Gated DeltaNet",
+    "kda": "Kimi Delta Attention", "rwkv7": "RWKV-7",
+}  # fmt: skip
+"""Cases of the README's table. Of other libraries it shows the first that was measured in the same run."""
+_MODES = ("fwd", "fwd_bwd")
 
 
-def _time(case: str, mode: str) -> Callable[[Result, Result], list[str] | None]:
-    def cells(op: Result, scale: Result) -> list[str] | None:
-        rows = [_row(op["rows"], case=case, mode=mode, T=_TOKENS, provider=provider) for provider in ("flexsp", "fla")]
-        ours, theirs = (f"{row['ms']['median']:.2f} ms" if row else "" for row in rows)
-        return _pair(ours, theirs, _BASELINE)
-
-    return cells
-
-
-def _peak(case: str) -> Callable[[Result, Result], list[str] | None]:
-    def cells(op: Result, scale: Result) -> list[str] | None:
-        rows = [
-            _row(op["rows"], case=case, mode="fwd_bwd", T=_TOKENS, provider=provider) for provider in ("flexsp", "fla")
-        ]
-        ours, theirs = (shown(row["peak_gib"], 1, " GiB") if row else "" for row in rows)
-        return _pair(ours, theirs, _BASELINE)
-
-    return cells
-
-
-def _first(op: Result, scale: Result) -> list[str] | None:
-    rows = [_row(op["cold"], case="simple_gla", provider=provider) for provider in ("flexsp", "fla")]
-    ours, theirs = (shown(row["fwd_bwd_s"], 1, " s") if row else "" for row in rows)
-    return _pair(ours, theirs, _BASELINE)
-
-
-def _efficiency(op: Result, scale: Result) -> list[str] | None:
-    rows = [row for row in scale["rows"] if case_of(row) == "simple_gla" and row["schedule"] != "local"]
-    keys = {"mode": "fwd_bwd", "T_local": _TOKENS}
-    found = [_row(rows, schedule=name, **keys) for name in ("chain", "all_gather")]
-    ours, theirs = (f"{row['efficiency']:.3f}" if row else "" for row in found)
-    return _pair(ours, theirs, "states gathered by all ranks")
-
-
-# Six lines at most, one meaning a cell.
-_LINES = (
-    ("simple GLA, forward", _time("simple_gla", "fwd")),
-    ("linear attention, forward + backward", _time("linear_attn", "fwd_bwd")),
-    ("DeltaNet, generated from three functions, forward + backward", _time("generated_deltanet", "fwd_bwd")),
-    ("linear attention, forward + backward: peak memory", _peak("linear_attn")),
-    ("simple GLA: the first training step, with compilation", _first),
-    ("simple GLA, forward + backward on {ranks} GPUs, 65,536 tokens each: efficiency", _efficiency),
-)
+def _times(rows: Sequence[Result], case: str, provider: str) -> str:
+    found = [_row(rows, case=case, mode=mode, T=_TOKENS, provider=provider) for mode in _MODES]
+    return " / ".join(f"{row['ms']['median']:.2f}" for row in found if row)
 
 
 def readme(results: Sequence[Result]) -> str:
-    """The README's table, from one file of `bench op` and one of `bench scale`."""
-    kinds = sorted(result["kind"] for result in results)
-    if kinds != ["op", "scale"]:
-        raise ValueError(f"results: expected a file of bench op and one of bench scale, got {', '.join(kinds)}")
-    op, scale = sorted(results, key=lambda result: str(result["kind"]))
-    lines = []
-    for text, cells in _LINES:
-        found = cells(op, scale)
-        if found:
-            lines.append([text.format(ranks=scale["environment"]["world_size"]), *found])
-    name = op["environment"]["device"].removeprefix("NVIDIA ")
-    sizes = "B=1, 32 heads, K=V=128" if [op["shape"][x] for x in "BHKV"] == [1, 32, 128, 128] else str(op["shape"])
-    header = [f"one {name}, 65,536 tokens, {sizes}, {op['shape']['dtype']}", "flexsp", "beside it, in the same run"]
-    env = op["environment"]
-    versions = f"torch {env['torch']}, Triton {env['triton']}, {_BASELINE} {env['flash_linear_attention']}"
-    note = "Times are medians; memory and the first step are medians of repeated runs with [smallest, largest]."
-    alone, ranks = (str(result["environment"]["commit"])[:7] for result in (op, scale))
-    commits = f"Commit {alone}" if alone == ranks else f"One GPU: commit {alone}; several: {ranks}"
-    return f"{grid(header, lines)}\n\n{note} {commits}, {versions}."
-
-
-def _tables(of: Callable[[Result], str]) -> Callable[[Sequence[Path]], str]:
-    def tables(paths: Sequence[Path]) -> str:
-        results = {path.name: load(path) for path in paths}
-        return "\n\n".join(f"{of(result)}\n\n{name}: {footer(result)}" for name, result in results.items())
-
-    return tables
+    """The README's table, from files of `bench op`, of each case the first, and one file of `bench scale`."""
+    ops = [result for result in results if result["kind"] == "op"]
+    scales = [result for result in results if result["kind"] == "scale"]
+    if not ops or len(scales) != 1 or len(ops) + 1 != len(results):
+        kinds = ", ".join(sorted(str(result["kind"]) for result in results))
+        raise ValueError(f"results: expected files of bench op and one of bench scale, got {kinds}")
+    [scale], lines = scales, []
+    for case, name in _README.items():
+        of = next((op for op in ops if _times(op["rows"], case, "flexsp")), None)
+        if of is None:
+            continue
+        beside = ((library(who), _times(of["rows"], case, who)) for who in ("flashqla", "fla"))
+        others = [f"{who}: {times}" for who, times in beside if times]
+        chain = [_row(scale["rows"], case=case, mode=mode, schedule="chain", T_local=_LOCAL) for mode in _MODES]
+        efficiency = " / ".join(f"{row['efficiency']:.2f}" for row in chain if row)
+        heads = f"{of['shape']['H']} x {of['shape']['K']} x {of['shape']['V']}"
+        lines.append([name, heads, _times(of["rows"], case, "flexsp"), *(others[:1] or [""]), efficiency])
+    world = scale["environment"]["world_size"]
+    header = ["", "heads x K x V", "flexsp, ms", "beside it in the same run, ms", f"efficiency of {world} GPUs"]
+    commits = dict.fromkeys(commit_of(result) for result in results)
+    return f"{grid(header, lines)}\n\nCommits {', '.join(commits)}; {versions(results)}."
 
 
 _OPERATORS = {
@@ -145,13 +111,15 @@ def _speed(paths: Sequence[Path]) -> str:
 
 
 _KINDS: dict[str, Callable[[Sequence[Path]], str]] = {
-    "added": _tables(added_table),
-    "aims": lambda paths: aims_table([load(path) for path in paths]),
-    "predict": lambda paths: predict.report([load(path) for path in paths], 8, _PREDICTED),
+    "beside_ranks": beside_ranks,
+    "exchanges": exchanges,
+    "hosts": hosts,
+    "models": models,
+    "operators": operators,
     "readme": lambda paths: readme([load(path) for path in paths]),
+    "sanitizers": sanitizers,
     "speed": _speed,
-    "states": _tables(states_table),
-    "table": markdown,
+    "traffic": traffic,
 }
 
 

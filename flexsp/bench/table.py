@@ -11,8 +11,8 @@ from typing import Any
 from flexsp.bench.record import case_of, load, spread_of
 
 __all__ = [
-    "added_table", "aims_table", "beside_table", "footer", "grid", "host_table", "markdown", "model_table", "op_table",
-    "run", "sanitize_table", "scale_table", "shown", "states_table", "traffic_table",
+    "footer", "grid", "host_table", "markdown", "model_table", "op_table", "run", "sanitize_table", "scale_table",
+    "shown", "states_table", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -132,38 +132,6 @@ def states_table(result: Result) -> str:
     return grid(["MB over all ranks", "segments", *(f"{name} us" for name in names)], lines)
 
 
-def added_table(result: Result) -> str:
-    """What the chain adds to one rank's time and its efficiency, by tokens a rank; at the most of them, what one rank
-    takes and the other schedules add. Of a file of one rank what it takes, by tokens."""
-    lengths = sorted({row["T_local"] for row in result["rows"]})
-    names = list(dict.fromkeys(row["schedule"] for row in result["rows"]))
-    chain = ["chain"] if "chain" in names else []
-    others = [name for name in names if name not in chain and not name.endswith("local")]
-    alone = lengths[-1:] if chain else lengths
-    columns = [*((f"chain adds us, {T}", "chain", T, "added_us", 0) for T in lengths if chain)]
-    columns += [(f"efficiency, {T}", "chain", T, "efficiency", 3) for T in lengths if chain]
-    columns += [(f"1 rank ms, {T}", "local", T, "slowest_rank_ms", 3) for T in alone]
-    columns += [(f"{name} adds us, {lengths[-1]}", name, lengths[-1], "added_us", 0) for name in others]
-    keyed = {(case_of(row), row["mode"], row["schedule"], row["T_local"]): row for row in result["rows"]}
-    lines = []
-    for case, mode in dict.fromkeys(key[:2] for key in keyed):
-        found = [(keyed.get((case, mode, name, T)), key, digits) for _, name, T, key, digits in columns]
-        cells = [f"{row[key]:.{digits}f}" if row else "" for row, key, digits in found]
-        lines.append([case, mode.replace("fwd_bwd", "fwd+bwd"), *cells])
-    return grid(["op", "pass", *(column[0] for column in columns)], lines)
-
-
-def aims_table(results: Sequence[Result]) -> str:
-    """The project's aims that were measured: the limit, the measured value and whether it is kept."""
-    lines = [
-        [aim["target"], f"{aim['limit']:g}", f"{aim['value']:.2f}", aim["verdict"].replace("MISS", "**missed**")]
-        for result in results
-        for aim in result.get("targets", [])
-        if aim["value"] is not None
-    ]
-    return grid(["aim", "at most", "measured", ""], lines)
-
-
 def host_table(result: Result) -> str:
     """Host microseconds of a call, with the dispatcher and without."""
     lines = [
@@ -195,24 +163,6 @@ def sanitize_table(result: Result) -> str:
     return grid(["tool", "calls", "kernels", "errors", "calls that failed", "processes started again"], lines)
 
 
-def beside_table(result: Result) -> str:
-    """Two commits in turns in one run: milliseconds of each process, and the ratio of the quickest ones."""
-    lines = []
-    for row in result["rows"]:
-        before, now = row["before_ms"], row["now_ms"]
-        times = [" ".join(f"{x:.3f}" for x in each) for each in (before, now)]
-        lines.append([row["case"], str(row["T"]), row["mode"], *times, f"{min(now) / min(before):.2f}"])
-    return grid(["op", "T", "pass", f"{result['before'][:7]}, ms", "this commit, ms", "ratio"], lines)
-
-
-def cases_table(result: Result) -> str:
-    """Calls that have no baseline beside them."""
-    keys = {"forward_ms": ".2f", "forward_backward_ms": ".2f", "peak_gib": ".1f"}
-    rows = result["rows"]
-    lines = [[row["case"], str(row["T"]), *(f"{row[key]:{how}}" for key, how in keys.items())] for row in rows]
-    return grid(["op", "T", "forward, ms", "forward + backward, ms", "peak GiB"], lines)
-
-
 def model_table(result: Result) -> str:
     """Training steps of a whole model."""
     lines = []
@@ -227,7 +177,7 @@ def model_table(result: Result) -> str:
 
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
-    "beside": beside_table, "cases": cases_table, "model": model_table,
+    "model": model_table,
 }  # fmt: skip
 
 

@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
-from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
-from flexsp.comm.process_group import Call, begin_call, define_op, group_for, of_all_ranks, peer_errors
+from flexsp.comm.process_group import (
+    Call,
+    begin_call,
+    define_op,
+    group_for,
+    lengths_for,
+    of_all_ranks,
+    peer_errors,
+)  # fmt: skip
+from flexsp.comm.ranks import Ranks, ranks_call, ranks_of
 from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["exchange_rows", "gather", "of_every_rank", "sum_over_ranks"]
@@ -20,21 +28,21 @@ _ALONE = "compute them on one rank, where nothing has to be gathered"
 
 
 @ranks_call
-def gather(y: torch.Tensor, dim: int, sp: SequenceParallel) -> torch.Tensor:
+def gather(y: torch.Tensor, dim: int, sp: Ranks) -> torch.Tensor:
     """Every rank's ``y`` joined along ``dim``; see `SequenceParallel.gather`."""
     if not -y.dim() <= dim < y.dim():
         raise ValueError(f"dim: expected a dimension of a tensor of shape {tuple(y.shape)}, got {dim}")
     dim %= y.dim()
     untransformed("gather", _ALONE)
-    lengths = sp.lengths_for(y.shape[dim])
+    lengths = lengths_for(sp, y.shape[dim])
     if not (y.is_floating_point() or y.is_complex()):
-        return _gather(y, dim, lengths, get_sp(sp.id).order, sp.id)
+        return _gather(y, dim, lengths, ranks_of(sp.id).order, sp.id)
     return _GatherFunction.apply(y, sp.anchor, dim, lengths, sp.id)
 
 
 @ranks_call
 def exchange_rows(
-    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, sp: SequenceParallel
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, sp: Ranks
 ) -> torch.Tensor:
     """Rows to every rank and from every rank (all-to-all), differentiable. Collective over ``sp``.
 
@@ -51,18 +59,18 @@ def exchange_rows(
     return _RowsFunction.apply(rows, sp.anchor, list(sent), list(received), call, sp.id)
 
 
-def sum_over_ranks(x: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, sp: Ranks) -> torch.Tensor:
     """Sum of ``x`` over the ranks, on every rank; not differentiable (for counts)."""
-    return _sum(x.detach(), get_sp(sp.id).order, sp.id)
+    return _sum(x.detach(), ranks_of(sp.id).order, sp.id)
 
 
-def of_every_rank(x: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
+def of_every_rank(x: torch.Tensor, sp: Ranks) -> torch.Tensor:
     """Every rank's ``x``, of one shape on all, as [..., ranks]; not differentiable. Collective over ``sp``."""
     x = x.detach().unsqueeze(-1)
-    return x if sp.world_size == 1 else _gather(x, x.dim() - 1, [1] * sp.world_size, get_sp(sp.id).order, sp.id)
+    return x if sp.world_size == 1 else _gather(x, x.dim() - 1, [1] * sp.world_size, ranks_of(sp.id).order, sp.id)
 
 
-def _begin(sp: SequenceParallel, what: str, tensor: torch.Tensor, backward: bool = False) -> Call:
+def _begin(sp: Ranks, what: str, tensor: torch.Tensor, backward: bool = False) -> Call:
     """Compares the call first: torch.distributed would mix up the data of different ones."""
     call = begin_call(sp, Signature(what, travels=facts_of((tensor,)), backward=backward), tensor)
     call.compare_on_device(tensor.device)
@@ -70,7 +78,7 @@ def _begin(sp: SequenceParallel, what: str, tensor: torch.Tensor, backward: bool
 
 
 def _run_sum(x: torch.Tensor, order: torch.Tensor, sp_id: int) -> torch.Tensor:
-    sp = get_sp(sp_id)
+    sp = ranks_of(sp_id)
     call = _begin(sp, "sum over ranks", x)
     total = x.clone(memory_format=torch.contiguous_format)
     with peer_errors(sp, None, "all_reduce"):
@@ -80,7 +88,7 @@ def _run_sum(x: torch.Tensor, order: torch.Tensor, sp_id: int) -> torch.Tensor:
 
 def _run_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
     """All-gather of shards padded to the longest: gloo takes equal sizes only. Bytes travel, so any dtype does."""
-    sp = get_sp(sp_id)
+    sp = ranks_of(sp_id)
     rows = y.movedim(dim, 0)
     longest = max(lengths)
     mine = y.new_zeros(longest, *rows.shape[1:])
@@ -96,7 +104,7 @@ def _run_adjoint(
     d_full: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int
 ) -> torch.Tensor:
     """Reduce-scatter: every rank receives all ranks' gradients of its slice and adds them in rank order."""
-    sp = get_sp(sp_id)
+    sp = ranks_of(sp_id)
     rows = d_full.movedim(dim, 0).contiguous()
     call = _begin(sp, f"gather along dim {dim}", rows, backward=True)
     received = rows.new_empty(sp.world_size, lengths[sp.rank], *rows.shape[1:])
@@ -122,7 +130,7 @@ def _run_rows(
     order: torch.Tensor,
     sp_id: int,
 ) -> torch.Tensor:
-    sp, rows = get_sp(sp_id), rows.contiguous()
+    sp, rows = ranks_of(sp_id), rows.contiguous()
     width = f"rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
     begun = begin_call(sp, Signature("exchange of rows", call=call, travels=width, backward=backward), rows)
     begun.compare_on_device(rows.device)
@@ -151,7 +159,7 @@ def _fake_gather(y: torch.Tensor, dim: int, lengths: Sequence[int], order: torch
 
 
 def _fake_adjoint(d: torch.Tensor, dim: int, lengths: Sequence[int], order: torch.Tensor, sp_id: int) -> torch.Tensor:
-    return d.new_empty(*d.shape[:dim], lengths[get_sp(sp_id).rank], *d.shape[dim + 1 :])
+    return d.new_empty(*d.shape[:dim], lengths[ranks_of(sp_id).rank], *d.shape[dim + 1 :])
 
 
 def _fake_rows(
@@ -197,15 +205,15 @@ class _RowsFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.call, ctx.sp_id = sent, received, call, sp_id
         ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
-        arrived = _rows(rows, sent, received, call, False, get_sp(sp_id).order, sp_id)
-        ctx.number = get_sp(sp_id).number()
+        arrived = _rows(rows, sent, received, call, False, ranks_of(sp_id).order, sp_id)
+        ctx.number = ranks_of(sp_id).number()
         return arrived
 
     @staticmethod
     def backward(ctx: Any, d_arrived: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only(ctx.call, ON_ONE_RANK)
         (_,) = ctx.saved_tensors
-        sp = get_sp(ctx.sp_id)
+        sp = ranks_of(ctx.sp_id)
         with sp.answering(ctx.number):
             d = _rows(d_arrived, ctx.received, ctx.sent, ctx.call, True, sp.order, ctx.sp_id)
         return d, None, None, None, None, None
@@ -218,15 +226,15 @@ class _GatherFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dim, ctx.lengths, ctx.sp_id = dim, lengths, sp_id
         ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
-        full = _gather(y, dim, lengths, get_sp(sp_id).order, sp_id)
-        ctx.number = get_sp(sp_id).number()
+        full = _gather(y, dim, lengths, ranks_of(sp_id).order, sp_id)
+        ctx.number = ranks_of(sp_id).number()
         return full
 
     @staticmethod
     def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first_only("gather", _ALONE)
         (_,) = ctx.saved_tensors
-        sp = get_sp(ctx.sp_id)
+        sp = ranks_of(ctx.sp_id)
         with sp.answering(ctx.number):
             d = _gather_adjoint(d_full, ctx.dim, ctx.lengths, sp.order, ctx.sp_id)
         return d, None, None, None, None

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
@@ -109,7 +109,7 @@ class _Joined(torch.autograd.Function):
         return grads
 
 
-def joined(sp: SequenceParallel, *tensors: Any) -> tuple[Any, ...]:
+def joined(sp: Ranks, *tensors: Any) -> tuple[Any, ...]:
     """(the group's anchor, *tensors), with every path of gradients to one of them leading to all of them.
 
     A backward pass runs only the nodes between the outputs that a loss used and the tensors that were asked for. A call

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm import watchdog
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.ranks import Ranks, ranks_of
 from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
@@ -28,10 +28,12 @@ __all__ = [
     "Message",
     "Pending",
     "begin_call",
+    "check_signature",
     "compare_text",
     "define_op",
     "exchange_ints",
     "group_for",
+    "lengths_for",
     "lost_peer",
     "of_all_ranks",
     "peer_errors",
@@ -59,7 +61,7 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     return getattr(torch.ops.flexsp, name).default
 
 
-def group_for(sp: SequenceParallel, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+def group_for(sp: Ranks, tensor: torch.Tensor) -> dist.ProcessGroup | None:
     """The group that can carry ``tensor``."""
     return sp.group if tensor.is_cuda else sp.cpu_group if sp.device.type == "cuda" else sp.group
 
@@ -70,7 +72,7 @@ def lost_peer(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def peer_errors(sp: SequenceParallel, peer: int | None, doing: str) -> Iterator[None]:
+def peer_errors(sp: Ranks, peer: int | None, doing: str) -> Iterator[None]:
     """torch.distributed reports timeouts and lost connections as RuntimeError: say who and keep it for sp.check()."""
     try:
         yield
@@ -94,7 +96,7 @@ def _decode(buffer: torch.Tensor) -> str:
     return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _compare(sp: SequenceParallel, text: str, value: int, doing: str) -> list[int]:
+def _compare(sp: Ranks, text: str, value: int, doing: str) -> list[int]:
     """Every rank's ``value``; PeerMismatch unless all came with the same ``text``.
 
     The only kind of message on the CPU group: two calls that meet by mistake then have the same size, where gloo would
@@ -110,19 +112,41 @@ def _compare(sp: SequenceParallel, text: str, value: int, doing: str) -> list[in
     return [int(row[_TEXT_BYTES:].clone().view(torch.int64)) for row in rows]
 
 
-def compare_text(sp: SequenceParallel, text: str, doing: str = "comparing calls") -> None:
+def compare_text(sp: Ranks, text: str, doing: str = "comparing calls") -> None:
     """PeerMismatch unless every rank calls this with the same text. Collective on the CPU group."""
     _compare(sp, text, 0, doing)
 
 
 @outside_graphs("ranks tell each other how long their shards are; sp.set_lengths spares them that")
-def exchange_ints(sp: SequenceParallel, value: int) -> list[int]:
+def exchange_ints(sp: Ranks, value: int) -> list[int]:
     """One integer of every rank. Collective on the CPU group; never touches the GPU."""
     sp.check()
     text = f"{_COLLECTIVE}shard lengths (after call {sp.calls}{raised(sp.abandoned)})"
     if sp.device.type == "cpu" and not sp.check_calls:  # else neighbours compare nothing on the CPU group
         _greet(sp, text, *sp.neighbours())
     return _compare(sp, text, value, "exchanging shard lengths")
+
+
+def lengths_for(sp: Ranks, T_local: int, rows: int = 1) -> list[int]:
+    """Shard lengths of all ranks; see `SequenceParallel.lengths_for`."""
+    given = sp.lengths
+    if given is not None:
+        sp.check_shard(T_local, rows)
+        lengths = [rows * n for n in given]
+        if sp.check_calls and not torch.compiler.is_compiling():
+            check_signature(sp, ("set_lengths", *lengths))
+        return lengths
+    if sp.world_size == 1:
+        return [T_local]
+    return exchange_ints(ranks_of(sp.id), T_local)
+
+
+def check_signature(sp: Ranks, sig: tuple[Any, ...]) -> None:
+    """See `SequenceParallel.check_signature`."""
+    if sp.check_calls and sp.world_size > 1:
+        sp.compared += 1
+        of = f", of the backward pass of exchange {sp.answered}" if sp.answered else ""
+        compare_text(sp, " ".join(str(part) for part in sig) + of + raised(sp.abandoned))
 
 
 class Message(NamedTuple):
@@ -140,7 +164,7 @@ class Pending(NamedTuple):
     message: Message
 
 
-def post(sp: SequenceParallel, *messages: Message) -> list[Pending]:
+def post(sp: Ranks, *messages: Message) -> list[Pending]:
     """Start messages that may proceed together, in stream order on CUDA."""
     if not messages:
         return []
@@ -162,7 +186,7 @@ def post(sp: SequenceParallel, *messages: Message) -> list[Pending]:
     return pending
 
 
-def of_all_ranks(sp: SequenceParallel, mine: torch.Tensor) -> torch.Tensor:
+def of_all_ranks(sp: Ranks, mine: torch.Tensor) -> torch.Tensor:
     """Every rank's ``mine`` [n], as [ranks, n]."""
     everyone = mine.new_empty(sp.world_size * mine.numel())
     everyone.view(sp.world_size, -1)[:, :_HEADER].zero_()  # no stamp of an earlier call, should a rank send less
@@ -172,7 +196,7 @@ def of_all_ranks(sp: SequenceParallel, mine: torch.Tensor) -> torch.Tensor:
     return everyone.view(sp.world_size, -1)
 
 
-def wait_all(sp: SequenceParallel, pending: Sequence[Pending]) -> None:
+def wait_all(sp: Ranks, pending: Sequence[Pending]) -> None:
     """Wait for messages: on CPU until they are through, on CUDA by ordering the current stream behind them."""
     for item in pending:
         with peer_errors(sp, item.message.peer, item.message.op):
@@ -180,7 +204,7 @@ def wait_all(sp: SequenceParallel, pending: Sequence[Pending]) -> None:
 
 
 def begin_call(
-    sp: SequenceParallel, signature: Signature, like: torch.Tensor, source: int | None = None, target: int | None = None
+    sp: Ranks, signature: Signature, like: torch.Tensor, source: int | None = None, target: int | None = None
 ) -> Call:
     """Counts an exchange and, where the data `like` is on CPU, compares it: with the neighbours that data comes from
     and goes to, or, without them, with every rank. PeerMismatch where they are in another call."""
@@ -189,7 +213,7 @@ def begin_call(
     collective = source is None and target is None
     text = f"{_COLLECTIVE if collective else ''}call {sp.calls}{raised(sp.abandoned)}: {signature.text()}"
     text += f", shards of {sp.lengths} tokens" if sp.lengths is not None else ""
-    sp.check_signature((text,))
+    check_signature(sp, (text,))
     call = Call(sp, signature, like, target)
     if not call.stamped and not collective:
         call.error = _greet(sp, text, source, target)
@@ -209,7 +233,7 @@ class Call:
         stamped: whether messages carry the stamp, to be compared on the device.
     """
 
-    def __init__(self, sp: SequenceParallel, signature: Signature, like: torch.Tensor, target: int | None) -> None:
+    def __init__(self, sp: Ranks, signature: Signature, like: torch.Tensor, target: int | None) -> None:
         self.sp, self.signature, self.target = sp, signature, target
         self.stamped = carries_stamp(like)
         self.word = signature.word(sp.abandoned)
@@ -286,7 +310,7 @@ def carries_stamp(data: torch.Tensor) -> bool:
     return data.is_cuda
 
 
-def _greet(sp: SequenceParallel, text: str, source: int | None, target: int | None) -> PeerMismatch | None:
+def _greet(sp: Ranks, text: str, source: int | None, target: int | None) -> PeerMismatch | None:
     """Tells both neighbours which call this is and compares it with theirs: PeerMismatch where the source is in another
     one. Where only the target is, the error is returned, since the source is about to send.
 
@@ -315,7 +339,7 @@ def _greet(sp: SequenceParallel, text: str, source: int | None, target: int | No
     return error
 
 
-def _differs(sp: SequenceParallel, text: str, peer: int) -> PeerMismatch | None:
+def _differs(sp: Ranks, text: str, peer: int) -> PeerMismatch | None:
     """The error where the text that a neighbour sends is another. Collectives are left to `compare_text`."""
     theirs = torch.empty(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
     wait_all(sp, post(sp, Message("recv", theirs, peer)))

@@ -11,17 +11,62 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.heap import SymmetricHeap, create_heap
+from flexsp.comm.heap import SymmetricHeap
+from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from flexsp.comm.group import SequenceParallel
-
-__all__ = ["PROCESS_GROUP", "Transport", "in_kernel", "register_transport", "transport_of", "transports"]
+__all__ = [
+    "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "register_transport", "transport_of", "transports",
+]  # fmt: skip
 
 PROCESS_GROUP = "process_group"
+_HEAPS = ("auto", "posix", "nvshmem", "torch_symm")
+
+
+def create_heap(
+    kind: str,
+    nbytes: int,
+    *,
+    rank: int,
+    global_ranks: Sequence[int],
+    cpu_group: ProcessGroup,
+    device: torch.device,
+) -> SymmetricHeap:
+    """Allocates the arena of every rank of a group (collective).
+
+    Args:
+        kind: "posix" (CPU processes of one host, shared memory), "nvshmem" (nvshmem4py), "torch_symm" (PyTorch's
+            symmetric memory with its NVSHMEM backend), or "auto": posix on CPU, else nvshmem, else torch_symm.
+        nbytes: bytes a rank. NVSHMEM kinds are collective over the default process group: every rank of the world
+            calls with the same ``nbytes`` in the same order.
+        rank: this rank in the group.
+        global_ranks: the group's ranks in the default process group, in group order.
+        cpu_group: a gloo group of these ranks.
+        device: where this rank computes.
+
+    Raises:
+        NotAvailable: the machine has no such memory; the message says what is missing.
+    """
+    if kind not in _HEAPS:
+        raise ValueError(f"kind: expected one of {', '.join(_HEAPS)}, got {kind!r}")
+    if nbytes <= 0:
+        raise ValueError(f"nbytes: expected a positive number of bytes, got {nbytes}")
+    device = torch.device(device)
+    nbytes = -(-nbytes // 4096) * 4096
+    if kind == "posix" or (kind == "auto" and device.type == "cpu"):
+        from flexsp.comm.posix import PosixHeap
+
+        if device.type != "cpu":
+            raise NotAvailable(f"the posix heap is CPU memory, and this rank computes on {device}")
+        return PosixHeap.create(nbytes, rank=rank, world_size=len(global_ranks), cpu_group=cpu_group)
+    if device.type != "cuda":
+        raise NotAvailable(f"a heap of kind {kind!r} is GPU memory, and this rank computes on {device}")
+    from flexsp.comm.nvshmem import create_nvshmem_heap
+
+    return create_nvshmem_heap(kind, nbytes, global_ranks=global_ranks, cpu_group=cpu_group, device=device)
 
 
 class Transport:
@@ -162,6 +207,6 @@ def transport_of(name: str) -> Transport:
     return found
 
 
-def in_kernel(sp: SequenceParallel) -> bool:
+def in_kernel(sp: Ranks) -> bool:
     """Whether the kernel of `flexsp.scan.propagate` itself sends the group's states."""
     return sp.schedule == "chain" and sp.transport != PROCESS_GROUP

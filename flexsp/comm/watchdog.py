@@ -16,15 +16,12 @@ REVERSE| 1 if the call ran right to left
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.ranks import Ranks
 from flexsp.comm.signature import MISMATCH_BIT, POISON, RANK_BITS, described
 from flexsp.exceptions import PeerMismatch, PeerTimeout
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["ErrorRecord", "note_stamps", "raise_pending"]
 
@@ -67,7 +64,7 @@ class ErrorRecord:
 
 
 def note_stamps(
-    sp: SequenceParallel, bad: torch.Tensor, seen: torch.Tensor, peers: Sequence[int], word: int, reverse: bool
+    sp: Ranks, bad: torch.Tensor, seen: torch.Tensor, peers: Sequence[int], word: int, reverse: bool
 ) -> None:
     """Puts the first of the stamps ``seen`` [n] of ``peers`` that is not ``word`` into the record of the group, where
     ``bad`` [] says that there is one. In stream order, without a synchronisation; the host makes sense of it."""
@@ -86,7 +83,7 @@ def note_stamps(
     sp.records.tensor[:6].copy_(kept, non_blocking=True)
 
 
-def raise_pending(sp: SequenceParallel) -> None:
+def raise_pending(sp: Ranks) -> None:
     """Raises PeerTimeout or PeerMismatch if a kernel of this group has failed. Does not synchronise with the device."""
     if sp.records is not None:
         error = sp.records.error(sp.rank)

@@ -11,7 +11,7 @@ from flexsp.compiler.frontend.primitives import (
 )
 from flexsp.compiler.frontend.trace import CompileError
 from flexsp.compiler.linear_attention import LinearAttention
-from flexsp.compiler.planning.lowering import Lowering, register_lowering, replaced
+from flexsp.compiler.planning.lowering import Lowering, replaced
 
 __all__ = [
     "CompileError",
@@ -24,7 +24,6 @@ __all__ = [
     "decayed_sums",
     "identity",
     "matmul_out_fp32",
-    "register_lowering",
     "replaced",
     "unit_lower_inverse",
 ]

@@ -10,9 +10,10 @@ import torch
 import triton
 
 from flexsp.compiler.backend import intrinsic_kernels
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.dispatch import recipe_of
-from flexsp.compiler.engine import Generated
 from flexsp.compiler.frontend.meta import InputMeta
+from flexsp.compiler.planning.plan import refusal
 from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.runtime.launch import workers
 
@@ -36,7 +37,7 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
     for values in itertools.product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
         with planned_for(device):
-            refused = code.refuses(sizes, meta.looks(sizes, 1), on_gpu=False)
+            refused = refusal(code, sizes, meta.looks(sizes, 1), on_gpu=False)
         if refused is None:
             for T, docs in itertools.product(_AHEAD, (0, 4)):
                 looks = meta.looks(sizes, T)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.engine import Generated
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_device
 from flexsp.kernels.recipe import Given, Recipe
 
@@ -42,10 +43,10 @@ def recipe_of(
     def remake(others: Tensors, state: torch.Tensor | None, group: SequenceParallel | None) -> Recipe[Any]:
         return recipe_of(code, others, state, bounds, group, plan)
 
-    if plan is None and code.lowering is not None:
-        own = code.lowering.call(code, looks, initial is not None, docs, ends, sp)
+    for lowering in code.program.lowerings if plan is None else ():
+        own = lowering.call(code, looks, initial is not None, docs, ends, sp)
         if own is not None:
-            return Recipe(own, looks, sp, remake)
+            return Recipe(own, looks, sp, remake, lowering.name)
     for axis, size, what in ((0, looks.T, "rows"), (1, looks.H, "heads")):
         fewer = [name for name in tokens if looks.shapes[name][axis] != size]
         if fewer:
@@ -53,7 +54,9 @@ def recipe_of(
     sizes = _sizes(code, looks, initial)
     chained = sp is not None and sp.world_size > 1
     if plan is None:
-        plan = code.plan(sizes, looks.B * looks.H, looks.T, docs, looks.dtype, chained, of_device(looks.device))
+        plan = choose_plan(
+            code, sizes, looks.B * looks.H, looks.T, docs, looks.dtype, chained, of_device(looks.device)
+        )
     elif chained:  # a plan that was tuned on one rank
         plan = replace(plan, schedule="segmented")
     call = GeneratedCall(code, plan, sizes, looks.B, looks.H, looks.T, docs, looks.dtype, initial is not None, ends)

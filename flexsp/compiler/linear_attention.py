@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.derivatives import TRANSFORMS, transformed, untransformed
+from flexsp.comm.derivatives import TRANSFORMS, transformed
 from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
 from flexsp.compiler import arguments, graph
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
-from flexsp.compiler.elsewhere import one_at_a_time
 from flexsp.compiler.frontend import functions
-from flexsp.compiler.frontend.check import KINDS, Program, check
-from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.frontend.trace import trace
+from flexsp.compiler.frontend.check import program_of
+from flexsp.compiler.frontend.elsewhere import one_at_a_time
+from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.program import KINDS, Program
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named, lowering_of
-from flexsp.exceptions import check_dense, fail, kernels_on_cpu
+from flexsp.compiler.planning.lowering import Looks, Lowering, in_order
+from flexsp.exceptions import check_dense, fail
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.kernels.recipe import Recipe
 
 __all__ = ["LinearAttention"]
@@ -72,8 +73,10 @@ class LinearAttention:
         autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
             and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
             that would have been taken was from it.
-        lowering: "auto" runs what `flexsp.compiler.register_lowering` was given for these functions, if any: kernels
-            and, unless ``chunk_size`` is given, code in PyTorch; "generated" runs generated kernels and the functions.
+        lowering: "auto" runs ``lowerings``: their kernels and, unless ``chunk_size`` is given, their code in PyTorch;
+            "generated" runs generated kernels and the functions.
+        lowerings: engines of hand-written kernels for these functions, each a `flexsp.compiler.Lowering`, in the order
+            in which they are asked. The first that takes a call runs it.
         fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
             runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
 
@@ -101,6 +104,7 @@ class LinearAttention:
         autotune: bool = False,
         fallback: str | None = None,
         lowering: str = "auto",
+        lowerings: Sequence[Lowering] = (),
     ) -> None:
         if lowering not in ("auto", "generated"):
             raise ValueError(f'lowering: expected "auto" or "generated", got {lowering!r}')
@@ -116,10 +120,11 @@ class LinearAttention:
         self._code_dir = None if code_dir is None else os.fspath(code_dir)
         self._told: set[str] = set()
         self._autotune, self._fallback = autotune, fallback
-        self.lowering = lowering_of(chunk_mode, decay_mode, merge_mode) if lowering == "auto" else None
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
-        self.program: Program = _program(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
+        engines = in_order(lowerings)
+        program = program_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
+        self.program: Program = replace(program, lowerings=engines if lowering == "auto" else ())
         self.names = (*meta.tokens, *meta.params)
         self.graph_name = graph.name_of(self)
         if enable_aot:
@@ -314,7 +319,8 @@ class LinearAttention:
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
-        options = self._sizes, self._C, self._fallback, self.lowering, self.rows, self.every, self.groups
+        engines = [x.name for x in program.lowerings]
+        options = self._sizes, self._C, self._fallback, engines, self.rows, self.every, self.groups
         return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
@@ -331,9 +337,10 @@ class LinearAttention:
         text, cu_seqlens = self.program.call_text(first.dtype, bounds is not None), None
         if bounds is not None:
             text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
-        engine = Lowering() if self.lowering is None or self._C else lowering_named(self.lowering)
+        engines = () if self._C else self.program.lowerings
         with arguments.no_autocast(first.device.type):
-            found = engine.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text)
+            asked = (x.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text) for x in engines)
+            found = next((x for x in asked if x is not None), None)
             o, final = found or functions.run(
                 self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
             )
@@ -385,10 +392,10 @@ class LinearAttention:
     def _generated(self) -> Generated | str:
         """The kernels made of the functions, or why there are none."""
         try:
-            from flexsp.compiler.engine import generated
+            from flexsp.compiler.backend.generated_kernels import generated
 
             return one_at_a_time(
-                lambda: generated(self._for_kernels(), self._code_dir, self._C, self.lowering), self.program.merge.name
+                lambda: generated(self._for_kernels(), self._code_dir, self._C), self.program.merge.name
             )
         except ImportError as error:
             return f"Triton is not there ({error})"
@@ -424,7 +431,11 @@ class LinearAttention:
     def _refusal(self, names: dict[str, int], looks: dict[str, Looks], on_gpu: bool, ranks: bool) -> str | None:
         """Why no kernels run calls with inputs of these sizes, by name, that look so; or None."""
         code = self._generated
-        return code if isinstance(code, str) else code.refuses(names, looks, on_gpu, ranks)
+        if isinstance(code, str):
+            return code
+        from flexsp.compiler.planning.plan import refusal
+
+        return refusal(code, names, looks, on_gpu, ranks)
 
     def runs(
         self, *, prev_s: torch.Tensor | None = None, sp: SequenceParallel | bool | None = None, **inputs: torch.Tensor
@@ -444,9 +455,13 @@ class LinearAttention:
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
         ranks = group is not None and group.world_size > 1
         reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda, ranks)
-        recipe = None if self.lowering is None or reason else self.checked(inputs, prev_s, None, group).recipe
-        engine = None if recipe is None else getattr(recipe.call, "lowering", self.lowering)
-        return self._outcome(reason) if engine is None else f"runs kernels of the engine {self.lowering}"
+        asked = not reason and self.program.lowerings
+        recipe = self.checked(inputs, prev_s, None, group).recipe if asked else None
+        if recipe is None:
+            return self._outcome(reason)
+        part = getattr(recipe.call, "lowering", None)
+        engine = recipe.engine if part is None else part.name
+        return self._outcome(reason) if engine is None else f"runs kernels of the engine {engine}"
 
     def _outcome(self, reason: str | None) -> str:
         if reason is None:
@@ -481,7 +496,9 @@ class LinearAttention:
         lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
         lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
         if not isinstance(code, str):
-            lines += (code.sized(sizes) if reason is None else code).explain()
+            from flexsp.compiler.planning.explain import kernels_of
+
+            lines += kernels_of(code.sized(sizes) if reason is None else code)
             lines += [*self._plan(code, T, B), *self._tuned]
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
@@ -557,23 +574,6 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
-def asks_for_kernels(on_gpu: bool, wide: torch.dtype) -> bool:
-    """Whether kernels are for inputs of such a kind."""
-    return wide != torch.float64 and (on_gpu or kernels_on_cpu())
-
-
-def _program(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
-    """The functions traced and checked; results may depend on where chunks end if ``cuts_matter``."""
-    inputs = {*meta.tokens, *meta.params, *meta.numbers}
-    untransformed("making a variant", "make it, or call what makes it, once before")
-
-    def make() -> Program:
-        chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
-        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
-        decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
-        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), cuts_matter)
-
-    return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 
 
 @dataclass(frozen=True)

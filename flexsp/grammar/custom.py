@@ -20,9 +20,9 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.backend.places import places
-from flexsp.compiler.frontend.check import Program
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, Extent, InputMeta, Part
 from flexsp.compiler.frontend.primitives import joined, part_of
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.values import NotEmittable
 
 if TYPE_CHECKING:

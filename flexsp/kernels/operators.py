@@ -197,7 +197,7 @@ def serve(tensors: int) -> None:
     """Defines the operator for backward passes of calls with so many tensors."""
     with _defining:
         if tensors not in _backwards:
-            inputs = f"{_INPUTS}, {_KEPT}, int docs, {_ASKED}, bool[] wanted, bool want_dinitial"
+            inputs = f"{_INPUTS}, {_KEPT}, SymInt docs, {_ASKED}, bool[] wanted, bool want_dinitial"
             _backwards[tensors] = _define(f"backward_{tensors}", inputs, tensors + 1, _backward, _fake_backward)
 
 

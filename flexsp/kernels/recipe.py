@@ -110,14 +110,14 @@ class Recipe(Generic[_C]):
     """How calls of one signature run: the launches of `call`, with the strides of their tensors and with memory.
 
     `remake` gives the recipe for inputs and initial states of the same shapes that lie otherwise, and a group of ranks.
-    It keeps none of these alive.
+    It keeps none of these alive. `engine` is the name of the lowering that states the whole call.
     """
 
     def __init__(
         self, call: _C, given: Given, sp: SequenceParallel | None,
-        remake: Callable[[Tensors, Optional, SequenceParallel | None], Recipe[_C]],
+        remake: Callable[[Tensors, Optional, SequenceParallel | None], Recipe[_C]], engine: str | None = None,
     ) -> None:  # fmt: skip
-        self.call, self.given, self.remake = call, given, remake
+        self.call, self.given, self.remake, self.engine = call, given, remake, engine
         self.device, self.dtype, self.names = given.device, call.buffer("@o").dtype, given.names
         self.gradients = [(name, f"d.{name}") for name in self.names]
         self.others: dict[Any, Recipe[_C]] = {}

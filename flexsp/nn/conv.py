@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -230,3 +231,22 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, width={self.width}, bias={self.bias is not None}, activation={self.activation!r}"
+
+
+class SideBySide:
+    """Convolutions of channels that lie side by side, taken as one so that ranks exchange one halo. Its methods are
+    those of `ShortConvolution`, without activations."""
+
+    def __init__(self, parts: Sequence[ShortConvolution]) -> None:
+        self.weight = torch.cat([part.taps for part in parts])
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+
+    def __call__(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return convolve(x, self.weight, self.bias, cu_seqlens)
+
+    def prefill(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return convolve_prompt(x, cache, self.weight, self.bias)
+
+    def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return convolve_token(x, cache, self.weight, self.bias)

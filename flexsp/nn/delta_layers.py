@@ -6,7 +6,6 @@ Parameters are named and laid out as in flash-linear-attention, so a state_dict 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.layers import _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
-from flexsp.nn.recurrent import RecurrentLayer
-from flexsp.nn.start import start_steps
+from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
+from flexsp.nn.start import start_rates, start_steps
 from flexsp.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
@@ -28,6 +26,7 @@ from flexsp.ops import (
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
+from flexsp.ops._delta import activated, strength
 from flexsp.ops._validate import MAX_HEAD_DIM
 
 
@@ -74,8 +73,8 @@ class _DeltaLayer(RecurrentLayer):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
-        return self._tokens(*self._heads(mixed), x)
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
+        return self._tokens(*self._heads(mixed), x), x
 
     def _activated(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return F.silu(qkv).split(self._widths, dim=-1)
@@ -154,8 +153,8 @@ class DeltaNet(_DeltaLayer):
         self.qk_activation = check_choice("qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         self.qk_norm = check_choice("qk_norm", qk_norm, ("l2", "sum"))
         self.allow_neg_eigval = allow_neg_eigval
-        K = _share("expand_k", hidden_size, expand_k, num_heads)
-        V = _share("expand_v", hidden_size, expand_v, num_heads)
+        K = head_size("expand_k", hidden_size, expand_k, num_heads)
+        V = head_size("expand_v", hidden_size, expand_v, num_heads)
         self._add_projections(hidden_size, (num_heads, num_heads), (K, V))
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias, "silu" if qk_activation == "silu" else None)
@@ -174,11 +173,10 @@ class DeltaNet(_DeltaLayer):
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
         if self.qk_norm == "sum":
             q, k = (F.normalize(_wide(t), p=1, dim=-1, eps=1e-6).to(t.dtype) for t in (q, k))
-        largest = 2.0 if self.allow_neg_eigval else 1.0
         if self.b_proj is None:
-            beta = torch.full_like(q[..., 0], largest)
+            beta = torch.full_like(q[..., 0], 2.0 if self.allow_neg_eigval else 1.0)
         else:
-            beta = _wide(self.b_proj(x)).sigmoid() * largest
+            beta = strength(self.b_proj(x), True, self.allow_neg_eigval)
         return {"q": q, "k": k, "v": v, "beta": beta, "use_qk_l2norm_in_kernel": self.qk_norm == "l2"}
 
 
@@ -397,27 +395,13 @@ class GatedDeltaProduct(_DeltaLayer):
             _initialise_gate(self.A_log, self.dt_bias, 0.0)
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
-        beta = _wide(self.b_proj(x)).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
-        g = None
+        beta, g = strength(self.b_proj(x), True, self.allow_neg_eigval), None
         if self.use_forget_gate:
-            slope = _wide(self.A_log).clamp(max=88.0).exp()  # infinite, it would make gradients 0 times infinity
-            g = -slope * F.softplus(_wide(self.a_proj(x)) + self.dt_bias)
+            g = activated(self.a_proj(x), q, _wide(self.A_log), _wide(self.dt_bias))
         return {
             "q": q, "k": k, "v": v, "g": g, "beta": self._by_step(beta, (self.num_v_heads,)),
             "num_householder": self.num_householder, "use_qk_l2norm_in_kernel": True,
         }  # fmt: skip
-
-
-def _share(name: str, width: int, expand: Any, parts: int = 1) -> int:
-    """``width * expand / parts``, a head's size."""
-    total = width * check_number(name, expand, above=0)
-    shown = f"a size of heads of 1..{MAX_HEAD_DIM}, an integer"
-    if not 0.5 <= total <= (MAX_HEAD_DIM + 1) * parts or not math.isclose(total, round(total), rel_tol=1e-6):
-        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
-    size, rest = divmod(round(total), parts)
-    if rest or not 1 <= size <= MAX_HEAD_DIM:
-        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
-    return size
 
 
 def _grouped(
@@ -431,7 +415,7 @@ def _grouped(
         num_v_heads = num_heads
     elif check_integer("num_v_heads", num_v_heads, least=1) % num_heads:
         fail("num_v_heads", f"a multiple of num_heads={num_heads}", num_v_heads)
-    return hidden_size, (num_heads, num_v_heads), (head_dim, _share("expand_v", head_dim, expand_v))
+    return hidden_size, (num_heads, num_v_heads), (head_dim, head_size("expand_v", head_dim, expand_v))
 
 
 def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
@@ -444,5 +428,5 @@ def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
 
 def _initialise_gate(A_log: Tensor, dt_bias: Tensor, least: float) -> None:
     with torch.no_grad():
-        A_log.uniform_(least, 16.0).clamp_(min=1e-4).log_()
+        start_rates(A_log, least, 16.0, floor=1e-4)
         start_steps(dt_bias, 1e-3, 1e-1, 0.0)

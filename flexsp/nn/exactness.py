@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules import conv, fold, loss, padding, pixelshuffle, pooling, rnn, upsampling
 from torch.nn.modules.batchnorm import _NormBase
 
-from flexsp.nn.calls import Reader, mentions
+from flexsp.nn.bytecode import Reader, mentions
 
 __all__ = ["OVER_RANKS", "Offence", "offences", "own_classes", "refusal", "runs_over_ranks", "unseen"]
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.layers import LayerCache, _expanded, _project, _wide
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps, check_input
-from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _wide, expanded, head_size
 from flexsp.ops import (
     chunk_gla,
     chunk_hgrn,
@@ -98,8 +97,8 @@ class GatedLinearAttention(RecurrentLayer):
         self.num_kv_heads = num_heads if num_kv_heads is None else check_integer("num_kv_heads", num_kv_heads, least=1)
         if num_heads % self.num_kv_heads:
             fail("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads)
-        self.head_k_dim = _head_size("expand_k", hidden_size, expand_k, num_heads)
-        self.head_v_dim = _head_size("expand_v", hidden_size, expand_v, num_heads)
+        self.head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads, whole=True)
+        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads, whole=True)
         names = tuple(_ACTIVATIONS)
         self.feature_map = None if feature_map is None else check_choice("feature_map", feature_map, names)
         self.gate_fn = check_choice("gate_fn", gate_fn, names)
@@ -122,7 +121,7 @@ class GatedLinearAttention(RecurrentLayer):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         q, k, v = (F.silu(mixed) if self.use_short_conv else mixed).split(self._widths, dim=-1)
         if self.feature_map is not None:
             q, k = (_ACTIVATIONS[self.feature_map](t) for t in (q, k))
@@ -130,7 +129,7 @@ class GatedLinearAttention(RecurrentLayer):
         if self.clamp_min is not None:
             g = g.clamp(min=self.clamp_min)
         q, (k, v, g) = q.unflatten(-1, (self.num_heads, -1)), (self._repeated(t) for t in (k, v, g))
-        return {"q": q, "k": k, "v": v, "g": g}
+        return {"q": q, "k": k, "v": v, "g": g}, x
 
     def _repeated(self, x: Tensor) -> Tensor:
         """[B, T, H, *] of the heads that k, v and the gates have."""
@@ -161,13 +160,14 @@ class _LowerBounded(RecurrentLayer):
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
         """
-        return self._forward(x, cu_seqlens, cache, lower_bound)
+        y, cache, _ = self._forward(x, cu_seqlens, cache, lower_bound)
+        return y if cache is None else (y, cache)
 
     def step(  # type: ignore[override]
         self, x: Tensor, cache: LayerCache, lower_bound: Tensor | None = None
     ) -> tuple[Tensor, LayerCache]:
         """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
-        return self._step(x, cache, lower_bound)
+        return self._step(x, cache, lower_bound)[:2]
 
     def _log_gate(self, f: Tensor, lower_bound: Tensor | None) -> Tensor:
         """log(lower_bound + (1 - lower_bound) sigmoid(f)), in the accumulation dtype."""
@@ -236,10 +236,10 @@ class HGRN2(_LowerBounded):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         q, f, i = mixed.split(self._widths, dim=-1)
         found = {"q": F.silu(q), "v": i, "g": self._log_gate(f, *context)}
-        return {name: each.unflatten(-1, (self.num_heads, -1)) for name, each in found.items()}
+        return {name: each.unflatten(-1, (self.num_heads, -1)) for name, each in found.items()}, x
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(-2)).to(x.dtype))
@@ -278,7 +278,7 @@ class HGRN(_LowerBounded):
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
-        self.input_dim = width = _expanded("expand_ratio", hidden_size, expand_ratio)
+        self.input_dim = width = expanded("expand_ratio", hidden_size, expand_ratio)
         self._add_branches((width, width))
         self.g_proj = nn.Linear(hidden_size, width, bias=False)
         self._add_convolutions(use_short_conv, conv_size, conv_bias, (None, None))
@@ -288,10 +288,10 @@ class HGRN(_LowerBounded):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.input_dim
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         i, f = mixed.split(self._widths, dim=-1)
         g = self._log_gate(f, *context)
-        return {"x": (F.silu(_wide(i)) * -g.expm1()).to(i.dtype), "g": g}
+        return {"x": (F.silu(_wide(i)) * -g.expm1()).to(i.dtype), "g": g}, x
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_proj(self.g_norm(o, self.g_proj(x)).to(x.dtype))
@@ -370,7 +370,6 @@ class RGLRU(RecurrentLayer):
     """
 
     _ops = (_whole_text, _next_token)
-    _branches = ("x",)
 
     def __init__(
         self, hidden_size: int, lru_width: int | None = None, num_heads: int = 1, conv_size: int = 4,
@@ -382,8 +381,7 @@ class RGLRU(RecurrentLayer):
         self.lru_width, self.num_heads = width, check_integer("num_heads", num_heads, least=1)
         if width % num_heads:
             fail("num_heads", f"a divisor of lru_width={width}", num_heads)
-        self._widths, self.use_short_conv = (width,), True
-        self.conv_size = check_integer("conv_size", conv_size, least=1)
+        self.use_short_conv, self.conv_size = True, check_integer("conv_size", conv_size, least=1)
         check_flag("unit_start", unit_start)
         self.unit_start = unit_start
         self.linear_y = nn.Linear(hidden_size, width)
@@ -397,15 +395,12 @@ class RGLRU(RecurrentLayer):
         h, inputs = super().init_cache(batch)
         return LayerCache((h, torch.zeros(batch, dtype=torch.bool, device=h.device)), inputs)
 
-    def _check_cache(self, cache: Any, batch: int) -> None:
-        if not isinstance(cache, LayerCache):
-            fail("cache", "a LayerCache, see init_cache", type(cache).__name__)
-        if not isinstance(cache.state, tuple) or len(cache.state) != 2:
-            fail("cache.state", "(h, which texts have begun), see init_cache", type(cache.state).__name__)
-        h, begun = cache.state
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, tuple) or len(state) != 2:
+            fail("cache.state", "(h, which texts have begun), see init_cache", type(state).__name__)
+        h, begun = state
         check_input("cache.state[0]", h, self._state_shape(batch))
         check_tensor("cache.state[1]", begun, (batch,), "[B]", dtypes=(torch.bool,), device=h.device)
-        check_input("cache.conv", cache.conv, (batch, self.lru_width, self.conv_size))  # type: ignore[arg-type]
 
     def _projections(self) -> list[nn.Linear]:
         return [self.linear_x]
@@ -413,25 +408,13 @@ class RGLRU(RecurrentLayer):
     def _convolutions(self) -> list[ShortConvolution]:
         return [self.conv_1d]
 
-    def _projected(self, x: Tensor) -> Tensor:
-        return _project(self.linear_x, x)
-
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.lru_width
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         r, i = self.rg_lru(mixed)
         given = {"x": mixed, "r": r, "i": i, "Lambda": _wide(self.rg_lru.recurrent_param)}
-        return {**given, "unit_start": self.unit_start}
+        return {**given, "unit_start": self.unit_start}, x
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         return self.linear_out(o.to(x.dtype) * F.gelu(self.linear_y(x), approximate="tanh"))
-
-
-def _head_size(name: str, hidden_size: int, expand: Any, num_heads: int) -> int:
-    """``hidden_size * expand / num_heads``, an integer."""
-    total = _expanded(name, hidden_size, expand)
-    if total % num_heads or not 1 <= total // num_heads <= MAX_HEAD_DIM:
-        shown = f"{hidden_size} * {expand} / {num_heads} = {total / num_heads:g}"
-        fail(name, f"a size of heads of 1..{MAX_HEAD_DIM}, an integer", shown)
-    return total // num_heads

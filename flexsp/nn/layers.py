@@ -6,77 +6,27 @@ Both work on packed documents, under sequence parallelism (`flexsp.nn.SequencePa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.norm import GatedRMSNorm, accumulation_dtype, check_choice, check_eps, check_input
-from flexsp.nn.start import start_steps
+from flexsp.nn.norm import GatedRMSNorm, check_choice, check_eps
+from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
+from flexsp.nn.start import check_starts, start_rates, start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
-from flexsp.scan.sequence import without_tail
 
 _HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
-class LayerCache(NamedTuple):
-    """What a layer remembers while generating: `state` [B, H, K, V] (float32; float64 layers float64) or what else its
-    op has, and `conv` [B, D, W], the last inputs of the short convolution (None without one)."""
-
-    state: Any
-    conv: Tensor | None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
-
-
-def _refuse_cache_under_sp(cu_seqlens: Tensor | None) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("cache: expected None with cu_seqlens (generation is not packed), got a cache")
-    if resolve_sp(None) is not None:
-        raise ValueError(
-            "cache: expected None under sequence parallelism (generation is local to a rank), got a cache; use "
-            "layer.step(), or flexsp.nn.unwrap(copy.deepcopy(model)) for a plain copy of the model"
-        )
-
-
-def _check_cache(cache: Any, state: tuple[int, ...], conv: ShortConvolution | None) -> None:
-    """What `init_cache` or an earlier call gave, for as many sequences as the input has."""
-    if not isinstance(cache, LayerCache):
-        raise ValueError(f"cache: expected a LayerCache, see init_cache, got {type(cache).__name__}")
-    check_input("cache.state", cache.state, state)
-    if conv is not None:
-        check_input("cache.conv", cache.conv, (state[0], conv.dim, conv.width))  # type: ignore[arg-type]
-
-
-def _check_token(x: Tensor, hidden_size: int) -> Tensor:
-    """x [B, D] or [B, 1, D] as [B, 1, D]."""
-    one = isinstance(x, Tensor) and not x.is_nested and x.dim() == 3
-    check_input("x", x, (None, 1, hidden_size) if one else (None, hidden_size))
-    return x if one else x.unsqueeze(1)
-
-
-def _project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x). What may come in is for torch to say: autocast and the hooks of FSDP cast x on its way."""
-    if torch.compiler.is_compiling():
-        return linear(x)
-    try:
-        return linear(x)
-    except RuntimeError as error:
-        if "same dtype" not in str(error):
-            raise
-        raise ValueError(f"x: expected dtype {linear.weight.dtype}, the layer's own, got {x.dtype}") from error
-
-
-class SimpleGLA(nn.Module):
+class SimpleGLA(RecurrentLayer):
     """Gated linear attention with one scalar gate a head and token (simple GLA; Yang et al. 2024, RetNet with a
     data-dependent decay).
 
@@ -101,6 +51,8 @@ class SimpleGLA(nn.Module):
     Raises:
         ValueError: an argument that is none of these, which the message names.
     """
+
+    _ops = (chunk_simple_gla, recurrent_simple_gla)
 
     def __init__(
         self,
@@ -140,82 +92,38 @@ class SimpleGLA(nn.Module):
         self.norm = GatedRMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor | tuple[Tensor, LayerCache]:
-        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``.
+    def _projections(self) -> list[nn.Linear]:
+        return [self.qkv_proj]
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
-        of them outputs and gradients are 0.
-
-        Raises:
-            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
-        """
-        check_input("x", x, (None, None, self.hidden_size))
-        if cache is not None:
-            _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
-        qkv, conv_cache = _project(self.qkv_proj, x), None
-        if cache is not None:
-            _refuse_cache_under_sp(cu_seqlens)
-            if self.conv is not None:
-                assert cache.conv is not None
-                qkv, conv_cache = self.conv.prefill(qkv, cache.conv)
-        elif self.conv is not None:
-            qkv = self.conv(qkv, cu_seqlens)
-        o, state = chunk_simple_gla(
-            *self._heads(qkv),
-            g=self._log_gate(x),
-            initial_state=None if cache is None else cache.state,
-            output_final_state=cache is not None,
-            cu_seqlens=cu_seqlens,
-        )
-        y = self._output(o, x)
-        if cache is None:
-            return without_tail(y, cu_seqlens, resolve_sp(None))
-        assert state is not None
-        return y, LayerCache(state, conv_cache)
-
-    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
-        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
-        token = _check_token(x, self.hidden_size)
-        _check_cache(cache, self._state_shape(x.shape[0]), self.conv)
-        qkv, conv_cache = _project(self.qkv_proj, token), None
-        if self.conv is not None:
-            assert cache.conv is not None
-            mixed, conv_cache = self.conv.step(qkv.squeeze(1), cache.conv)
-            qkv = mixed.unsqueeze(1)
-        o, state = recurrent_simple_gla(
-            *self._heads(qkv), g=self._log_gate(token), initial_state=cache.state, output_final_state=True
-        )
-        assert state is not None
-        return self._output(o, token).reshape(x.shape), LayerCache(state, conv_cache)
-
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text."""
-        weight = self.qkv_proj.weight
-        shape = self._state_shape(check_integer("batch", batch, least=1))
-        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        return LayerCache(state, None if self.conv is None else self.conv.init_cache(batch))
+    def _convolutions(self) -> list[ShortConvolution]:
+        return [] if self.conv is None else [self.conv]
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.conv is None:
-            qkv = F.silu(qkv)
-        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        heads = (self.num_heads, -1)
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
-
-    def _log_gate(self, x: Tensor) -> Tensor:
-        return F.logsigmoid(_wide(self.g_proj(x))) / self.gate_logit_normalizer
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
+        parts = (F.silu(mixed) if self.conv is None else mixed).split([self.key_dim, self.key_dim, self.value_dim], -1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+        g = F.logsigmoid(_wide(self.g_proj(x))) / self.gate_logit_normalizer
+        return {"q": q, "k": k, "v": v, "g": g}, x
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         gate = None if self.z_proj is None else self.z_proj(x).unflatten(-1, (self.num_heads, -1))
         return self.o_proj(self.norm(o, gate).flatten(-2).to(x.dtype))
 
 
-class Mamba2(nn.Module):
+def _ssd_token(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, dt_softplus: bool, **states: Any
+) -> tuple[Tensor, Any]:
+    """`mamba2_ssd` token by token. A step size that is not softplus(dt + dt_bias) is given as it is."""
+    dt = F.softplus(_wide(dt) + dt_bias) if dt_softplus else dt
+    B, C = (rows.repeat_interleave(x.shape[2] // rows.shape[2], dim=2) for rows in (B, C))
+    written = (x * dt.unsqueeze(-1)).to(B.dtype)
+    y, state = recurrent_simple_gla(C, B, written, g=dt * A, scale=1.0, **states)
+    return (y + (D if D.dim() == 2 else D[:, None]) * x).to(x.dtype), state
+
+
+class Mamba2(RecurrentLayer):
     """Mamba-2 (state space duality; Dao & Gu 2024), parameters named and laid out as in the authors' code.
 
     ``[z, xBC, dt] = W_in u``; a short causal convolution and SiLU over x, B, C;
@@ -247,6 +155,8 @@ class Mamba2(nn.Module):
     Raises:
         ValueError: an argument that is none of these, which the message names.
     """
+
+    _ops = (functools.partial(mamba2_ssd, state_v_first=False), _ssd_token)
 
     def __init__(
         self,
@@ -286,8 +196,8 @@ class Mamba2(nn.Module):
             check_number("conv_init", conv_init, above=0)
         self.hidden_act = check_choice("hidden_act", hidden_act, tuple(_HIDDEN))
         self.dt_limit = _limits("dt_limit", dt_limit)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, A_init_range)
-        self.inner_size = _expanded("expand", hidden_size, expand)
+        check_starts(dt_min, dt_max, dt_init_floor, A_init_range)
+        self.inner_size = expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
             raise ValueError(f"head_dim: expected a divisor of expand * hidden_size {self.inner_size}, got {head_dim}")
         self.num_heads = self.inner_size // head_dim
@@ -312,119 +222,47 @@ class Mamba2(nn.Module):
         """The authors' initialisation of dt_bias, A_log and D."""
         with torch.no_grad():
             start_steps(self.dt_bias, *self._dt_range, self._dt_init_floor)
-            self.A_log.uniform_(*self._A_init_range).log_()
+            start_rates(self.A_log, *self._A_init_range)
             self.D.fill_(1.0)
 
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor | tuple[Tensor, LayerCache]:
-        """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
+    def _projections(self) -> list[nn.Linear]:
+        return [self.in_proj]
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
-        of them outputs and gradients are 0.
-
-        Raises:
-            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
-        """
-        check_input("x", x, (None, None, self.hidden_size))
-        if cache is not None:
-            _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
-        z, mixed, dt = self._project(x)
-        conv_cache = None
-        if cache is None:
-            mixed = self.conv1d(mixed, cu_seqlens)
-        else:
-            _refuse_cache_under_sp(cu_seqlens)
-            assert cache.conv is not None
-            mixed, conv_cache = self.conv1d.prefill(mixed, cache.conv)
-        values, B, C = self._split(mixed)
-        limited = self.dt_limit != (0.0, math.inf)
-        y, state = mamba2_ssd(
-            values,
-            self._steps(dt) if limited else dt,
-            -torch.exp(_wide(self.A_log)),
-            B,
-            C,
-            D=self._skip(),
-            dt_bias=None if limited else self.dt_bias,
-            dt_softplus=not limited,
-            initial_state=None if cache is None else cache.state,
-            output_final_state=cache is not None,
-            cu_seqlens=cu_seqlens,
-            state_v_first=False,
-        )
-        out = self._output(y, z, x.dtype)
-        if cache is None:
-            return without_tail(out, cu_seqlens, resolve_sp(None))
-        assert state is not None
-        return out, LayerCache(state, conv_cache)
-
-    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
-        """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
-        token = _check_token(x, self.hidden_size)
-        _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
-        z, mixed, dt = self._project(token)
-        assert cache.conv is not None
-        mixed, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
-        values, B, C = self._split(mixed.unsqueeze(1))
-        dt, skip = self._steps(dt), self._skip()
-        repeats = self.num_heads // self.n_groups
-        y, state = recurrent_simple_gla(
-            C.repeat_interleave(repeats, dim=2),
-            B.repeat_interleave(repeats, dim=2),
-            (values * dt.unsqueeze(-1)).to(B.dtype),
-            g=-dt * torch.exp(_wide(self.A_log)),
-            scale=1.0,
-            initial_state=cache.state,
-            output_final_state=True,
-        )
-        assert state is not None
-        y = (y + (skip if skip.dim() == 2 else skip[:, None]) * values).to(values.dtype)
-        return self._output(y, z, x.dtype).reshape(x.shape), LayerCache(state, conv_cache)
-
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text."""
-        weight = self.in_proj.weight
-        shape = self._state_shape(check_integer("batch", batch, least=1))
-        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        return LayerCache(state, self.conv1d.init_cache(batch))
+    def _convolutions(self) -> list[ShortConvolution]:
+        return [self.conv1d]
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.state_size, self.head_dim
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
         sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
         z, mixed, dt = _project(self.in_proj, x).split(sizes, dim=-1)
-        return z, mixed, dt
+        mixed, kept = self._convolved(mixed, *how)
+        return (z, mixed, dt), kept
 
-    def _steps(self, dt: Tensor) -> Tensor:
-        """softplus(dt + dt_bias) within its limits."""
-        low, high = self.dt_limit
-        dt = F.softplus(_wide(dt) + self.dt_bias)
-        return dt if (low, high) == (0.0, math.inf) else dt.clamp(low, high)
+    def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
+        z, mixed, dt = mixed
+        if self.conv1d.activation is None:
+            mixed = _HIDDEN[self.hidden_act](mixed)
+        shared, groups = self.n_groups * self.state_size, (self.n_groups, self.state_size)
+        values, B, C = mixed.split([self.inner_size, shared, shared], dim=-1)
+        limited = self.dt_limit != (0.0, math.inf)
+        if limited:
+            low, high = self.dt_limit
+            dt = F.softplus(_wide(dt) + self.dt_bias).clamp(low, high)
+        return {
+            "x": values.unflatten(-1, (self.num_heads, self.head_dim)), "dt": dt, "A": -torch.exp(_wide(self.A_log)),
+            "B": B.unflatten(-1, groups), "C": C.unflatten(-1, groups), "D": self._skip(),
+            "dt_bias": None if limited else self.dt_bias, "dt_softplus": not limited,
+        }, (z, x.dtype)  # fmt: skip
 
     def _skip(self) -> Tensor:
         """D as [H] or [H, P]."""
         return self.D if len(self.D) == self.num_heads else self.D.unflatten(0, (self.num_heads, self.head_dim))
 
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.conv1d.activation is None:
-            mixed = _HIDDEN[self.hidden_act](mixed)
-        shared = self.n_groups * self.state_size
-        values, B, C = mixed.split([self.inner_size, shared, shared], dim=-1)
-        groups = (self.n_groups, self.state_size)
-        return values.unflatten(-1, (self.num_heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
-
-    def _output(self, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-        y = y.flatten(-2)
+    def _output(self, o: Tensor, beside: Any) -> Tensor:
+        y, (z, dtype) = o.flatten(-2), beside
         return self.out_proj((_wide(y) * F.silu(_wide(z)) if self.norm is None else self.norm(y, z)).to(dtype))
-
-
-def _expanded(name: str, hidden_size: int, expand: Any) -> int:
-    width = hidden_size * check_number(name, expand, above=0)
-    if not 0.5 <= width < 2**31 or not math.isclose(width, round(width), rel_tol=1e-6):
-        fail(name, f"hidden_size * {name}, an integer of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
-    return round(width)
 
 
 def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: int) -> int:
@@ -433,20 +271,12 @@ def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: 
     check_number(name, expand, above=0)
     if given is not None:
         return check_integer(f"head_{which}_dim", given, least=1, most=MAX_HEAD_DIM)
-    total = _expanded(name, hidden_size, expand)
+    total = expanded(name, hidden_size, expand)
     if total % num_heads:
         fail(name, f"hidden_size * {name} divisible by num_heads={num_heads}", total)
     if total > MAX_HEAD_DIM * num_heads:
         fail(name, f"hidden_size * {name} / num_heads of 1..{MAX_HEAD_DIM}", total // num_heads)
     return total // num_heads
-
-
-def _positive(name: str, x: Any) -> float:
-    """A number that float32 holds with its inverse."""
-    value = check_number(name, x)
-    if not 1e-30 <= value <= 1e30:
-        fail(name, "a number of 1e-30..1e30", repr(x))
-    return value
 
 
 def _limits(name: str, limits: Any) -> tuple[float, float]:
@@ -459,16 +289,3 @@ def _limits(name: str, limits: Any) -> tuple[float, float]:
     if not 0 <= least <= most:
         fail(name, "a pair of numbers >= 0, the smaller one first", repr(limits))
     return least, most
-
-
-def _check_initialisation(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:
-    low = _positive("dt_min", dt_min)
-    if _positive("dt_max", dt_max) < low:
-        fail("dt_max", f"a number >= dt_min={dt_min}", dt_max)
-    if check_number("dt_init_floor", dt_init_floor) != 0:
-        _positive("dt_init_floor", dt_init_floor)
-    if not isinstance(A_init_range, (tuple, list)) or len(A_init_range) != 2:
-        fail("A_init_range", "a pair of numbers", repr(A_init_range))
-    first, last = (_positive(f"A_init_range[{i}]", bound) for i, bound in enumerate(A_init_range))
-    if last < first:
-        fail("A_init_range", "a pair of numbers, the smaller one first", A_init_range)

@@ -10,28 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.layers import (
-    LayerCache,
-    _check_cache,
-    _check_initialisation,
-    _check_token,
-    _expanded,
-    _positive,
-    _project,
-    _refuse_cache_under_sp,
-    _wide,
-)
-from flexsp.nn.norm import accumulation_dtype, check_choice, check_input
-from flexsp.nn.start import StartedLinear, assign, start_steps
+from flexsp.nn.norm import check_choice
+from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
+from flexsp.nn.start import StartedLinear, assign, check_starts, positive, start_steps
 from flexsp.ops import recurrent_selective_scan, selective_scan
 from flexsp.ops._validate import MAX_HEAD_DIM
-from flexsp.scan.sequence import without_tail
 
 
-class Mamba(nn.Module):
+class Mamba(RecurrentLayer):
     """Mamba-1 (Gu & Dao 2023, arXiv 2312.00752), parameters named and laid out as in the authors' code.
 
     ``[x, z] = W_in u``, a short causal convolution and SiLU over x, ``[r, B, C] = W_x x``,
@@ -57,6 +45,9 @@ class Mamba(nn.Module):
         ValueError: an argument that is none of these, which the message names.
     """
 
+    _ops = (selective_scan, recurrent_selective_scan)
+    _want_final = "return_last_state"
+
     def __init__(
         self,
         hidden_size: int,
@@ -76,16 +67,16 @@ class Mamba(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
-        self.inner_size = width = _expanded("expand", hidden_size, expand)
+        self.inner_size = width = expanded("expand", hidden_size, expand)
         rank = -(-hidden_size // 16) if dt_rank is None else check_integer("dt_rank", dt_rank, least=1)
         self.dt_rank = rank
         check_integer("conv_size", conv_size, least=1)
         check_flag("conv_bias", conv_bias)
         check_flag("bias", bias)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
+        check_starts(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
         check_choice("dt_init", dt_init, ("random", "constant"))
         self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
-        most = _positive("dt_scale", dt_scale) / math.sqrt(rank)
+        most = positive("dt_scale", dt_scale) / math.sqrt(rank)
         if dt_init == "random":
             weight = functools.partial(nn.init.uniform_, a=-most, b=most)
         else:
@@ -107,64 +98,28 @@ class Mamba(nn.Module):
             assign(self.A_log, rates.log().expand(self.A_log.shape))
             self.D.fill_(1.0)
 
-    def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor | tuple[Tensor, LayerCache]:
-        """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
+    def _projections(self) -> list[nn.Linear]:
+        return [self.in_proj]
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
-        of them outputs and gradients are 0.
-
-        Raises:
-            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
-        """
-        check_input("x", x, (None, None, self.hidden_size))
-        if cache is not None:
-            _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
-        (mixed, z), conv_cache = _project(self.in_proj, x).chunk(2, dim=-1), None
-        if cache is None:
-            mixed = self.conv1d(mixed, cu_seqlens)
-        else:
-            _refuse_cache_under_sp(cu_seqlens)
-            assert cache.conv is not None
-            mixed, conv_cache = self.conv1d.prefill(mixed, cache.conv)
-        y, state = selective_scan(
-            **self._arguments(mixed, z),
-            return_last_state=cache is not None,
-            initial_state=None if cache is None else cache.state,
-            cu_seqlens=cu_seqlens,
-        )
-        out = self.out_proj(y.to(x.dtype))
-        if cache is None:
-            return without_tail(out, cu_seqlens, resolve_sp(None))
-        return out, LayerCache(state, conv_cache)
-
-    def step(self, x: Tensor, cache: LayerCache) -> tuple[Tensor, LayerCache]:
-        """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
-        token = _check_token(x, self.hidden_size)
-        _check_cache(cache, self._state_shape(x.shape[0]), self.conv1d)
-        mixed, z = _project(self.in_proj, token).chunk(2, dim=-1)
-        assert cache.conv is not None
-        convolved, conv_cache = self.conv1d.step(mixed.squeeze(1), cache.conv)
-        y, state = recurrent_selective_scan(
-            **self._arguments(convolved.unsqueeze(1), z), return_last_state=True, initial_state=cache.state
-        )
-        return self.out_proj(y.to(x.dtype)).reshape(x.shape), LayerCache(state, conv_cache)
-
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text: the state [B, D, N], and the last inputs of the convolution."""
-        weight = self.in_proj.weight
-        shape = self._state_shape(check_integer("batch", batch, least=1))
-        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        return LayerCache(state, self.conv1d.init_cache(batch))
+    def _convolutions(self) -> list[ShortConvolution]:
+        return [self.conv1d]
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.inner_size, self.state_size
 
-    def _arguments(self, mixed: Tensor, z: Tensor) -> dict[str, Any]:
+    def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
+        mixed, z = _project(self.in_proj, x).chunk(2, dim=-1)
+        mixed, kept = self._convolved(mixed, *how)
+        return (mixed, z), kept
+
+    def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
+        mixed, z = mixed
         r, B, C = self.x_proj(mixed).split([self.dt_rank, self.state_size, self.state_size], dim=-1)
         delta = F.linear(r, self.dt_proj.weight)  # the bias is added in the accumulation dtype
         return {
             "u": mixed, "delta": delta, "A": -torch.exp(_wide(self.A_log)), "B": B, "C": C, "D": _wide(self.D), "z": z,
             "delta_bias": _wide(self.dt_proj.bias), "delta_softplus": True, "discretization": self.discretization,
-        }  # fmt: skip
+        }, x.dtype  # fmt: skip
+
+    def _output(self, o: Tensor, beside: Any) -> Tensor:
+        return self.out_proj(o.to(beside))

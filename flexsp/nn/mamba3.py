@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.layers import _check_initialisation, _check_token, _expanded, _project, _refuse_cache_under_sp, _wide
-from flexsp.nn.norm import GatedRMSNorm, RMSNorm, accumulation_dtype, check_eps, check_input
-from flexsp.nn.start import start_steps
+from flexsp.nn.conv import ShortConvolution
+from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_eps, check_input
+from flexsp.nn.recurrent import RecurrentLayer, _wide, expanded
+from flexsp.nn.start import check_starts, start_steps
 from flexsp.ops import Mamba3State, mamba3, recurrent_mamba3
 from flexsp.ops._validate import MAX_HEAD_DIM
-from flexsp.scan.sequence import without_tail
 
 __all__ = ["Mamba3"]
 
 
-class Mamba3(nn.Module):
+class Mamba3(RecurrentLayer):
     """Mamba-3 (Lahoti et al. 2026, ICLR), parameters named and laid out as in the authors' code.
 
     ``[z, x, B, C, dt, A, trap, angles] = W_in u``; ``dt = softplus(dt + dt_bias)``, ``A = -max(softplus(A), A_floor)``;
@@ -49,6 +48,8 @@ class Mamba3(nn.Module):
     Raises:
         ValueError: an argument that is none of these, which the message names.
     """
+
+    _ops = (mamba3, recurrent_mamba3)
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class Mamba3(nn.Module):
         if self.A_floor < 0:
             fail("A_floor", "a number >= 0", repr(A_floor))
         check_eps("norm_eps", norm_eps)
-        _check_initialisation(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
-        self.inner_size = inner = _expanded("expand", hidden_size, expand)
+        check_starts(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
+        self.inner_size = inner = expanded("expand", hidden_size, expand)
         if inner % head_dim:
             fail("head_dim", f"a divisor of expand * hidden_size {inner}", head_dim)
         self.num_heads = H = inner // head_dim
@@ -119,64 +120,47 @@ class Mamba3(nn.Module):
                 self.mimo_z.fill_(1.0)
                 self.mimo_o.fill_(1 / self.mimo_rank)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Mamba3State | None = None
     ) -> Tensor | tuple[Tensor, Mamba3State]:
-        """x [B, T, hidden] -> y [B, T, hidden]; with a cache (see `init_cache`), ``(y, new cache)``.
+        """x [B, T, D] -> y [B, T, D]; with a cache (see `init_cache`), ``(y, new cache)``; as the other layers'."""
+        return super().forward(x, cu_seqlens, cache)  # type: ignore[arg-type, return-value]
 
-        Under sequence parallelism x is this rank's shard and `cu_seqlens` [N+1] the global boundaries. Behind the last
-        of them outputs and gradients are 0.
+    def step(self, x: Tensor, cache: Mamba3State) -> tuple[Tensor, Mamba3State]:  # type: ignore[override]
+        """One token on this rank alone, whatever sp is: x [B, D] or [B, 1, D] -> (y like x, new cache)."""
+        return super().step(x, cache)  # type: ignore[arg-type, return-value]
 
-        Raises:
-            ValueError: bad shapes, or a cache together with documents or sequence parallelism.
-        """
-        check_input("x", x, (None, None, self.hidden_size))
-        if cache is not None:
-            self._check_cache(cache, x.shape[0])
-            _refuse_cache_under_sp(cu_seqlens)
-        z, arguments = self._arguments(x)
-        y, state = mamba3(
-            **arguments, initial_state=cache, output_final_state=cache is not None, cu_seqlens=cu_seqlens
-        )  # fmt: skip
-        out = self._output(y, z, x.dtype)
-        if cache is None:
-            return without_tail(out, cu_seqlens, resolve_sp(None))
-        assert state is not None
-        return out, state
-
-    def step(self, x: Tensor, cache: Mamba3State) -> tuple[Tensor, Mamba3State]:
-        """One token on this rank alone, whatever sp is: x [B, hidden] or [B, 1, hidden] -> (y like x, new cache)."""
-        token = _check_token(x, self.hidden_size)
-        self._check_cache(cache, x.shape[0])
-        z, arguments = self._arguments(token)
-        y, state = recurrent_mamba3(**arguments, initial_state=cache, output_final_state=True)
-        assert state is not None
-        return self._output(y, z, x.dtype).reshape(x.shape), state
-
-    def init_cache(self, batch: int) -> Mamba3State:
+    def init_cache(self, batch: int) -> Mamba3State:  # type: ignore[override]
         """The cache of an empty text."""
-        shapes = self._state_shapes(check_integer("batch", batch, least=1))
-        weight = self.in_proj.weight
-        dtype = accumulation_dtype(weight.dtype)
-        return Mamba3State(*[torch.zeros(shape, dtype=dtype, device=weight.device) for shape in shapes])
+        return super().init_cache(batch)  # type: ignore[return-value]
 
-    def _state_shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+    def _projections(self) -> list[nn.Linear]:
+        return [self.in_proj]
+
+    def _convolutions(self) -> list[ShortConvolution]:
+        return []
+
+    def _state_shape(self, batch: int) -> tuple[tuple[int, ...], ...]:
         H, K, P = self.num_heads, self.state_size, self.head_dim
         return (batch, H, self.num_rope_angles), (batch, H, K, P), (batch, self.mimo_rank, H, K), (batch, H, P)
 
     def _check_cache(self, cache: Any, batch: int) -> None:
-        """What `init_cache` or an earlier call gave, for as many sequences as the input has."""
         if not isinstance(cache, Mamba3State):
             fail("cache", "a Mamba3State, see init_cache", type(cache).__name__)
-        for name, part, shape in zip(cache._fields, cache, self._state_shapes(batch), strict=True):
+        for name, part, shape in zip(cache._fields, cache, self._state_shape(batch), strict=True):
             check_input(f"cache.{name}", part, shape)
 
-    def _arguments(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """z, and the op's arguments but for states and boundaries."""
-        z, values, B, C, dt, A, trap, angles = _project(self.in_proj, x).split(self._widths, dim=-1)
+    def _parts(self, cache: Any) -> tuple[Any, None]:
+        return cache, None
+
+    def _cache(self, state: Any, conv: Tensor | None) -> Any:
+        return Mamba3State(*state)
+
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
+        z, values, B, C, dt, A, trap, angles = mixed.split(self._widths, dim=-1)
         groups = (self.mimo_rank, self.n_groups, -1) if self.is_mimo else (self.n_groups, -1)
         heads = (self.num_heads, -1)
-        return z.unflatten(-1, heads), {
+        return {
             "x": values.unflatten(-1, heads),
             "dt": F.softplus(_wide(dt) + self.dt_bias),
             "A": -F.softplus(_wide(A)).clamp(min=self.A_floor),
@@ -189,15 +173,15 @@ class Mamba3(nn.Module):
             "C_bias": self.C_bias if self.is_mimo else self.C_bias.squeeze(1),
             "mimo_x": self.mimo_x if self.is_mimo else None,
             "rotate_pairwise": not self.is_mimo,
-        }
+        }, (z.unflatten(-1, heads), x.dtype)
 
-    def _output(self, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """y [B, T, H, P], or [B, T, R, H, P] with MIMO, and z [B, T, H, P] -> [B, T, hidden]."""
-        y, z = _wide(y), _wide(z)
+    def _output(self, o: Tensor, beside: Any) -> Tensor:
+        """Of y [B, T, H, P], or [B, T, R, H, P] with MIMO, and z [B, T, H, P]."""
+        y, z = _wide(o), _wide(beside[0])
         if self.is_mimo:
             z = z.unsqueeze(2) * self.mimo_z.transpose(0, 1)
         y, z = y.flatten(-2), z.flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         if self.is_mimo:
             y = (y * self.mimo_o.transpose(0, 1).flatten(1)).sum(2)
-        return self.out_proj(y.to(dtype))
+        return self.out_proj(y.to(beside[1]))

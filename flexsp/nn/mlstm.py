@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.gated_layers import _head_size
-from flexsp.nn.layers import LayerCache, _wide
-from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
-from flexsp.nn.recurrent import RecurrentLayer
+from flexsp.nn.norm import HeadNorm, check_eps, check_input
+from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
 from flexsp.nn.start import StartedLinear, assign
 from flexsp.ops import chunk_mlstm, recurrent_mlstm
 
@@ -35,27 +33,6 @@ def _recurrent(**given: Any) -> tuple[Tensor, Any]:
 def _start_forget_gates(bias: Tensor) -> None:
     """From 3 to 6 over the heads, as in xLSTM."""
     assign(bias, torch.linspace(3.0, 6.0, len(bias), dtype=bias.dtype, device=bias.device))
-
-
-class _HeadNorm(nn.Module):
-    """A layer norm over each head's channels, with a weight for every channel of all heads."""
-
-    def __init__(self, num_heads: int, head_dim: int, eps: float, use_bias: bool) -> None:
-        super().__init__()
-        self.head_dim, self.eps = head_dim, eps
-        self.weight = nn.Parameter(torch.empty(num_heads * head_dim))
-        self.bias = nn.Parameter(torch.empty(num_heads * head_dim)) if use_bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H, V] -> [B, T, H V] in the accumulation dtype."""
-        y = F.layer_norm(_wide(x), (self.head_dim,), eps=self.eps).flatten(-2) * self.weight
-        return y if self.bias is None else y + self.bias
 
 
 class MLSTM(RecurrentLayer):
@@ -107,8 +84,8 @@ class MLSTM(RecurrentLayer):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.num_heads = num_heads = check_integer("num_heads", num_heads, least=1)
-        self.head_k_dim = _head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads)
-        self.head_v_dim = _head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads)
+        self.head_k_dim = head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads, whole=True)
+        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads, whole=True)
         check_flag("use_bias", use_bias)
         self.gate_soft_cap = None if gate_soft_cap is None else check_number("gate_soft_cap", gate_soft_cap, above=0)
         self.eps = check_eps("eps", eps)
@@ -122,44 +99,32 @@ class MLSTM(RecurrentLayer):
         self.igate_preact = StartedLinear(hidden_size, num_heads, bias=closed)
         self.fgate_preact = StartedLinear(hidden_size, num_heads, bias=_start_forget_gates)
         self._add_convolutions(use_short_conv, conv_size, conv_bias, ("silu",) * 3)
-        self.multihead_norm = _HeadNorm(num_heads, self.head_v_dim, check_eps("norm_eps", norm_eps), use_bias)
+        self.multihead_norm = HeadNorm(values, check_eps("norm_eps", norm_eps), bias=use_bias)
         self.out_proj = nn.Linear(values, hidden_size, bias=use_bias)
 
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text: the states, and the inputs [B, D, W] of the convolutions side by side."""
-        weight, C = self.q.weight, self._state_shape(check_integer("batch", batch, least=1))
-        dtype = accumulation_dtype(weight.dtype)
-        state = tuple(torch.zeros(x, dtype=dtype, device=weight.device) for x in (C, C[:3], (*C[:2], 1)))
-        inputs = weight.new_zeros(batch, sum(self._widths), self.conv_size) if self.use_short_conv else None
-        return LayerCache(state, inputs)
-
-    def _check_cache(self, cache: Any, batch: int) -> None:
-        C = self._state_shape(batch)
-        if not isinstance(cache, LayerCache):
-            fail("cache", "a LayerCache, see init_cache", type(cache).__name__)
-        if not isinstance(cache.state, tuple) or len(cache.state) != 3:
-            fail("cache.state", "the states (C, n, m), see init_cache", type(cache.state).__name__)
-        for at, (x, shape) in enumerate(zip(cache.state, (C, C[:3], (*C[:2], 1)), strict=True)):
+    def _check_state(self, state: Any, batch: int) -> None:
+        if not isinstance(state, tuple) or len(state) != 3:
+            fail("cache.state", "the states (C, n, m), see init_cache", type(state).__name__)
+        for at, (x, shape) in enumerate(zip(state, self._state_shape(batch), strict=True)):
             check_input(f"cache.state[{at}]", x, shape)
-        if self.use_short_conv:
-            check_input("cache.conv", cache.conv, (batch, sum(self._widths), self.conv_size))  # type: ignore[arg-type]
 
     def _projections(self) -> list[nn.Linear]:
         return [self.q, self.k, self.v]
 
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
-        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
+    def _state_shape(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        H, K, V = self.num_heads, self.head_k_dim, self.head_v_dim
+        return (batch, H, K, V), (batch, H, K), (batch, H, 1)
 
-    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> dict[str, Any]:
+    def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         parts = (F.silu(mixed) if self.use_short_conv else mixed).split(self._widths, dim=-1)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         i, f = (self._capped(gate(x)) for gate in (self.igate_preact, self.fgate_preact))
-        return {"q": q, "k": k, "v": v, "i": i, "f": f, "eps": self.eps}
+        return {"q": q, "k": k, "v": v, "i": i, "f": f, "eps": self.eps}, x
 
     def _capped(self, gate: Tensor) -> Tensor:
         wide, cap = _wide(gate), self.gate_soft_cap
         return wide if cap is None else cap * torch.tanh(wide / cap)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        gated = _wide(self.ogate_preact(x)).sigmoid() * self.multihead_norm(o)
+        gated = _wide(self.ogate_preact(x)).sigmoid() * self.multihead_norm(o).flatten(-2)
         return self.out_proj(gated.to(x.dtype))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, fail
 
+_PLAIN = (Tensor, nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -21,14 +22,21 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
     """A dense floating tensor of these sizes, None for any; ``...`` at the front for any axes before."""
     compiling = torch.compiler.is_compiling()  # sizes may be symbols then, of which it cannot make text
+    plain = not compiling and type(x) in _PLAIN and not (x.is_meta or x.is_nested) and x.layout is torch.strided
+    if plain and x.dtype in FLOATS and _fits(x.shape, sizes):
+        return  # before any text is made
     check_dense(name, x, "a floating tensor" if compiling else f"a floating tensor {_shown(sizes)}")
     if x.dtype not in FLOATS:
         fail(name, f"a floating tensor {_shown(sizes)}", x.dtype)
-    wanted = sizes
-    if sizes[0] is ...:
-        wanted = (*[None] * (x.dim() - len(sizes) + 1), *sizes[1:])
-    if x.dim() != len(wanted) or any(n is not None and n != m for n, m in zip(wanted, x.shape, strict=True)):
+    if not _fits(x.shape, sizes):
         fail(name, _shown(sizes), list(x.shape))
+
+
+def _fits(shape: torch.Size, sizes: tuple[Any, ...]) -> bool:
+    if sizes[0] is ...:
+        sizes = sizes[1:]
+        shape = shape[max(len(shape) - len(sizes), 0) :]
+    return len(shape) == len(sizes) and all([n is None or n == m for n, m in zip(sizes, shape, strict=True)])
 
 
 def _shown(sizes: tuple[Any, ...]) -> str:
@@ -123,3 +131,33 @@ class GatedRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         sigmoid = "" if self.activation == "silu" else f", activation={self.activation!r}"
         return super().extra_repr() + (", gate_first=True" if self.gate_first else "") + sigmoid
+
+
+class HeadNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) of each head's channels, with a weight and a bias for every channel of all
+    heads, as `torch.nn.GroupNorm` has them.
+
+    ``start`` is what the weights begin as; None: there are neither weights nor biases. Biases begin as 0.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, eps: float, start: float | None = 1.0, bias: bool = True) -> None:
+        super().__init__()
+        self.eps, self._start = eps, start
+        for name, there in (("weight", start is not None), ("bias", start is not None and bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if there else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self._start is not None:
+            nn.init.constant_(self.weight, self._start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
+        x = F.layer_norm(x.to(accumulation_dtype(x.dtype)), x.shape[-1:], eps=self.eps)
+        x = x if self.weight is None else x * self.weight.view(x.shape[2:])
+        return x if self.bias is None else x + self.bias.view(x.shape[2:])

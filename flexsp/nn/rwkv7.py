@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, fail
-from flexsp.nn.conv import tokens_since_start
-from flexsp.nn.layers import LayerCache, _check_cache, _check_token, _project, _refuse_cache_under_sp, _wide
-from flexsp.nn.norm import accumulation_dtype, check_eps, check_input
+from flexsp.nn.conv import ShortConvolution, tokens_since_start
+from flexsp.nn.norm import HeadNorm, check_eps, check_input
+from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _project, _wide
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
-from flexsp.scan.sequence import tokens_before, without_tail
+from flexsp.scan.sequence import tokens_before
 
 __all__ = ["RWKV7"]
 
@@ -40,34 +40,18 @@ class _LowRank(nn.Module):
         return self.lora(x)
 
 
-class _HeadNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) of each head's channels, with weights and biases as of `torch.nn.GroupNorm`."""
+class _Beside(NamedTuple):
+    """What the output reads beside the op's: rows of every head, the gate, and the first layer's values."""
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, width: int, eps: float, start: float | None) -> None:
-        """``start`` is what the weights begin as; None: there are neither weights nor biases."""
-        super().__init__()
-        self.eps, self._start = eps, start
-        for name in ("weight", "bias"):
-            self.register_parameter(name, None if start is None else nn.Parameter(torch.empty(width)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None and self.bias is not None and self._start is not None:
-            nn.init.constant_(self.weight, self._start)
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H, V] -> [B, T, H, V] in float32 (float64 stays)."""
-        x = F.layer_norm(_wide(x), x.shape[-1:], eps=self.eps)
-        if self.weight is None or self.bias is None:
-            return x
-        return x * self.weight.view(x.shape[2:]) + self.bias.view(x.shape[2:])
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    v_first: Tensor
+    dtype: torch.dtype
 
 
-class RWKV7(nn.Module):
+class RWKV7(RecurrentLayer):
     """The time mixing of RWKV-7 "Goose" (Peng et al. 2025, arXiv 2503.14456), with the parameters of
     flash-linear-attention's ``RWKV7Attention``.
 
@@ -94,6 +78,8 @@ class RWKV7(nn.Module):
     Raises:
         ValueError: an argument that is none of these, which the message names.
     """
+
+    _ops = (chunk_rwkv7, recurrent_rwkv7)
 
     def __init__(
         self,
@@ -146,7 +132,7 @@ class RWKV7(nn.Module):
         self.g_lora = _LowRank(D, ranks["gate"], V, nn.Sigmoid())
         eps = self.head_dim * check_eps("norm_eps", norm_eps)
         strength = ((layer_idx + 1) / max(num_hidden_layers, layer_idx + 1)) ** 0.7
-        self.g_norm = _HeadNorm(V, eps, strength if elementwise_affine else None)
+        self.g_norm = HeadNorm(V, eps, strength if elementwise_affine else None)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -176,31 +162,9 @@ class RWKV7(nn.Module):
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
         """
-        check_input("x", x, (None, None, self.hidden_size))
-        self._check_v_first(v_first, x.shape[:2])
-        check_flag("return_v_first", return_v_first)
-        kept = None
-        if cache is not None:
-            self._check_cache(cache, x.shape[0])
-            _refuse_cache_under_sp(cu_seqlens)
-            assert cache.conv is not None
-            seen = torch.cat([cache.conv.transpose(1, 2).to(x.dtype), x], 1)
-            before, kept = seen[:, :-1], seen[:, -1:].transpose(1, 2).to(cache.conv.dtype)
-            mixes = self._mixes()
-        else:
-            x, before, mixes = self._shifted(x, cu_seqlens)
-        arguments, g, v_first = self._arguments(x, before, mixes, v_first)
-        o, state = chunk_rwkv7(
-            **arguments, initial_state=None if cache is None else cache.state, output_final_state=cache is not None,
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        y = self._output(o, arguments, g, x.dtype)
-        results = [without_tail(y, cu_seqlens, resolve_sp(None))]
-        if cache is not None:
-            assert state is not None
-            results.append(LayerCache(state, kept))  # type: ignore[arg-type]
-        results += [v_first] if return_v_first else []
-        return tuple(results) if len(results) > 1 else results[0]
+        y, cache, beside = self._forward(x, cu_seqlens, cache, v_first, return_v_first)
+        results = [y, *([] if cache is None else [cache]), *([beside.v_first] if return_v_first else [])]
+        return tuple(results) if len(results) > 1 else y
 
     def step(
         self, x: Tensor, cache: LayerCache, v_first: Tensor | None = None, return_v_first: bool = False
@@ -209,40 +173,31 @@ class RWKV7(nn.Module):
 
         ``v_first`` is [B, 1, value_dim]; with ``return_v_first`` it is last in the tuple.
         """
-        token = _check_token(x, self.hidden_size)
-        self._check_cache(cache, x.shape[0])
-        self._check_v_first(v_first, token.shape[:2])
-        check_flag("return_v_first", return_v_first)
-        assert cache.conv is not None
-        before = cache.conv.transpose(1, 2).to(token.dtype)
-        arguments, g, v_first = self._arguments(token, before, self._mixes(), v_first)
-        o, state = recurrent_rwkv7(**arguments, initial_state=cache.state, output_final_state=True)
-        assert state is not None
-        y = self._output(o, arguments, g, x.dtype).reshape(x.shape)
-        kept = LayerCache(state, token.transpose(1, 2).to(cache.conv.dtype))
-        return (y, kept, v_first) if return_v_first else (y, kept)
+        y, cache, beside = self._step(x, cache, v_first, return_v_first)
+        return (y, cache, beside.v_first) if return_v_first else (y, cache)
 
-    def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text; ``conv`` is the last input [B, D, 1]."""
-        shape, weight = self._state_shape(check_integer("batch", batch, least=1)), self.r_proj.weight
-        state = torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
-        return LayerCache(state, weight.new_zeros(batch, self.hidden_size, 1))
+    def _projections(self) -> list[nn.Linear]:
+        return [self.r_proj]
+
+    def _convolutions(self) -> list[ShortConvolution]:
+        return []
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.head_dim, self.head_v_dim
 
-    def _check_cache(self, cache: Any, batch: int) -> None:
-        _check_cache(cache, self._state_shape(batch), None)
-        check_input("cache.conv", cache.conv, (batch, self.hidden_size, 1))
+    def _conv_shape(self, batch: int) -> tuple[int, ...]:
+        return batch, self.hidden_size, 1  # the last input
 
-    def _check_v_first(self, v_first: Any, tokens: torch.Size) -> None:
+    def _check_context(self, x: Tensor, *context: Any) -> None:
+        v_first, return_v_first = context
         if self.v_lora is None:
             if v_first is not None:
                 fail("v_first", "None in the first layer, whose values are those", type(v_first).__name__)
         elif v_first is None:
             fail("v_first", "the first layer's values [B, T, value_dim] (return_v_first gives them)", None)
         else:
-            check_input("v_first", v_first, (*tokens, self.value_dim))
+            check_input("v_first", v_first, (*x.shape[:2], self.value_dim))
+        check_flag("return_v_first", return_v_first)
 
     def _mixes(self) -> list[Tensor]:
         return [getattr(self, f"x_{name}") for name in _MIXED]
@@ -260,32 +215,45 @@ class RWKV7(nn.Module):
         before = torch.cat([first, x], 1)[:, :-1]
         return x, before if since is None else before.masked_fill((since < 1)[None, :, None], 0.0), mixes
 
-    def _arguments(
-        self, x: Tensor, before: Tensor, mixes: list[Tensor], v_first: Tensor | None
-    ) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The op's arguments but for states and boundaries, the gate, and the first layer's values."""
-        heads, delta = (self.num_heads, -1), before - x
-        xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes)
+    def _mixed(
+        self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What r, w, k, v, a and g are made of, each between x_t and x_{t-1}."""
+        last = None
+        if kept is None:
+            x, before, mixes = self._shifted(x, cu_seqlens)
+        else:
+            before, last, mixes = kept.transpose(1, 2).to(x.dtype), x, self._mixes()
+            if not one:
+                seen = torch.cat([before, x], 1)
+                before, last = seen[:, :-1], seen[:, -1:]
+        delta = before - x
+        mixed = [torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes]
+        return mixed, None if kept is None or last is None else last.transpose(1, 2).to(kept.dtype)
+
+    def _arguments(self, mixed: list[Tensor], x: Tensor, *context: Any) -> tuple[dict[str, Any], _Beside]:
+        (v_first, _), heads = context, (self.num_heads, -1)
+        xr, xw, xk, xv, xa, xg = mixed
         r, k, v = _project(self.r_proj, xr), self.k_proj(xk), self.v_proj(xv)
         w = _LEAST_LOG_DECAY * _wide(self.w_lora(xw)).sigmoid()
         a, k_wide = _wide(self.a_lora(xa)).sigmoid(), _wide(k)
         if self.v_lora is None:
             v_first = v
         else:
-            assert v_first is not None
             v = torch.lerp(_wide(v), _wide(v_first), _wide(self.v_lora(xv)).sigmoid()).to(v.dtype)
         kk = F.normalize((k_wide * self.k_k).unflatten(-1, heads), dim=-1)
         k_wide = k_wide * (1 + (a - 1) * self.k_a)
+        r, k, v = (t.unflatten(-1, heads) for t in (r, k_wide.to(k.dtype), v))
         arguments = {
-            "r": r.unflatten(-1, heads), "w": w.unflatten(-1, heads), "k": k_wide.to(k.dtype).unflatten(-1, heads),
-            "v": v.unflatten(-1, heads), "a": -kk.to(k.dtype), "b": (kk * a.unflatten(-1, heads)).to(k.dtype),
+            "r": r, "w": w.unflatten(-1, heads), "k": k, "v": v, "a": -kk.to(k.dtype),
+            "b": (kk * a.unflatten(-1, heads)).to(k.dtype),
         }  # fmt: skip
-        return arguments, self.g_lora(xg), v_first
+        return arguments, _Beside(r, k, v, self.g_lora(xg), v_first, x.dtype)
 
-    def _output(self, o: Tensor, arguments: dict[str, Any], g: Tensor, dtype: torch.dtype) -> Tensor:
-        r, k, v = (_wide(arguments[name]) for name in ("r", "k", "v"))
+    def _output(self, o: Tensor, beside: _Beside) -> Tensor:
+        r, k, v = (_wide(t) for t in beside[:3])
         own = (r * k * self.r_k).sum(-1, keepdim=True) * v
-        return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(g)).to(dtype))
+        return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(beside.g)).to(beside.dtype))
 
 
 def _places(x: Tensor) -> Tensor:

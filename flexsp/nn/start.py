@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StartedLinear", "assign", "start_orthogonal", "start_steps"]
+from flexsp.exceptions import check_number, fail
+
+__all__ = [
+    "StartedLinear", "assign", "check_starts", "positive", "start_orthogonal", "start_rates", "start_steps",
+]  # fmt: skip
 
 Start = Callable[[Tensor], Any]
 
@@ -69,3 +73,30 @@ def start_steps(bias: Tensor, low: float, high: float, floor: float) -> None:
     """softplus(bias) is log-uniform in low..high, but for what lies below the floor."""
     dt = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp().clamp(min=floor)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
+
+
+def start_rates(A_log: Tensor, low: float, high: float, floor: float = 0.0) -> None:
+    """e^{A_log} is uniform in low..high, but for what lies below the floor."""
+    A_log.uniform_(low, high).clamp_(min=floor).log_()
+
+
+def positive(name: str, x: Any) -> float:
+    """A number that float32 holds with its inverse."""
+    value = check_number(name, x)
+    if not 1e-30 <= value <= 1e30:
+        fail(name, "a number of 1e-30..1e30", repr(x))
+    return value
+
+
+def check_starts(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:
+    """The arguments of `start_steps` and of `start_rates`, as layers call them."""
+    low = positive("dt_min", dt_min)
+    if positive("dt_max", dt_max) < low:
+        fail("dt_max", f"a number >= dt_min={dt_min}", dt_max)
+    if check_number("dt_init_floor", dt_init_floor) != 0:
+        positive("dt_init_floor", dt_init_floor)
+    if not isinstance(A_init_range, (tuple, list)) or len(A_init_range) != 2:
+        fail("A_init_range", "a pair of numbers", repr(A_init_range))
+    first, last = (positive(f"A_init_range[{i}]", bound) for i, bound in enumerate(A_init_range))
+    if last < first:
+        fail("A_init_range", "a pair of numbers, the smaller one first", A_init_range)

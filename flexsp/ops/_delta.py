@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,19 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import transformed
-from flexsp.comm.tracing import constant_in_graphs
-from flexsp.compiler import graph
-from flexsp.compiler.elsewhere import elsewhere
-from flexsp.compiler.linear_attention import asks_for_kernels
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
-from flexsp.ops._programs import clamped
+from flexsp.ops._programs import Call, Sizes, clamped, final_state, initial_state, rows_at, run_program, token_loop
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler import LinearAttention
 
 __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 
@@ -41,18 +35,6 @@ class Heads(NamedTuple):
     HV: int
     K: int
     V: int
-
-
-class Call(NamedTuple):
-    """Arguments that every one of these ops has."""
-
-    scale: float | None
-    initial_state: Optional
-    output_final_state: bool
-    state_v_first: bool = False
-    cu_seqlens: Optional = None
-    cu_seqlens_cpu: Optional = None
-    sp: SequenceParallel | bool | None = False
 
 
 @check.once
@@ -185,46 +167,14 @@ def _on_engine(heads: Heads, q: Tensor) -> bool:
     return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
 
 
-@functools.lru_cache(maxsize=64)
-def _program(
-    name: str, H: int, K: int, V: int, scale: float, steps: int, group: int, every: int
-) -> LinearAttention:  # fmt: skip
-    module = importlib.import_module(f"flexsp.variants.{name}")
-    made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, scale=scale))
-    made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
-    if steps > 1 or group > 1:
-        made.rows, made.groups = steps, {} if group == 1 else {"q": group, "k": group}
-        made.every = {} if every == 1 else {x: every for x in ("q", "g") if x in made.names}
-        made.graph_name = graph.name_of(made)
-    return made
+def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) -> Optional:
+    """The initial states [N, HV, K, V]."""
+    return initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, group, x)
 
 
-@constant_in_graphs
-def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
-    """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
-
-
-def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) -> tuple[int, Optional]:
-    """How many states there are, and the initial ones [N, HV, K, V]."""
-    check.check_flag("output_final_state", call.output_final_state)
-    check.check_flag("state_v_first", call.state_v_first)
-    N = check.number_of_states(heads.B, call.cu_seqlens)
-    sizes, dims = ((heads.V, heads.K), "V, K") if call.state_v_first else ((heads.K, heads.V), "K, V")
-    check.check_state(
-        "initial_state", call.initial_state, (N, heads.HV, *sizes), f"[N, HV, {dims}]", x, call.cu_seqlens, group
-    )
-    swap = call.state_v_first and call.initial_state is not None
-    return N, call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
-
-
-def _final(state: Optional, call: Call) -> Optional:
-    if state is None or not call.output_final_state:
-        return None
-    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
-
-
-def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
+def run(
+    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
+) -> tuple[Tensor, Optional]:  # fmt: skip
     """The program flexsp.variants.NAME of what `prepared` gives.
 
     Args:
@@ -233,8 +183,8 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     q = tokens["q"]
     group = check.resolve(call.sp, q)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
-    N, initial = _state(heads, call, group, q)
-    scale = check.check_scale(call.scale, heads.K)
+    initial, N = _state(heads, call, group, q), check.number_of_states(heads.B, call.cu_seqlens)
+    factor = check.check_scale(scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": clamped(tokens["g"], q)}
@@ -244,13 +194,9 @@ def run(name: str, heads: Heads, tokens: dict[str, Tensor], call: Call, steps: i
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    key = (name, heads.HV, heads.K, heads.V, scale, steps, heads.HV // q.shape[2], 1 if apart else steps)
-    if torch.compiler.is_compiling():
-        made, inputs = _made_for_graphs(*key)
-        o, final = graph.call(made, [tokens[x] for x in inputs], initial, bounds, group)
-    else:
-        o, final = _program(*key)(prev_s=initial, cu_seqlens=bounds, sp=False if group is None else group, **tokens)
-    return o[:, steps - 1 :: steps] if apart else o, _final(final, call)
+    sizes = Sizes(heads.HV, heads.K, heads.V, factor, steps, heads.HV // q.shape[2], 1 if apart else steps)
+    o, final = run_program(name, sizes, tokens, initial, bounds, group)
+    return o[:, steps - 1 :: steps] if apart else o, final_state(final, call)
 
 
 def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
@@ -261,26 +207,29 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     return found
 
 
-def recurrent(heads: Heads, tokens: dict[str, Tensor], call: Call, steps: int = 1) -> tuple[Tensor, Optional]:
-    """The recurrence of what `prepared` gives, token by token, on this rank alone."""
+def recurrent(
+    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
+) -> tuple[Tensor, Optional]:  # fmt: skip
+    """What `run` gives, token by token on this rank alone; with ``cu_seqlens`` it is `run` on this rank alone."""
+    if call.cu_seqlens is not None:
+        return run(name, heads, tokens, scale, call, steps)
     q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
     v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
-    _, initial = _state(heads, call, None, q)
+    initial = _state(heads, call, None, q)
     wide = check.accumulation_dtype(q)
-    scale = check.check_scale(call.scale, heads.K)
+    factor = check.check_scale(scale, heads.K)
     decay = None if g is None else clamped(g, q).exp()
-    q_t, k_t, v_t, b_t = q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide)
-    state = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
-    o = []
-    for t in range(heads.T):
+    q_t, k_t, v_t, b_t = q.to(wide) * factor, k.to(wide), v.to(wide), beta.to(wide)
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         if decay is not None:
-            state = state * (decay[:, t, :, :, None] if decay.dim() == 4 else decay[:, t, :, None, None])
-        for s in range(t * steps, (t + 1) * steps):  # no matmul: autocast would round the state
+            state = state * rows_at(decay, t)
+        for s in range(t * steps, (t + 1) * steps):
             key = k_t[:, s, :, :, None]
             error = v_t[:, s] - (key * state).sum(-2)
             state = state + key * (b_t[:, s, :, None] * error).unsqueeze(-2)
-        o.append((q_t[:, t, :, :, None] * state).sum(-2))
-    out = torch.stack(o, dim=1) if o else v_t[:, :0]
-    if initial is not None and state is initial:
-        state = state.clone()
-    return out.to(v.dtype), _final(state, call)
+        return (q_t[:, t, :, :, None] * state).sum(-2), state
+
+    start = q_t.new_zeros(heads.B, heads.HV, heads.K, heads.V) if initial is None else initial
+    out, last = token_loop(step, start, heads.T, v_t[:, :0])
+    return out.to(v.dtype), final_state(last, call)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import graph
-from flexsp.compiler.elsewhere import elsewhere
 from flexsp.kernels import gates
-from flexsp.kernels.vector.op import has_kernels, vector_state
+from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
+from flexsp.runtime.elsewhere import elsewhere
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler import LinearAttention
 
 __all__ = [
-    "Call", "clamped", "final_state", "initial_state", "matrix_loop", "run_matrix", "run_vector", "vector_loop", "wide",
+    "Call", "Sizes", "clamped", "final_state", "initial_state", "matrix_loop", "rows_at", "run_matrix", "run_program",
+    "run_vector", "token_loop", "vector_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -56,7 +59,7 @@ def initial_state(
     check.check_flag("output_final_state", call.output_final_state)
     check.check_flag("state_v_first", call.state_v_first)
     if call.state_v_first:
-        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), "H, V, K"
+        sizes, dims = (*sizes[:-2], sizes[-1], sizes[-2]), dims.replace("K, V", "V, K")
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
     swap = call.state_v_first and call.initial_state is not None
@@ -70,33 +73,54 @@ def final_state(state: Optional, call: Call) -> Optional:
     return state.transpose(-1, -2).contiguous() if call.state_v_first else state
 
 
+class Sizes(NamedTuple):
+    """Of a program of `flexsp.variants`: heads of the state, its rows and columns.
+
+    scale: the factor on queries; None for programs that have none.
+    steps: keys of a token.
+    heads_per_key: heads that share one query and key.
+    rows_per_token: rows of keys and values for one row of queries and gates.
+    """
+
+    H: int
+    K: int
+    V: int
+    scale: float | None = None
+    steps: int = 1
+    heads_per_key: int = 1
+    rows_per_token: int = 1
+
+
 @functools.lru_cache(maxsize=64)
-def _program(name: str, *sizes: float) -> LinearAttention:
-    """flexsp.variants.NAME of H heads, K, V and, for states that are matrices, the scale."""
+def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
-    H, K, V, *scale = sizes
-    options = {"scale": scale[0]} if scale else {}
+    H, K, V, scale, steps, shared, rows = sizes
+    options = {} if scale is None else {"scale": scale}
     made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, **options))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
+    if steps > 1 or shared > 1:
+        made.rows, made.groups = steps, {} if shared == 1 else {"q": shared, "k": shared}
+        made.every = {} if rows == 1 else {x: rows for x in ("q", "g") if x in made.names}
+        made.graph_name = graph.name_of(made)
     return made
 
 
 @constant_in_graphs
-def _made_for_graphs(*key: object) -> tuple[str, tuple[str, ...]]:
+def _made_for_graphs(name: str, *sizes: Any) -> tuple[str, tuple[str, ...]]:
     """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _program(*key))  # type: ignore[arg-type]
+    return graph.kept(lambda: _program(name, Sizes(*sizes)))
 
 
-def _run(
-    name: str, sizes: tuple[float, ...], inputs: dict[str, Tensor], initial: Optional, call: Call,
+def run_program(
+    name: str, sizes: Sizes, inputs: dict[str, Tensor], initial: Optional, cu_seqlens: Optional,
     group: SequenceParallel | None,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``: H, K, V and the scale."""
+    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``."""
     if torch.compiler.is_compiling():
         made, names = _made_for_graphs(name, *sizes)
-        return graph.call(made, [inputs[x] for x in names], initial, call.cu_seqlens, group)
-    program = _program(name, *sizes)
-    return program(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=False if group is None else group, **inputs)
+        return graph.call(made, [inputs[x] for x in names], initial, cu_seqlens, group)
+    program = _program(name, sizes)
+    return program(prev_s=initial, cu_seqlens=cu_seqlens, sp=False if group is None else group, **inputs)
 
 
 def run_matrix(
@@ -116,7 +140,7 @@ def run_matrix(
     factor = check.check_scale(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    o, final = _run(name, (H, K, V, factor), inputs, initial, call, group)
+    o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
     return o, final_state(final, call)
 
 
@@ -133,7 +157,7 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     initial = initial_state((D,), "D", call, group, x)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, op, x, D, N, call.cu_seqlens is None)
-    if has_kernels(x):
+    if asks_for_kernels(x.is_cuda, x.dtype):
         o, final = vector_state(
             x, g, op, initial_state=initial, output_final_state=call.output_final_state, cu_seqlens=call.cu_seqlens,
             sp=group,
@@ -143,35 +167,58 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     heads = (D // K, K)
     inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
     prev_s = None if initial is None else initial.unflatten(-1, heads)
-    o, final = _run("vector_state", (*heads, 0), inputs, prev_s, call, group)
+    o, final = run_program("vector_state", Sizes(*heads, 0), inputs, prev_s, call.cu_seqlens, group)
     return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
 
 
+def token_loop(step: Callable[[Any, int], tuple[Tensor, Any]], state: Any, T: int, none: Tensor) -> tuple[Tensor, Any]:
+    """Outputs [B, T, ...] and the last state of ``o_t, state = step(state, t)``, one token after the other.
+
+    Args:
+        step: in the accumulation dtype, and without matmul: autocast would round the state.
+        state: before the first token, a tensor or a named tuple of tensors. It is never what is returned.
+        none: the outputs of no tokens.
+    """
+    o, last = [], state
+    for t in range(T):
+        o_t, last = step(last, t)
+        o.append(o_t)
+    if last is state:
+        last = state.clone() if isinstance(state, Tensor) else type(state)(*[part.clone() for part in state])
+    return torch.stack(o, dim=1) if o else none, last
+
+
+def rows_at(decay: Tensor, t: int) -> Tensor:
+    """Token t's decays as factors of a state [B, H, K, V], of those of heads [B, T, H] or of rows [B, T, H, K]."""
+    return decay[:, t, :, :, None] if decay.dim() == 4 else decay[:, t, :, None, None]
+
+
 def matrix_loop(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Optional, bonus: Optional = None, columns: Optional = None
+    q: Tensor, k: Tensor, v: Tensor, decay: Optional, state: Optional, bonus: Optional = None, columns: Optional = None
 ) -> tuple[Tensor, Tensor]:
     """S_t = decay_t S_{t-1} + k_t v_t^T, one token after the other; o_t = q_t S_t in v's dtype.
 
-    ``columns`` [B, T, H, V] are factors of the state's columns beside those of its rows. With ``bonus`` [H, K],
-    o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
+    ``decay`` is [B, T, H] or [B, T, H, K]. ``columns`` [B, T, H, V] are factors of the state's columns beside those of
+    its rows. With ``bonus`` [H, K], o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
     """
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    S, v_t, o = q.new_zeros(B, H, K, V) if state is None else state, v.to(q.dtype), []
-    for t in range(T):
+    (B, T, H, K), v_t = q.shape, v.to(q.dtype)
+
+    def step(S: Tensor, t: int) -> tuple[Tensor, Tensor]:
         written = k[:, t, :, :, None] * v_t[:, t, :, None, :]
-        kept = S * decay[:, t, :, :, None]
+        kept = S if decay is None else S * rows_at(decay, t)
         new = (kept if columns is None else kept * columns[:, t, :, None, :]) + written
         read = new if bonus is None else S + bonus[:, :, None] * written
-        o.append((q[:, t, :, :, None] * read).sum(-2))  # no matmul: autocast would round the state
-        S = new
-    out = torch.stack(o, dim=1) if o else v_t
-    return out.to(v.dtype), S.clone() if S is state else S
+        return (q[:, t, :, :, None] * read).sum(-2), new
+
+    out, last = token_loop(step, q.new_zeros(B, H, K, v.shape[-1]) if state is None else state, T, v_t)
+    return out.to(v.dtype), last
 
 
 def vector_loop(x: Tensor, decay: Tensor, state: Optional) -> tuple[Tensor, Tensor]:
     """h_t = decay_t h_{t-1} + x_t of x [B, T, D], one token after the other: all h_t and the last one."""
-    h, o = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state, []
-    for t in range(x.shape[1]):
+
+    def step(h: Tensor, t: int) -> tuple[Tensor, Tensor]:
         h = h * decay[:, t] + x[:, t]
-        o.append(h)
-    return torch.stack(o, dim=1) if o else x, h.clone() if h is state else h
+        return h, h
+
+    return token_loop(step, x.new_zeros(x.shape[0], x.shape[2]) if state is None else state, x.shape[1], x)

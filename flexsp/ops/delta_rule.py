@@ -69,8 +69,8 @@ def chunk_delta_rule(
         >>> o, state = chunk_delta_rule(q, k, v, torch.rand(2, 100, 4), use_qk_l2norm_in_kernel=True)
     """
     heads, tokens = _delta.prepared(q, k, v, beta, None, use_qk_l2norm_in_kernel)
-    call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("deltanet", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("deltanet", heads, tokens, scale, call)
 
 
 @one_dtype("q k v")
@@ -102,11 +102,6 @@ def recurrent_delta_rule(
         >>> q1, k1, v1, beta1 = (x[:, -1:] for x in (q, k, v, beta))  # the next token's
         >>> o1, state = recurrent_delta_rule(q1, k1, v1, beta1, initial_state=state, output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_delta_rule(
-            q=q, k=k, v=v, beta=beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     heads, tokens = _delta.prepared(q, k, v, beta, None, use_qk_l2norm_in_kernel)
-    call = _delta.Call(scale, initial_state, output_final_state)
-    return _delta.recurrent(heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens)
+    return _delta.recurrent("deltanet", heads, tokens, scale, call)

@@ -73,8 +73,8 @@ def chunk_gated_delta_product(
     """
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
-    call = _delta.Call(scale, initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, call, steps=n)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)
 
 
 @one_dtype("q k v")
@@ -106,13 +106,7 @@ def recurrent_gated_delta_product(
         >>> k, v = torch.randn(2, 2, 3, 4, 64).unbind(0)
         >>> o, state = recurrent_gated_delta_product(q, k, v, g, torch.rand(2, 3, 4), 3, output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_gated_delta_product(
-            q=q, k=k, v=v, g=g, beta=beta, num_householder=num_householder, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     n = check.check_integer("num_householder", num_householder, least=1)
     heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
-    call = _delta.Call(scale, initial_state, output_final_state)
-    return _delta.recurrent(heads, tokens, call, steps=n)
+    call = _delta.Call(initial_state, output_final_state, False, cu_seqlens)
+    return _delta.recurrent("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)

@@ -82,8 +82,8 @@ def chunk_gated_delta_rule(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("gated_deltanet", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("gated_deltanet", heads, tokens, scale, call)
 
 
 @one_dtype("q k v")
@@ -120,17 +120,9 @@ def recurrent_gated_delta_rule(
         >>> g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
         >>> o, state = recurrent_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_gated_delta_rule(
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first)
-    return _delta.recurrent(heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens)
+    return _delta.recurrent("gated_deltanet", heads, tokens, scale, call)

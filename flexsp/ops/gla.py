@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.comm.group import ranks_call
-from flexsp.kernels.vector.op import has_kernels
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import backwards, one_dtype
@@ -66,7 +66,8 @@ def chunk_gla(
     sizes = check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    gates = programs.wide(g, q) if has_kernels(q) else programs.clamped(g, q)  # kernels clamp them
+    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)  # which clamp gates
+    gates = programs.wide(g, q) if in_kernels else programs.clamped(g, q)
     return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
 
 

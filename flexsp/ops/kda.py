@@ -92,8 +92,8 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
         dt_bias=dt_bias, lower_bound=lower_bound,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("vector_gated_delta", heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
+    return _delta.run("vector_gated_delta", heads, tokens, scale, call)
 
 
 @one_dtype("q k v")
@@ -131,22 +131,14 @@ def recurrent_kda(
         >>> g, beta = -torch.rand(2, 1, 4, 64), torch.rand(2, 1, 4)
         >>> o, state = recurrent_kda(q, k, v, g, beta, output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_kda(
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-            lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     _check_bound(g, use_gate_in_kernel, False, lower_bound)
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
         dt_bias=dt_bias, lower_bound=lower_bound,
     )  # fmt: skip
-    call = _delta.Call(scale, initial_state, output_final_state, state_v_first)
-    return _delta.recurrent(heads, tokens, call)
+    call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens)
+    return _delta.recurrent("vector_gated_delta", heads, tokens, scale, call)
 
 
 def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:

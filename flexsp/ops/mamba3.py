@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
-from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._programs import token_loop
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
@@ -186,17 +187,17 @@ def recurrent_mamba3(
     initial = _check_state(initial_state, sizes.batch, sizes, x, None, None)
     tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
     decay = clamped(tokens.gate).exp()
-    state = _empty(sizes, tokens.gate) if initial is None else Mamba3State(*[part.clone() for part in initial])
-    y = []
-    for t in range(sizes.T):
+
+    def step(state: Mamba3State, t: int) -> tuple[Tensor, Mamba3State]:
         angle = _wrapped(state.angle + _TURN * tokens.turns[:, t])
         k, q = (rotate(row[:, t], angle.unsqueeze(1), rotate_pairwise) for row in (tokens.B, tokens.C))
         before = tokens.eta[:, t, :, None, None] * products(state.k, value_rows(state.v, mimo_x))
         own = tokens.gamma[:, t, :, None, None] * products(k, tokens.x[:, t])
         h = decay[:, t, :, None, None] * (state.ssm + before) + own
-        state = Mamba3State(angle, h, k, tokens.v[:, t])
-        y.append((q.unsqueeze(-1) * h.unsqueeze(1)).sum(-2))
-    out = torch.stack(y, dim=1) if y else tokens.x
+        return (q.unsqueeze(-1) * h.unsqueeze(1)).sum(-2), Mamba3State(angle, h, k, tokens.v[:, t])
+
+    start = _empty(sizes, tokens.gate) if initial is None else initial
+    out, state = token_loop(step, start, sizes.T, tokens.x)
     if D is not None:
         out = out + tokens.x * D.to(out.dtype).unsqueeze(-1)
     out = out if sizes.mimo else out.squeeze(2)
@@ -331,7 +332,8 @@ def _ends(
 
 def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
     """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
-    return not sizes.mimo and has_kernels(given.x) and plain(*given) and not transformed()
+    in_kernels = not sizes.mimo and asks_for_kernels(given.x.is_cuda, given.x.dtype)
+    return in_kernels and plain(*given) and not transformed()
 
 
 def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:

@@ -10,9 +10,9 @@ from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
-from flexsp.kernels.vector.op import has_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
@@ -104,7 +104,7 @@ def chunk_mlstm(
         _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
-    in_kernels = has_kernels(q) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
+    in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
     gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads = q.to(kind)
@@ -165,7 +165,7 @@ def recurrent_mlstm(
     written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)[0]
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
-    read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp().unsqueeze(-1), state)
+    read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
     h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
     h = h.transpose(1, 2) if head_first else h
     return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None

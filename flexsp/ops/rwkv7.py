@@ -111,13 +111,15 @@ def recurrent_rwkv7(
     initial = programs.initial_state((H, K, V), "H, K, V", call, None, r)
     reads, decay = programs.wide(r, r) * check.check_scale(scale, K), programs.clamped(w, r).exp()
     keys, values, removes, writes = (programs.wide(x, r).unsqueeze(-1) for x in (k, v, a, b))
-    state, o = reads.new_zeros(B, H, K, V) if initial is None else initial.clone(), []
-    for t in range(T):  # no matmul: autocast would round the state
+
+    def step(state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         removed = (removes[:, t] * state).sum(-2, keepdim=True)
         state = decay[:, t].unsqueeze(-1) * state + writes[:, t] * removed + keys[:, t] * values[:, t].mT
-        o.append((reads[:, t].unsqueeze(-1) * state).sum(-2))
-    out = torch.stack(o, dim=1) if o else v
-    return out.to(v.dtype), programs.final_state(state, call)
+        return (reads[:, t].unsqueeze(-1) * state).sum(-2), state
+
+    start = reads.new_zeros(B, H, K, V) if initial is None else initial.clone()
+    out, last = programs.token_loop(step, start, T, v)
+    return out.to(v.dtype), programs.final_state(last, call)
 
 
 def _checked(

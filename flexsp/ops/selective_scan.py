@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexsp.comm.derivatives import joined
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.op import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.scan.sequence import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -56,8 +58,11 @@ def selective_scan(
         delta: step sizes [batch, T, D], >= 0 after ``delta_bias`` and ``delta_softplus``; u's dtype or float32.
         A: [D, N] <= 0, usually -exp(A_log); u's dtype or float32; N of 1..256. delta A is a natural-log gate.
         B: [batch, T, N] in u's dtype, the same for all channels; or [batch, T, G, N] with G a divisor of D: channel d
-            uses group d // (D / G), and every group is a call of its own.
-        C: [batch, T, N] or [batch, T, G, N], as B.
+            uses group d // (D / G), and every group is a call of its own; or [D, N] in u's dtype or float32, the same
+            for all tokens and of every channel its own.
+        C: [batch, T, N], [batch, T, G, N] or [D, N], as B, of which it need not have the form. Where one of them is
+            [D, N], states are channels of a call in float32 (float64 for float64 inputs), which has several tensors of
+            batch x T x D x N numbers.
         D: [D] skip weights, or None; u's dtype or float32.
         z: [batch, T, D] in u's dtype, a gate: y is multiplied by silu(z); or None.
         delta_bias: [D] added to delta first, or None; u's dtype or float32.
@@ -72,18 +77,25 @@ def selective_scan(
 
     Returns:
         y [batch, T, D] in u's dtype and the final state [n, D, N], or None, by the same rules as `chunk_simple_gla`.
-        Under ``sp`` the gradients of A, D and delta_bias are this rank's share; their sum over ranks is the gradient.
+        Under ``sp`` the gradients of A, D and delta_bias, and of B and C that are [D, N], are this rank's share; their
+        sum over ranks is the gradient.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
         NotAvailable: on a GPU, more than 65535 blocks of channels in all sequences; a block has as many channels as the
-            largest divisor of D up to 256 / N.
+            largest divisor of D up to 256 / N (of D N up to 256 where B or C is [D, N]).
 
     Example:
         >>> u, delta = torch.randn(2, 2, 100, 256).unbind(0)
         >>> B, C = torch.randn(2, 2, 100, 16).unbind(0)
         >>> y, state = selective_scan(u, delta, -torch.rand(256, 16), B, C, delta_softplus=True, return_last_state=True)
     """
+    if _constant(B, C):
+        return _with_constants(
+            u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
+            return_last_state=return_last_state, discretization=discretization, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, sp=sp,
+        )  # fmt: skip
     if _in_groups(B):
         return _by_groups(
             selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
@@ -131,7 +143,7 @@ def recurrent_selective_scan(
         >>> B, C = torch.randn(2, 2, 1, 16).unbind(0)
         >>> y, state = recurrent_selective_scan(u, delta, -torch.rand(256, 16), B, C, return_last_state=True)
     """
-    if _in_groups(B):
+    if _in_groups(B) and not _constant(B, C):
         return _by_groups(
             recurrent_selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
             return_last_state=return_last_state, discretization=discretization,
@@ -140,17 +152,72 @@ def recurrent_selective_scan(
     check.check_state("initial_state", initial_state, (batch, width, N), "[batch, D, N]", u, None, None)
     dt = in_pytorch.steps(delta, delta_bias, delta_softplus, check.accumulation_dtype(u))
     wide_A, wide_B, wide_C, wide_u = (programs.wide(x, u) for x in (A, B, C, u))
-    h, y = dt.new_zeros(batch, width, N) if initial_state is None else initial_state, [dt[:, :0]]
-    for t in range(u.shape[1]):
+    wide_B, wide_C = (_rows(x, width) for x in (wide_B, wide_C))
+
+    def step(h: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         kept, given = in_pytorch.weights(dt[:, t, :, None], wide_A, discretization == "zoh")
-        h = kept * h + given * wide_u[:, t, :, None] * wide_B[:, t, None]
-        y.append((h * wide_C[:, t, None]).sum(-1).unsqueeze(1))
-    last = (h.clone() if h is initial_state else h) if return_last_state else None
-    return in_pytorch.gated(torch.cat(y, 1), u, D, z), last
+        B_t, C_t = (x[:, t if x.shape[1] > 1 else 0] for x in (wide_B, wide_C))
+        h = kept * h + given * wide_u[:, t, :, None] * B_t
+        return (h * C_t).sum(-1), h
+
+    start = dt.new_zeros(batch, width, N) if initial_state is None else initial_state
+    y, last = programs.token_loop(step, start, u.shape[1], dt)
+    return in_pytorch.gated(y, u, D, z), last if return_last_state else None
 
 
 def _in_groups(B: object) -> bool:
-    return isinstance(B, torch.Tensor) and not B.is_nested and B.dim() == 4
+    return _has_axes(B, 4)
+
+
+def _constant(B: object, C: object) -> bool:
+    """Whether one of them is the same for all tokens."""
+    return _has_axes(B, 2) or _has_axes(C, 2)
+
+
+def _has_axes(x: object, n: int) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.dim() == n
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """B or C of every form as [batch or 1, T or 1, D or 1, N]."""
+    if x.dim() == 2:
+        return x[None, None]
+    return x.unsqueeze(2) if x.dim() == 3 else x.repeat_interleave(width // x.shape[2], 2)
+
+
+def _with_constants(
+    u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: Optional, z: Optional,
+    delta_bias: Optional, initial_state: Optional, *, delta_softplus: bool, return_last_state: bool,
+    discretization: str, cu_seqlens: Optional, cu_seqlens_cpu: Optional, sp: SequenceParallel | bool | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """A call in which every number of a state is a channel, whose outputs are the states.
+
+    Kernels have B and C that all channels share.
+    """
+    batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
+    group = check.resolve(sp, u)
+    check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, u, "u", group)
+    n = check.number_of_states(batch, cu_seqlens)
+    check.check_state("initial_state", initial_state, (n, width, N), "[n, D, N]", u, cu_seqlens, group)
+    if group is not None:  # C, D and z do not lead to the exchange of states
+        u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
+            group, u, delta, A, B, C, D, z, delta_bias, initial_state
+        )[1:]
+    u = without_tail(u, cu_seqlens, group)  # what is not finite there would reach B's gradient
+    wide_u, wide_B, wide_C = (programs.wide(x, u) for x in (u, B, C))
+    of_states = (wide_u.unsqueeze(3) * _rows(wide_B, width)).flatten(2)
+    ones = of_states.new_ones(()).expand(*u.shape[:2], 1)
+    h, last = selective_scan(
+        of_states, delta.to(wide_u.dtype).repeat_interleave(N, 2), programs.wide(A, u).reshape(-1, 1), ones, ones,
+        delta_bias=None if delta_bias is None else programs.wide(delta_bias, u).repeat_interleave(N),
+        delta_softplus=delta_softplus, return_last_state=return_last_state,
+        initial_state=None if initial_state is None else initial_state.reshape(n, -1, 1),
+        discretization=discretization, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+        sp=False if group is None else group,
+    )  # fmt: skip
+    y = (h.unflatten(2, (width, N)) * _rows(wide_C, width)).sum(3)
+    y = without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, group)
+    return y, None if last is None else last.view(n, width, N)
 
 
 def _by_groups(
@@ -201,7 +268,15 @@ def _checked(
         check.fail("A", f"shape [D, N] = [{width}, N] with N of 1..{_MOST_NUMBERS}", list(A.shape))
     check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
     for name, x in (("B", B), ("C", C)):
-        check.check_tensor(name, x, (batch, T, N), "[batch, T, N]", dtypes=(u.dtype,), device=u.device)
+        if _has_axes(x, 2):
+            check.check_tensor(name, x, (width, N), "[D, N]", dtypes=params, device=u.device)
+        elif _has_axes(x, 4) and _constant(B, C):
+            G = x.shape[2]
+            if G < 1 or width % G:
+                check.fail(name, f"a number of groups G that divides the {width} channels", G)
+            check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
+        else:
+            check.check_tensor(name, x, (batch, T, N), "[batch, T, N]", dtypes=(u.dtype,), device=u.device)
     for name, given in (("D", D), ("delta_bias", delta_bias)):
         if given is not None:
             check.check_tensor(name, given, (width,), "[D]", dtypes=params, device=u.device)

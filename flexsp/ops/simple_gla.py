@@ -11,12 +11,12 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.gates import clamped
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import backwards, one_dtype
+from flexsp.ops._programs import matrix_loop
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
 __all__ = ["chunk_simple_gla", "recurrent_simple_gla"]
-
 
 
 @ranks_call
@@ -132,15 +132,7 @@ def recurrent_simple_gla(
     check.check_decay_inputs(q, g, g_gamma)
     check.check_state("initial_state", initial_state, (B, H, K, V), "[B, H, K, V]", q, None, None)
     dtype = check.accumulation_dtype(q)
-    q_t, k_t, v_t = q.to(dtype) * check.check_scale(scale, K), k.to(dtype), v.to(dtype)
     gates = g if g is not None or g_gamma is None else g_gamma.expand(B, T, H)
     decay = None if gates is None else clamped(gates.to(dtype)).exp()
-    state = q_t.new_zeros(B, H, K, V) if initial_state is None else initial_state if T else initial_state.clone()
-    o = []
-    for t in range(T):
-        if decay is not None:
-            state = state * decay[:, t, :, None, None]
-        state = state + k_t[:, t, :, :, None] * v_t[:, t, :, None, :]
-        o.append((q_t[:, t, :, :, None] * state).sum(-2))  # no matmul: autocast would round the state
-    out = torch.stack(o, dim=1) if o else v_t
-    return out.to(v.dtype), state if output_final_state else None
+    o, state = matrix_loop(q.to(dtype) * check.check_scale(scale, K), k.to(dtype), v, decay, initial_state)
+    return o, state if output_final_state else None

@@ -36,6 +36,7 @@ def quicken(interpreter: Any) -> None:
     meaning.to_tensor = _tensors_pass(meaning.to_tensor)
     meaning.broadcast_impl_value = _alike_pass(meaning.broadcast_impl_value)
     meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
+    interpreter.TensorHandle.__init__ = _sizes_kept(interpreter.TensorHandle.__init__)
     quicken_arithmetic(meaning, interpreter.TensorHandle)
 
 
@@ -168,6 +169,22 @@ def _looks_kept(init: Any) -> Any:
             looks = type._looks = {"shape": shape, "numel": numel, "dtype": self.dtype, "type": type}
         self.__dict__.update(looks)
         self.handle = handle
+
+    return made
+
+
+def _sizes_kept(init: Any) -> Any:
+    """Numbers no wider than their type are looked at by a size that the type keeps."""
+    most = 1 << 16  # of pointers, which may be of any size
+
+    def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        size = dtype.__dict__.get("_bytes")
+        if size is None:
+            pointer = isinstance(dtype, core.pointer_type)
+            size = dtype._bytes = most if pointer else max(8, dtype.primitive_bitwidth) // 8
+        if data.itemsize > size:
+            init(self, data, dtype)  # raises
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
     return made
 

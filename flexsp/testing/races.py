@@ -14,6 +14,7 @@ What is not followed or not looked at is counted.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,7 +35,6 @@ _SWIZZLE = (16, 128, 64, 32)  # bytes of a row, by the two highest bits of a mat
 _JUMPS = ("bra", "brx", "ret", "exit", "call", "trap")
 _NO_MEMORY = ("st", "red", "prefetch", "griddepcontrol", "membar", "nanosleep", "ld", "atom", "prefetchu")
 
-Span = tuple[int, int]
 Way = tuple[int, int]  # of a branch: its place, and where it goes
 
 
@@ -55,7 +55,7 @@ class _Reads:
     """What a matrix product reads, until it is waited for."""
 
     by: Instruction
-    spans: list[Span]
+    at: Any
 
 
 @dataclass
@@ -138,20 +138,17 @@ class _Memory:
         self.copying[at] = True
         return found
 
-    def start_product(self, it: Instruction, spans: list[Span]) -> list[str]:
-        found = []
-        for a, b in spans:
-            cut = slice(a, b)
-            if (self.written[cut] == self.epoch).any():
-                found.append("reads what was written since the last barrier")
-            unfenced = (self.written[cut] > 0) & (self.fenced[cut] >= self.fences)
-            if (unfenced & self.copied[cut]).any():
-                found.append(UNFENCED_COPY)
-            if (unfenced & ~self.copied[cut]).any():
-                found.append("reads what was not fenced since it was stored")
-            pending = self.pending() if self.copying[cut].any() else ()
-            found += [f"reads what a copy writes ({x.by.text})" for x in pending if ((x.at >= a) & (x.at < b)).any()]
-        self.products.append(_Reads(it, spans))
+    def start_product(self, it: Instruction, at: Any) -> list[str]:
+        found, written = [], self.written[at]
+        if (written == self.epoch).any():
+            found.append("reads what was written since the last barrier")
+        unfenced = (written > 0) & (self.fenced[at] >= self.fences)
+        if unfenced.any():
+            copied = self.copied[at]
+            found += [UNFENCED_COPY] if (unfenced & copied).any() else []
+            found += ["reads what was not fenced since it was stored"] if (unfenced & ~copied).any() else []
+        found += [f"reads what a copy writes ({x.by.text})" for x in self.pending_at(at)]
+        self.products.append(_Reads(it, at))
         return found
 
     def _set(self, at: Any, warps: Any) -> None:
@@ -171,7 +168,7 @@ class _Memory:
         groups = (self.products, *self.product_groups, self.done)
         first, last = (at.min(), at.max()) if at.size else (0, -1)
         for x in (x for group in groups for x in group):
-            if any(first < b and last >= a and ((at >= a) & (at < b)).any() for a, b in x.spans):
+            if x.at.size and first <= x.at.max() and last >= x.at.min() and np.isin(at, x.at).any():
                 found.append(f"overwrites what a matrix product reads ({x.by.text[:60]})")
         return found
 
@@ -342,16 +339,16 @@ class _Search:
         elif "wait_group" in it.parts:
             memory.wait_for_products(int(it.operands[0]))
         elif "mma_async" in it.parts:
-            self._tell(it, memory.start_product(it, self._spans(it, path)))
+            self._tell(it, memory.start_product(it, self._operands(it, path)))
 
-    def _spans(self, it: Instruction, path: _Path) -> list[Span]:
-        """Bytes that a matrix product reads: from its descriptors in shared memory."""
+    def _operands(self, it: Instruction, path: _Path) -> Any:
+        """Addresses of the bytes that a matrix product reads: from its descriptors in shared memory."""
         columns, depth = next((int(x[1]), int(x[2])) for p in it.parts if (x := re.match(r"m64n(\d+)k(\d+)", p)))
         size = _ELEMENT[it.parts[-1]]
         numbers = [int(x) for x in it.operands[3:] if re.match(r"-?\d+$", x)]
         in_registers = it.operands[1].startswith("{")
         turned = [0, *numbers[-1:]] if in_registers else numbers[-2:]
-        spans = []
+        found = [np.zeros(0, np.int64)]
         for operand, rows, across in zip(it.operands[1:3], (64, columns), turned if size == 2 else (0, 0), strict=True):
             if operand.startswith("{"):
                 continue
@@ -360,18 +357,28 @@ class _Search:
             if descriptor is None:
                 self.unseen += 1
                 continue
-            spans += [_span(int(x), rows, depth, size, bool(across)) for x in np.unique(descriptor)]
-        return spans
+            found += [_matrix_at(int(x), rows, depth, size, bool(across)) for x in np.unique(descriptor)]
+        return np.concatenate(found)
 
 
-def _span(descriptor: int, rows: int, depth: int, size: int, across: bool) -> Span:
-    """Bytes of a matrix [rows, depth] with elements of `size` bytes; `across`: rows lie along memory, not the depth."""
+@functools.lru_cache(maxsize=4096)
+def _matrix_at(descriptor: int, rows: int, depth: int, size: int, across: bool) -> Any:
+    """Addresses of the bytes of a matrix [rows, depth] with elements of `size` bytes, as PTX lays it out for matrix
+    products of a warp group; `across`: rows lie along memory, not the depth.
+
+    It is made of blocks of 8 lines, one after the other. A line has one, two, four or eight pieces of 16 bytes, and
+    the number of the line within eight of 128 bytes is mixed into that of the piece.
+    """
     start, leading = (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4
-    stride, row = (descriptor >> 32 & 0x3FFF) << 4, _SWIZZLE[descriptor >> 62 & 3]
-    if not across:  # groups of 8 rows
-        return start, start + (rows // 8 - 1) * stride + 7 * row + min(row, depth * size)
-    blocks = max(1, rows * size // row)
-    return start, start + (blocks - 1) * max(leading, stride) + depth * row
+    stride, line = (descriptor >> 32 & 0x3FFF) << 4, _SWIZZLE[descriptor >> 62 & 3]
+    along, lines = (rows, depth) if across else (depth, rows)
+    piece, other = np.arange(along * size // 16)[:, None], np.arange(lines)[None, :]
+    in_line, to_block = piece * 16 % line, piece * 16 // line
+    if line == 16 and across:
+        leading, stride = stride, leading
+    at = start + to_block * leading + in_line + other // 8 * stride + other % 8 * line
+    at ^= (at >> 7 & line // 16 - 1) << 4
+    return (at.ravel()[:, None] + np.arange(16)).ravel()
 
 
 def races(ptx: str) -> Races:

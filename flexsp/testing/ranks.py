@@ -50,6 +50,7 @@ def run_ranks(
     sp_timeout_s: float | None = None,
     fresh_sp: bool = False,
     whole_world: bool = False,
+    own_processes: bool = False,
 ) -> list[Any]:
     """Call ``fn(sp, *args)`` on ``world_size`` ranks at once and return their results in rank order.
 
@@ -64,6 +65,8 @@ def run_ranks(
     Args:
         env: environment variables of the pool, for example {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}.
         timeout: seconds for the whole call; past it the pool is killed.
+        own_processes: the call has processes to itself, which end with it: for what leaves other values in modules
+            or a group that no longer works. Under torchrun the test is skipped.
         whole_world: ``fn`` talks over the default process group, so under torchrun the world must have this size.
 
     Raises:
@@ -78,7 +81,13 @@ def run_ranks(
     }
     env = dict(env or {})
     if "WORLD_SIZE" in os.environ:
-        return _run_in_place(fn, world_size, args, settings, env, fresh_sp, whole_world)
+        return _run_in_place(fn, world_size, args, settings, env, fresh_sp, whole_world, own_processes)
+    if own_processes:
+        own = _Pool(world_size, device, env)
+        try:
+            return own.run(fn, args, settings, fresh_sp, timeout)
+        finally:
+            own.kill()
     key: _Key = (world_size, device, tuple(sorted(env.items())))
     pool = _pools.get(key)
     if pool is None:
@@ -135,16 +144,17 @@ class _Pool:
     """
 
     def __init__(self, world_size: int, device: str, env: dict[str, str]) -> None:
-        key = tuple(sorted(env.items()))
+        at_import = {name: value for name, value in env.items() if name in _READ_AT_IMPORT}
+        key = tuple(sorted(at_import.items()))
         if key not in _origins or not _origins[key].process.is_alive():
-            _origins[key] = _Origin(env)
+            _origins[key] = _Origin(at_import)
         self.origin = _origins[key]
         self.folder = tempfile.mkdtemp(prefix="flexsp-ranks-")
         self.pipes: list[Connection] = []
         self.pids: list[int] = []
         for rank in range(world_size):
             here, there = multiprocessing.Pipe()
-            self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device))
+            self.pids.append(self.origin.fork(there, rank, world_size, self.folder, device, env))
             self.pipes.append(here)
         self.started = False
         self.pauses = device == "cpu"
@@ -228,7 +238,9 @@ def _raise_failures(answers: dict[int, tuple[bool, Any]], world_size: int, timeo
     raise RankFailure((failed + missing)[0], "\n".join(parts)) from cause
 
 
-# The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all.
+# The environment comes first: importing flexsp may import triton, which reads TRITON_INTERPRET once and for all. Other
+# variables are set in the ranks, so that pools with different ones have one origin.
+_READ_AT_IMPORT = ("TRITON_INTERPRET",)
 _ORIGIN = """
 import os
 os.environ.update(env)
@@ -237,11 +249,18 @@ _fork_ranks(channel)
 """
 
 
+# What each rank would import itself. Deterministic algorithms, which fill fresh memory with NaN, import inductor.
+_FOR_KERNELS = (
+    "flexsp.compiler.engine", "flexsp.kernels.delta.calls", "flexsp.kernels.diagonal.dispatch",
+    "flexsp.scan.propagate", "torch._inductor.config",
+)  # fmt: skip
+
+
 def _fork_ranks(channel: Connection) -> None:
     """Body of an origin: forks ranks and ends them, as asked, until there is nobody to ask."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    slow_to_import = "flexsp.scan.propagate" if interpreted else "torch._dynamo"
-    for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops", slow_to_import):
+    slow_to_import = _FOR_KERNELS if interpreted else ("torch._dynamo",)
+    for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops", *slow_to_import):
         importlib.import_module(name)
     children: set[int] = set()
     while True:
@@ -277,8 +296,9 @@ def _end(pids: list[int], grace: float) -> None:
         os.waitpid(pid, 0)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: str, env: dict[str, str]) -> None:
     """Body of a pool process: join the default group, then one task after another until told to stop."""
+    os.environ.update(env)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         os.environ["LOCAL_RANK"] = str(rank)
@@ -346,8 +366,12 @@ def _run_in_place(
     env: dict[str, str],
     fresh: bool,
     whole_world: bool,
+    own_processes: bool,
 ) -> list[Any]:
     import pytest
+
+    if own_processes:
+        pytest.skip("needs processes of its own")
 
     world = int(os.environ["WORLD_SIZE"])
     if world < world_size:

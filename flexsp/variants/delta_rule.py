@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.compiler.planning.lowering import Looks
     from flexsp.kernels.launches import Call

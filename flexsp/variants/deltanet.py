@@ -9,7 +9,6 @@ from flexsp.compiler import (
     cache_result,
     identity,
     matmul_out_fp32,
-    register_lowering,
 )
 from flexsp.variants.delta_rule import DELTA_RULE
 
@@ -34,9 +33,6 @@ def merge(q, k, u, w, chunk_state, scale):
     return ((q @ k.T).tril(0) @ errors + q @ chunk_state) * scale
 
 
-register_lowering(DELTA_RULE, chunk, decay, merge)
-
-
 def make(
     H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
 ) -> LinearAttention:
@@ -49,4 +45,4 @@ def make(
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5 if scale is None else scale,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[DELTA_RULE], **options)

@@ -12,7 +12,6 @@ from flexsp.compiler import (
     cache_result,
     decayed_scores,
     identity,
-    register_lowering,
     unit_lower_inverse,
 )
 from flexsp.variants.delta_rule import DELTA_RULE
@@ -38,9 +37,6 @@ def merge(q, k, beta, g, u, w, chunk_state, scale):
     return (decayed_scores(q, k * beta[:, None], b) @ errors + (q * b.exp()[:, None]) @ chunk_state) * scale
 
 
-register_lowering(DELTA_RULE, chunk, decay, merge)
-
-
 def make(
     H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
 ) -> LinearAttention:
@@ -54,4 +50,4 @@ def make(
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5 if scale is None else scale,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[DELTA_RULE], **options)

@@ -12,7 +12,7 @@ from flexsp.kernels.launches import Buffer, Launch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler.engine import Generated
+    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.launches import Call, LaunchSpec
     from flexsp.kernels.recipe import Given
@@ -55,6 +55,7 @@ class _GatedKeys(Lowering):
     ) -> Call | None:  # fmt: skip
         """A generated call in chunks that the kernels here are made for."""
         from flexsp.compiler.planning.launches import GeneratedCall
+        from flexsp.compiler.planning.plan import choose_plan
         from flexsp.devices import of_device
 
         if code.chunk is not None or _unlike(code) is not None:
@@ -62,10 +63,10 @@ class _GatedKeys(Lowering):
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
         code = code.sized(sizes)
-        plan = code.plan(sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device))
+        plan = choose_plan(code, sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device))
         if plan.chunk > _LARGEST:
-            plan = code.plan(
-                sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device), chunk=_LARGEST
+            plan = choose_plan(
+                code, sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device), chunk=_LARGEST
             )  # fmt: skip
         return GeneratedCall(code, plan, sizes, given.B, H, T, docs, given.dtype, initial, ends)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, register_lowering
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
 from flexsp.variants.gated_keys import GATED_KEYS
 
 
@@ -19,9 +19,6 @@ def merge(q, k, v, g, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-register_lowering(GATED_KEYS, chunk, decay, merge)
-
-
 def make(
     H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
 ) -> LinearAttention:
@@ -34,4 +31,4 @@ def make(
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5 if scale is None else scale,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[GATED_KEYS], **options)

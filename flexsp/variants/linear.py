@@ -2,7 +2,7 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, register_lowering
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
@@ -18,9 +18,6 @@ def merge(q, k, v, chunk_state, scale):
     return ((q @ k.T).tril(0) @ v + q @ chunk_state) * scale
 
 
-register_lowering(SCALAR_DECAY, chunk, decay, merge)
-
-
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
     h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
     meta = {
@@ -30,4 +27,4 @@ def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) 
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[SCALAR_DECAY], **options)

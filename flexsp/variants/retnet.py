@@ -2,7 +2,7 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, register_lowering
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
@@ -24,9 +24,6 @@ def merge(q, k, v, log_gamma, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + (q * b.exp()[:, None]) @ chunk_state) * scale
 
 
-register_lowering(SCALAR_DECAY, chunk, decay, merge)
-
-
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
     h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
     meta = {
@@ -37,4 +34,4 @@ def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) 
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[SCALAR_DECAY], **options)

@@ -13,8 +13,8 @@ from flexsp.kernels.diagonal import in_pytorch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler.engine import Generated
-    from flexsp.compiler.frontend.check import Program
+    from flexsp.compiler.backend.generated_kernels import Generated
+    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.launches import Call
     from flexsp.kernels.recipe import Given
@@ -48,16 +48,16 @@ class _ScalarDecay(Lowering):
         self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         from flexsp.devices import of_device
-        from flexsp.kernels.diagonal.dispatch import waited_for_by_nobody
         from flexsp.kernels.diagonal.launches import DiagonalCall
         from flexsp.kernels.diagonal.plan import plan_of
+        from flexsp.kernels.engine import first_in_backward_chain
 
         looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
         if not self.serves(code, looks):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
         plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
-        program, early = code.program, waited_for_by_nobody(sp)
+        program, early = code.program, first_in_backward_chain(sp)
         text, scale = program.call_text(given.dtype, docs > 0), program.meta.numbers["scale"]
         return DiagonalCall(plan, given.dtype, _gate(program), scale, initial, ends, early, text)
 

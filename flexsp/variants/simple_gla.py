@@ -2,7 +2,7 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, register_lowering
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
@@ -23,9 +23,6 @@ def merge(q, k, v, g, chunk_state, scale):
     return (p @ v + q @ chunk_state.to(q.dtype) * b.exp()[..., None]) * scale
 
 
-register_lowering(SCALAR_DECAY, chunk, decay, merge)
-
-
 def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
     h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
     meta = {
@@ -36,4 +33,4 @@ def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) 
         "prev_s": SymbTensor(["NS", h, k, v]),
         "scale": K**-0.5,
     }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+    return LinearAttention(meta, chunk, decay, merge, lowerings=[SCALAR_DECAY], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +14,22 @@ import pytest
 import torch
 
 from flexsp.testing.compare import Report
+from tests.tested import Recorder
 
 HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="i/n: about every n-th test, by the hash of its name")
+    parser.addoption("--tested", metavar="FOLDER", help="where to record what passed (tests/tested.py)")
 
 
-def pytest_configure() -> None:
-    """Deals pytest-xdist's workers out over the GPUs, before CUDA is initialised."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Deals pytest-xdist's workers out over the GPUs, before CUDA is initialised. The first process records."""
+    folder = config.getoption("--tested", None)
+    if folder and not hasattr(config, "workerinput"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # when time is up, what ran is recorded
+        config.pluginmanager.register(Recorder(Path(folder), config.getoption("--shard")))
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker.startswith("gw") and gpus > 1:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")

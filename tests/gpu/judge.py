@@ -23,9 +23,10 @@ from flexsp.testing.compare import (
     described_difference,
 )  # fmt: skip
 from tests import variants
-from tests.test_generated import Run, differentiated, problem_of, sizes, wide
+from tests.harness.generated import Run, differentiated, problem_of, sizes, wide
 
 CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What the yardstick does not do on the CPU: a GPU makes running sums as trees. Past a document's end such a sum of
 # gates repeats its last value only up to a rounding of the sum, and a final state carries that as a factor.
 GPU_ROUNDINGS = 4 * FLOAT32_ROUNDING

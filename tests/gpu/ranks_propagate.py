@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
-from flexsp.comm.heap import create_heap
-from flexsp.comm.transport import in_kernel
+from flexsp.comm.transport import create_heap, in_kernel
 from flexsp.exceptions import NotAvailable, PeerTimeout
 from flexsp.scan.exchange import exchange
 from flexsp.scan.propagate import propagate

@@ -1,4 +1,5 @@
-"""Reproduces what `Generated._wrong_on_gpus` refuses: a number beside a float32 state of more than 128 x 64.
+"""Reproduces what `_wrong_on_gpus` in flexsp/compiler/planning/plan.py refuses: a number beside a float32 state of
+more than 128 x 64.
 
     python tests/gpu/repro_numbers_beside_states.py [--sizes 64x64 128x64 128x128] [--dtypes float32 float16 bfloat16]
 
@@ -18,10 +19,10 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from flexsp.compiler.engine import Generated
+from flexsp.compiler.planning import plan
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import relative_error
-from tests.test_custom_transition import CLASSES, within
+from tests.harness.transitions import CLASSES, within
 
 DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
 BOUNDS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}  # far above the rounding of a right kernel
@@ -61,7 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["FLEXSP_BACKEND"] = "triton"
-    Generated._wrong_on_gpus = lambda *given: None  # type: ignore[method-assign,assignment]
+    plan._wrong_on_gpus = lambda *given: None  # type: ignore[assignment]
     wrong = 0
     for name in args.names:
         for size in args.sizes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsp.compiler import engine
+from flexsp.compiler.backend import generated_kernels
 from flexsp.kernels.delta import plan
 from flexsp.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from flexsp.runtime import covered
@@ -21,7 +21,7 @@ DOCUMENTS = (61, 0, 64, 1, 200, 77, 130)
 
 @pytest.fixture(params=["in Gluon", "in Triton"], autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_made", {})  # what was worked out for the other kernels is not kept
+    monkeypatch.setattr(generated_kernels, "_made", {})  # what was worked out for the other kernels is not kept
     if request.param == "in Triton":
         monkeypatch.setattr(covered, "GLUON", frozenset())
 

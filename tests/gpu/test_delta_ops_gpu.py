@@ -14,11 +14,9 @@ from flexsp.kernels.delta import calls, plan
 from flexsp.ops import _delta, chunk_gated_delta_product, chunk_gated_delta_rule
 from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE, relative_error
-from tests.gpu.judge import CUDA, assert_right, assert_same
-from tests.gpu.test_matrix_gpu import DTYPES
-from tests.test_keys_of_tokens import drawn, passes, unlike
-from tests.test_reflections import NAMES as RULES
-from tests.test_reflections import Keys, wrong
+from tests.gpu.judge import CUDA, DTYPES, assert_right, assert_same
+from tests.harness.keys import NAMES as RULES
+from tests.harness.keys import Keys, drawn, passes, unlike, wrong
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 

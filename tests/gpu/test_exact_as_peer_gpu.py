@@ -2,7 +2,7 @@
 
 Both get the same numbers; the reference is the token loop in float64 of these. Our error, root mean square, may be the
 peer's and one rounding of the result more. Where the peer refuses its backward pass (those of gates on Hopper with some
-releases of Triton), outputs alone are compared.
+releases of Triton), outputs alone are compared. Of the peer's kernels few tilings are tried: to tune all takes minutes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch.nn.functional import logsigmoid, normalize
 from flexsp import ops
 from flexsp.testing import oracles
 from flexsp.testing.compare import relative_error
-from tests import test_vector_gates as vector
 from tests.gpu.judge import CUDA
+from tests.harness import vector_gates as vector
 
 pytest.importorskip("fla.ops", reason="flash-linear-attention is not installed")
+Autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
 
 T, H, K, V = 512, 2, 128, 128
 SCALE = K**-0.5
+TILINGS = 4
 DTYPES = [torch.bfloat16, torch.float16]
 Tensors = dict[str, torch.Tensor]
 
@@ -57,6 +59,17 @@ OPS = {
 NAMES = {"rwkv6": {"q": "r", "gk": "w"}}
 
 
+@pytest.fixture(autouse=True)
+def _few_tilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = Autotuner.prune_configs
+
+    def few(tuner: Any, given: dict[str, Any]) -> Any:
+        found = every(tuner, given)
+        return found[:: len(found) // TILINGS | 1]
+
+    monkeypatch.setattr(Autotuner, "prune_configs", few)
+
+
 def drawn(name: str, dtype: torch.dtype, strong: bool, seed: int) -> Tensors:
     """Numbers of `dtype`; gates, and a bonus, of float32."""
     made = torch.Generator().manual_seed(seed)
@@ -76,14 +89,18 @@ def drawn(name: str, dtype: torch.dtype, strong: bool, seed: int) -> Tensors:
     }
 
 
-def answered(function: Callable[..., Any], inputs: Tensors, do: torch.Tensor, dtype: torch.dtype | None) -> Tensors:
-    """o, and gradients unless they are refused with a RuntimeError."""
+def answered(
+    function: Callable[..., Any], inputs: Tensors, do: torch.Tensor, dtype: torch.dtype | None, may_refuse: bool = False
+) -> Tensors:
+    """o, and gradients unless they may be and are refused with a RuntimeError."""
     leaves = {key: x.to(x.dtype if dtype is None else dtype).requires_grad_() for key, x in inputs.items()}
     o = function(**leaves)[0]
     found = {"o": o.detach()}
     try:
         grads = torch.autograd.grad(o, list(leaves.values()), do.to(o))
     except RuntimeError as error:
+        if not may_refuse:
+            raise
         warnings.warn(f"no gradients of flash-linear-attention: {error}", stacklevel=2)
         return found
     return found | {f"d{key}": x for key, x in zip(leaves, grads, strict=True)}
@@ -116,8 +133,7 @@ def test_as_exact(name: str, dtype: torch.dtype, strong: bool, seed: int) -> Non
     do = torch.randn(1, T, H, V, generator=torch.Generator().manual_seed(seed + 1)).to(dtype).to(CUDA)
     want = answered(partial(op.oracle, scale=SCALE, **op.constants), inputs, do, torch.float64)
     ours = answered(partial(op.chunk, scale=SCALE, **op.constants), inputs, do, None)
-    theirs = answered(partial(peer, scale=SCALE, **op.constants), inputs, do, None)
-    assert ours.keys() == want.keys(), "our own gradients"
+    theirs = answered(partial(peer, scale=SCALE, **op.constants), inputs, do, None, may_refuse=True)
     over = []
     for key, x in theirs.items():
         error, other = relative_error(ours[key], want[key]), relative_error(x, want[key])

@@ -13,8 +13,8 @@ from flexsp.exceptions import NotAvailable
 from flexsp.grammar.custom import CustomTransition
 from tests.generated_programs import KEPT_TILES
 from tests.gpu.judge import assert_right, check_variant
-from tests.test_custom_transition import CLASSES, within
-from tests.test_input_rows import heads_first
+from tests.harness.rows import heads_first
+from tests.harness.transitions import CLASSES, within
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)

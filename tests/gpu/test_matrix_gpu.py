@@ -15,9 +15,8 @@ import torch
 
 from flexsp.testing.problems import OPS, check, draw, solve, solve_all
 from tests import variants
-from tests.gpu.judge import CUDA, assert_same, check_variant
+from tests.gpu.judge import CUDA, DTYPES, assert_same, check_variant
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (16, 32, 48, 64, 96, 128, 256)
 DOCUMENTS = (61, 0, 64, 1, 77)
 LAYOUTS = ("whole", "packed")

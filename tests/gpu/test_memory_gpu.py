@@ -1,4 +1,4 @@
-"""mLSTM, the selective scan and Mamba-3 on one GPU against the token loops of their tests on CPU."""
+"""mLSTM, the selective scan and Mamba-3 on one GPU against the token loops of tests/harness/."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp import ops
 from flexsp.testing.compare import FLOAT32_ROUNDING, check_op
-from tests import test_mamba3 as mamba3
-from tests import test_mlstm as mlstm
-from tests import test_selective_scan as selective
+from tests.harness import mamba3, mlstm, selective
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOUNDS = torch.tensor([0, 61, 61, 125, 126, 203, 203])
@@ -51,7 +50,7 @@ def test_mamba3(case: str, dtype: torch.dtype, packed: bool, seed: int, monkeypa
         monkeypatch.setitem(mamba3.CASES, case, (0, 1, 128, 32, case == "wide"))
     inputs = mamba3.draw(case, 1 if packed else 2, 203, 6 if packed else 2, seed)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
-    mamba3.compare(mamba3.mamba3, case, inputs, dtype, device="cuda")
+    mamba3.compare(ops.mamba3, case, inputs, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -68,7 +67,7 @@ def test_mamba3_gives_the_same_bits_again(shared: bool, seed: int, monkeypatch: 
     leaves = {key: x.detach().requires_grad_() for key, x in leaves.items()}
     found = []
     for _ in range(2):
-        y, _ = mamba3.mamba3(**leaves)
+        y, _ = ops.mamba3(**leaves)
         found.append([y, *torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))])
     assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found, strict=True))
 

@@ -11,10 +11,9 @@ import torch
 from flexsp.testing.cases import CASES
 from tests import variants
 from tests.generated_programs import DrawnProgram
-from tests.gpu.judge import CUDA
-from tests.gpu.test_matrix_gpu import DTYPES
-from tests.test_generated_edges import LARGER
-from tests.test_nonfinite import BOUNDS, differences
+from tests.gpu.judge import CUDA, DTYPES
+from tests.harness.generated import LARGER
+from tests.harness.nonfinite import BOUNDS, differences
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

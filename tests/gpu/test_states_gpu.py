@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flexsp.testing.compare import relative_error
-from tests import test_stabilised_pair as pair
 from tests.generated_programs import MAXIMA, OF_EACH_NUMBER, DrawnProgram, _Draw, draw_program
+from tests.harness import stabilised as pair
 
 PROGRAMS = {name: DrawnProgram.of_source(*source) for name, source in OF_EACH_NUMBER.items()} | MAXIMA
 KINDS = ("outer", "matrix parameter", "maximum")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.test_tail import ALL, wrong
+from tests.harness.ops import ALL
+from tests.harness.tail import wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from flexsp.testing.oracles import token_loop
-from tests.gpu.judge import CUDA, assert_right
-from tests.gpu.test_matrix_gpu import DTYPES
-from tests.test_vector_gates import KEPT_WIDE, OPS, draw
+from tests.gpu.judge import CUDA, DTYPES, assert_right
+from tests.harness.vector_gates import KEPT_WIDE, OPS, draw
 
 DOCUMENTS = (0, 61, 61, 125, 126, 203, 203)
 

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from flexsp.compiler.frontend import primitives
+from flexsp.comm.derivatives import untransformed
+from flexsp.compiler.frontend import functions, primitives
+from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
-from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Part, Size
-from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named
+from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.program import Program, Transition, call, has_parts
+from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
 
-__all__ = ["KINDS", "SECOND_MATRIX", "Program", "Transition", "call", "check", "has_parts", "widths"]
+__all__ = ["SECOND_MATRIX", "check", "program_of"]
 
-Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, "torch.Tensor | float"]
 _CHUNK = 6
@@ -31,42 +33,21 @@ _TOLERANCE = 1e-8
 _LARGE = 1e6
 _STRONG = 400.0
 _CUT, _LONG = 3, 8  # tokens: one chunk of 8 does what chunks of 3 and 5 do
-KINDS = {  # what ranks do
-    "none": "the state is kept: ranks add up",
-    "scalar": "one factor for the state: ranks exchange the state and multiply",
-    "vector": "one factor a row of the state: ranks exchange the state and multiply",
-    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
-    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
-    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
-    "not affine": "not affine in the state: ranks run one after the other, exactly",
-}
 _BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
 
 
-@dataclass(frozen=True)
-class Program:
-    """The three traced functions with what was found out about them."""
+def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
+    """The functions traced and checked; results may depend on where chunks end if ``cuts_matter``."""
+    inputs = {*meta.tokens, *meta.params, *meta.numbers}
+    untransformed("making a variant", "make it, or call what makes it, once before")
 
-    meta: InputMeta
-    chunk: Traced
-    decay: Traced
-    merge: Traced
-    transition: Transition
-    linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
-    value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
-    parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
-    disagrees: str | None = None  # how results depend on where chunks end, None where they do not
+    def make() -> Program:
+        chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
+        after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
+        decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
+        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), cuts_matter)
 
-    def call_text(self, dtype: torch.dtype, packed: bool) -> str:
-        """What ranks tell each other of a call, by which they notice that they are in different ones."""
-        names = ", ".join(x.name for x in (self.chunk, self.decay, self.merge))
-        return f"{names} on {dtype}{', packed' if packed else ''}"
-
-
-def call(traced: Traced, values: Mapping[str, torch.Tensor | float]) -> tuple[torch.Tensor, Tensors]:
-    """Result and cached values of one function on one chunk of one head."""
-    result, *cached = traced.module(**{name: values[name] for name in traced.arguments})
-    return result, dict(zip(traced.cached, cached, strict=True))
+    return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 
 
 def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, cuts_matter: bool = False) -> Program:
@@ -372,8 +353,6 @@ class _Probe:
 
     def _rehearse(self, program: Program) -> None:
         """The functions as a call runs them: many heads and chunks at once, chunks of several lengths."""
-        from flexsp.compiler.frontend import functions
-
         T = 2 * _CHUNK + 1
         tokens = {
             name: self._number([2, T, 2, *shape[1:]], self.signs[name])
@@ -472,24 +451,6 @@ def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
             for place in node.kwargs["places"]:
                 inside[place] = 1
     return inside
-
-
-def has_parts(decay: Traced) -> bool:
-    """Whether the state is made of parts."""
-    return any(node.target is primitives.joined for node in decay.graph.nodes)
-
-
-def widths(decay: Traced, K: int, V: int) -> list[int]:
-    """How many columns, from the left, each row of the state [K, V] has, which are less than all where it is made of
-    parts."""
-    nodes = [node for node in decay.graph.nodes if node.target is primitives.joined]
-    places: list[Any] = [place for node in nodes for place in node.kwargs["places"]]  # type: ignore[union-attr]
-    found = [0 if places else V] * K
-    for row, column in places:
-        end = column + 1 if isinstance(column, int) else column.stop
-        for i in [row] if isinstance(row, int) else range(row.start, row.stop):
-            found[i] = max(found[i], end)
-    return found
 
 
 def _other_way(decay: Traced) -> str:

@@ -16,8 +16,8 @@ from torch.func import vmap
 
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
-from flexsp.compiler.frontend.check import Program, call, has_parts, widths
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
+from flexsp.compiler.frontend.program import Program, call, has_parts, widths
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
 from flexsp.kernels import executor
 from flexsp.kernels.executor import Documents, States
@@ -95,7 +95,7 @@ class _Local:
                 tensors[name] = x[None, :, None].expand(B, H, n, *x.shape[1:]).flatten(0, 2)
 
         def one(x: Tensors) -> tuple[torch.Tensor, Tensors]:
-            return call(traced, {**self.numbers, **x})
+            return call(traced, {**self.numbers, **x}, wide_sums=self.zero.dtype == torch.float32)
 
         if B:
             return vmap(one)(tensors)

@@ -64,13 +64,14 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.T
     Args:
         q: [C, K].
         k: [C, K].
-        b: cumulative log decay (natural logarithm, non-increasing along the chunk), [C] or [C, K].
+        b: cumulative log decay (natural logarithm, non-increasing along the chunk), [C] or [C, K]. It may be float64
+            beside float32: differences of strong decays are then exact.
 
     Returns:
         [C, C]. The exponent is masked before the exponential, so strong decay gives 0, never inf or NaN.
     """
     later = torch.ones(b.shape[0], b.shape[0], dtype=torch.bool, device=b.device).tril()
-    exponent = b.unsqueeze(1) - b.unsqueeze(0)
+    exponent = (b.unsqueeze(1) - b.unsqueeze(0)).to(q.dtype)
     if b.dim() == 1:
         return (q @ k.transpose(0, 1)) * exponent.masked_fill(~later, float("-inf")).exp()
     decay = exponent.masked_fill(~later.unsqueeze(-1), float("-inf")).exp()

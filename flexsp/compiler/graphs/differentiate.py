@@ -22,8 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from flexsp.compiler.frontend import primitives
-from flexsp.compiler.frontend.check import SECOND_MATRIX, Program
+from flexsp.compiler.frontend.check import SECOND_MATRIX
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, Size
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.frontend.trace import Traced, location, named
 from flexsp.compiler.graphs import intrinsics
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify

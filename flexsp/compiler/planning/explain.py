@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.compiler.backend.generated_kernels import CHUNKS, Generated
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.lowering import Lowering
 from flexsp.compiler.planning.model import Predicted, predict
-from flexsp.compiler.planning.plan import CHUNKS, candidates, choose_plan
+from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import Device, of_device
 
-if TYPE_CHECKING:
-    from flexsp.compiler.engine import Generated
-
-__all__ = ["describe"]
+__all__ = ["describe", "kernels_of"]
 
 _MB = 1e6
+
+
+def kernels_of(code: Generated) -> list[str]:
+    """The kernels with what each reads and writes, the file they are in, and what replaces them."""
+    lines = []
+    for lowering in code.program.lowerings:
+        whole = type(lowering).call is not Lowering.call
+        runs = "whole calls; what follows is of those that it leaves to" if whole else "some launches, beside"
+        lines.append(f"engine: {lowering.name} runs {runs} generated kernels")
+    lines.append(f"file: {code.path}")
+    for kind, kernel in code.kernels.items():
+        parts = f" in {kernel.parts} parts" if kernel.parts > 1 else ""
+        reads = ", ".join([*kernel.tokens, *kernel.kept, *kernel.params])
+        lines.append(f"    {kind}{parts}: reads {reads}; writes {', '.join(kernel.writes) or 'states'}")
+    for x in code.step.intrinsics:
+        lines.append(f"    {x.kind}: reads {', '.join(x.args)}; writes {', '.join(x.results)}")
+    return lines
 
 
 def describe(
@@ -44,8 +59,8 @@ def describe(
     packed = f", {docs} packed documents" if docs else ""
     lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
     call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
-    if code.lowering is not None and (reason := code.lowering.refuses(call)) is not None:
-        lines.append(f"    generated kernels alone, not those of {code.lowering.name}: {reason}")
+    for x in code.program.lowerings if call.lowering is None else ():
+        lines.append(f"    generated kernels alone, not those of {x.name}: {x.refuses(call)}")
     found = candidates(code, sizes, heads, T, docs, dtype, ranks, device)
     lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found, device)]
     totals: list[Predicted] = []

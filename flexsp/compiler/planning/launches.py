@@ -12,25 +12,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.body import Kernel
 from flexsp.compiler.backend.exact import EXACT
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import HELD, WALKS
 from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
+from flexsp.compiler.graphs.stages import Stage
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
 from flexsp.compiler.planning.exact import again, choose, grads, rounds, scratch
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
-
-if TYPE_CHECKING:
-    from flexsp.compiler.engine import Generated
-    from flexsp.compiler.graphs.stages import Stage
-    from flexsp.compiler.planning.lowering import Lowering
 
 __all__ = ["GeneratedCall", "Plan"]
 
@@ -114,10 +111,9 @@ class GeneratedCall:
         return getattr(intrinsic_kernels if spec.intrinsic else self.code.module, spec.kind)
 
     @cached_property
-    def lowering(self) -> Lowering | None:
-        """What replaces some of the generated launches."""
-        found = self.code.lowering
-        return None if found is None or found.refuses(self) is not None else found
+    def lowering(self) -> Any:
+        """The `Lowering` that replaces some of the generated launches, None if none does."""
+        return next((x for x in self.code.program.lowerings if x.refuses(self) is None), None)
 
     def look(self, frame: Any) -> None:
         """ValueError where a segment's decay has no logarithm. Synchronises."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +12,15 @@ from flexsp.kernels.launches import Buffer, Call, LaunchSpec
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler.engine import Generated
-    from flexsp.compiler.frontend.check import Program
+    from flexsp.compiler.backend.generated_kernels import Generated
+    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
     from flexsp.kernels.recipe import Given
 
-__all__ = ["Looks", "Lowering", "lowering_named", "lowering_of", "register_lowering", "replaced"]
+__all__ = ["Looks", "Lowering", "in_order", "replaced"]
 
 Looks = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of an input, without the sequences."""
-Functions = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 class Lowering:
@@ -31,10 +29,11 @@ class Lowering:
     It may state a whole call (`call`), or replace launches of a generated one (`forward`, `backward`, `buffer`).
     A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`). A lowering is given
     that list and returns the one that is run. Memory, packed documents, ranks, autograd, torch.compile, compilation
-    ahead of time and the cost model go by what it returns. Subclass it and give an instance to `register_lowering`.
+    ahead of time and the cost model go by what it returns. Subclass it and give an instance to the variants that it
+    runs, as ``LinearAttention(..., lowerings=[...])``.
 
     Attributes:
-        name: what ``explain`` calls it; one word, known to no other lowering.
+        name: what ``explain`` calls it; one word, that of no other lowering of the program.
         saved: those of its own buffers that the backward pass reads.
     """
 
@@ -101,43 +100,18 @@ def replaced(launches: Sequence[LaunchSpec], phases: Mapping[str, Sequence[Launc
     return [y for x in launches for y in phases.get(x.kind, (x,))]
 
 
-_by_functions: dict[Functions, Lowering] = {}
-_by_name: dict[str, Lowering] = {}
-
-
-def register_lowering(lowering: Lowering, *functions: Callable[..., torch.Tensor]) -> None:
-    """Has variants made of these three functions (chunk, decay, merge: the objects themselves) run by it on GPUs.
+def in_order(lowerings: Sequence[Lowering]) -> tuple[Lowering, ...]:
+    """What a program carries of these: the first that takes a call runs it.
 
     Raises:
-        ValueError: not three functions, no name, or a name or functions that another lowering has.
+        ValueError: no Lowering, one without a name, or two of one name.
     """
-    if len(functions) != 3 or not all(callable(x) for x in functions):
-        fail("functions", "chunk, decay and merge", f"{len(functions)} arguments")
-    if not isinstance(lowering, Lowering):
-        fail("lowering", "an instance of a class made from Lowering", repr(lowering))
-    if not isinstance(lowering.name, str) or not lowering.name.isidentifier():
-        fail("lowering.name", "one word", repr(lowering.name))
-    chunk, decay, merge = functions
-    others = _by_name.get(lowering.name, lowering), _by_functions.get((chunk, decay, merge), lowering)
-    for other in others:
-        if other is not lowering:
-            fail("lowering", "a name and functions that no other has", f"those of {other.name!r}")
-    _by_name[lowering.name] = _by_functions[chunk, decay, merge] = lowering
-
-
-def lowering_of(*functions: Any) -> str | None:
-    """Name of the lowering of these three functions, None if there is none."""
-    try:
-        found = _by_functions.get((functions[0], functions[1], functions[2]))
-    except TypeError:  # objects without a hash
-        return None
-    return None if found is None else found.name
-
-
-def lowering_named(name: str) -> Lowering:
-    """The lowering of this name, which another process may have registered: ValueError where it is not known here."""
-    if name not in _by_name:  # those of the shipped variants
-        importlib.import_module("flexsp.variants")
-    if name not in _by_name:
-        fail("lowering", f"one that this process registers ({', '.join(_by_name) or 'none'})", repr(name))
-    return _by_name[name]
+    if not isinstance(lowerings, (list, tuple)) or not all(isinstance(x, Lowering) for x in lowerings):
+        fail("lowerings", "a list of instances of classes made from Lowering", repr(lowerings))
+    for x in lowerings:
+        if not isinstance(x.name, str) or not x.name.isidentifier():
+            fail("lowering.name", "one word", repr(x.name))
+    names = [x.name for x in lowerings]
+    if len(set(names)) < len(names):
+        fail("lowerings", "one of each name", ", ".join(names))
+    return tuple(lowerings)

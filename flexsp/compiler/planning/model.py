@@ -13,21 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from flexsp.compiler.backend.body import Kernel
 from flexsp.compiler.backend.exact import EXACT
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.devices import REGISTERS, Device, of_device
 from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with
-
-if TYPE_CHECKING:
-    from flexsp.compiler.engine import Generated
 
 __all__ = ["Predicted", "predict", "tiles_of"]
 

@@ -10,37 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from flexsp.compiler.backend.body import Layout
 from flexsp.compiler.backend.exact import EXACT
+from flexsp.compiler.backend.generated_kernels import CHUNKS, NARROWEST, WHOLE, Generated, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
 from flexsp.compiler.planning.launches import Plan
+from flexsp.compiler.planning.lowering import Looks
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
 from flexsp.kernels.launches import Launch
 from flexsp.runtime.kept import keep_with
+from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
-from flexsp.scan.tiles import MOST_ROWS
+from flexsp.scan.tiles import MOST_ROWS, too_large
 
-if TYPE_CHECKING:
-    from flexsp.compiler.engine import Generated
+__all__ = ["candidates", "choose_plan", "refusal"]
 
-__all__ = ["CHUNKS", "Launch", "Plan", "candidates", "choose_plan", "in_pieces"]
-
-CHUNKS = (16, 32, 64, 128, 256)
-"""Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
 _LONGEST = 128
-_WHOLE = 128  # up to which sizes are in one tile of chunkwise kernels; of a state's rows and columns, one may be MOST
 _PIECE = {True: 64, False: 32}  # columns that those kernels otherwise have at a time, in bf16 or not
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
 _HELD = 128 * 256  # of any tile
-_NARROWEST = 32
 _LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
 _THIRD = 168
 _HEAVY = 300  # registers beyond which eight warps, which spill less, are worth it; and more of them for each product,
@@ -48,19 +43,6 @@ _EXCHANGE = 15  # since its operands are then exchanged between the warps
 _SPARE = 12 * 1024  # bytes that estimates of kernels with many tiles were below what Triton gave them
 _SHARED = 4  # programs that a multiprocessor has of kernels with no product
 _WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
-
-
-def padded(n: int) -> int:
-    """The tile size for n."""
-    return max(_NARROWEST, 1 << (n - 1).bit_length())
-
-
-def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
-    """Whether chunkwise kernels for such sizes hold the columns of a state in pieces."""
-    blocks = {name: padded(sizes[name]) for name in layout.sizes}
-    state = [blocks.pop(name) for name in layout.state]
-    most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
-    return len(state) == 2 and (most > _WHOLE or math.prod(state) > _WHOLE * MOST)
 
 
 def choose_plan(
@@ -90,6 +72,43 @@ def choose_plan(
     """
     made, sized, chunk = code.sized(sizes), tuple(sizes.items()), code.chunk if chunk is None else chunk
     return _best(made, chunk, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
+
+
+def refusal(
+    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, Looks], on_gpu: bool, ranks: bool = False
+) -> str | None:  # fmt: skip
+    """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
+    if code.layout.parts:
+        rows, cols = code.layout.numbers(sizes)
+        if (taken := too_large(rows, cols, code.dense)) is not None:
+            return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
+    if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
+        return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
+    dtype = inputs[next(iter(code.program.meta.tokens))][0]
+    wrong = _wrong_on_gpus(code, sizes, dtype)
+    if wrong is not None:
+        return wrong
+    try:
+        choose_plan(code, {name: sizes[name] for name in code.layout.sizes}, 1, 1, 0, dtype)
+    except KeyError as error:
+        return f"no input of the call tells the size {error}"
+    except NotEmittable as error:
+        return None if any(x.serves(code, inputs) for x in code.program.lowerings) else str(error)
+    return None
+
+
+def _wrong_on_gpus(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
+    """What was seen to be wrong on a GPU and in no interpreter (tests/gpu/repro_numbers_beside_states.py)."""
+    number = next((x.name for x in code.layout.parts if not x.sizes), None)
+    if number is None or dtype == torch.bfloat16:
+        return None
+    K, V = (sizes[name] for name in code.layout.state)
+    if padded(K) * padded(V) <= 128 * 64:
+        return None
+    return (
+        f"{number} is a number beside a state of {K} x {V}, in {str(dtype).removeprefix('torch.')}; such kernels "
+        "gave wrong gradients on an H200 where states were larger than 128 x 64, so use bfloat16, or smaller K or V"
+    )
 
 
 def candidates(
@@ -154,9 +173,9 @@ class _Cut:
         while self.split and rows * width > _TILE:
             width //= 2
         if self.dense and self.split:
-            while width > _NARROWEST and self.heads * (whole // width) < self.device.programs:
+            while width > NARROWEST and self.heads * (whole // width) < self.device.programs:
                 width //= 2
-        return width if not self.split or (self.half and not self.panels) else min(width, _NARROWEST)
+        return width if not self.split or (self.half and not self.panels) else min(width, NARROWEST)
 
     def plans(self, chunk: int) -> Iterator[Plan]:
         """In segments and whole; for a dense transition, over ever narrower panels."""
@@ -167,7 +186,7 @@ class _Cut:
             return
         width = self.width
         yield self.plan(chunk, width)
-        while self.split and width > _NARROWEST:
+        while self.split and width > NARROWEST:
             width //= 2
             yield self.plan(chunk, width)
 
@@ -237,7 +256,7 @@ def _too_large(kind: str, node: Any, cut: _Cut, code: Generated) -> str:
     why = f", since `{of_all[0]}` sums over {cut.cols}" if of_all and cut.cols in axes else ""
     return (
         f"kernel `{kind}` would hold [{', '.join(axes)}] of {numbers} at once{why}{f', at {line}' if line else ''}; "
-        f"kernels hold up to {_WHOLE} x {MOST}, so make {' or '.join(axes)} smaller"
+        f"kernels hold up to {WHOLE} x {MOST}, so make {' or '.join(axes)} smaller"
     )
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from flexsp.kernels.delta import exact, exact_grads
+from flexsp.kernels.delta.call_args import CallArgs
+from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launches import Launch, LaunchSpec, named
-
-if TYPE_CHECKING:
-    from flexsp.kernels.delta.launches import DeltaCall
-    from flexsp.kernels.delta.plan import Part
 
 __all__ = ["backward", "choose", "forward", "grads", "rounds", "scratch"]
 
@@ -19,12 +15,12 @@ _COLS = 8  # of the state, in one warp
 _WARP = Launch(_COLS, 1, 1)
 
 
-def rounds(call: DeltaCall) -> bool:
+def rounds(call: CallArgs) -> bool:
     """Whether the call's chunks multiply rounded inverses: in other dtypes products are of fp32."""
     return call.dtype == torch.bfloat16
 
 
-def choose(call: DeltaCall, mild: str | None) -> list[LaunchSpec]:
+def choose(call: CallArgs, mild: str | None) -> list[LaunchSpec]:
     """Which segments are done token by token; `mild` are told of it, too."""
     p = call.plan
     if not rounds(call):
@@ -37,14 +33,14 @@ def choose(call: DeltaCall, mild: str | None) -> list[LaunchSpec]:
     )]  # fmt: skip
 
 
-def _constants(call: DeltaCall) -> dict[str, int]:
+def _constants(call: CallArgs) -> dict[str, int]:
     p = call.plan
     given = {"K": p.K, "BK": p.key_block, "V": p.V, "C": p.tiles.chunk, "GATED": call.gated, "PACKED": p.docs > 0}
     return given | {"GROUP": p.group, "STEPS": p.steps}
 
 
 def _walk(
-    call: DeltaCall, kernel: str, inputs: list[str | None], pointers: list[str | None], writes: tuple[str, ...],
+    call: CallArgs, kernel: str, inputs: list[str | None], pointers: list[str | None], writes: tuple[str, ...],
     panels: int, part: Part | None, **flags: bool,
 ) -> list[LaunchSpec]:  # fmt: skip
     """Of the segments of a part, or of all."""
@@ -63,7 +59,7 @@ def _walk(
 
 
 def forward(
-    call: DeltaCall, kind: str, given: str | None, part: Part | None = None, final: str | None = None
+    call: CallArgs, kind: str, given: str | None, part: Part | None = None, final: str | None = None
 ) -> list[LaunchSpec]:
     """As the walk of this kind: "summarize", "output" or "states"."""
     p, sums, reads = call.plan, kind == "summarize", kind == "output"
@@ -80,7 +76,7 @@ def forward(
 
 
 def backward(
-    call: DeltaCall, kind: str, after: str | None, to: str | None = None, part: Part | None = None
+    call: CallArgs, kind: str, after: str | None, to: str | None = None, part: Part | None = None
 ) -> list[LaunchSpec]:
     """As the walk of this kind: "collect" or "back"."""
     p, sums = call.plan, kind == "collect"
@@ -92,7 +88,7 @@ def backward(
     )  # fmt: skip
 
 
-def grads(call: DeltaCall, part: Part, to_beta: str, to_gate: str | None, tiles: int) -> list[LaunchSpec]:
+def grads(call: CallArgs, part: Part, to_beta: str, to_gate: str | None, tiles: int) -> list[LaunchSpec]:
     """Of the chunks of a part; dbeta [tiles, ..], or parts with so many tiles."""
     p = call.plan
     if not rounds(call):
@@ -112,17 +108,17 @@ def grads(call: DeltaCall, part: Part, to_beta: str, to_gate: str | None, tiles:
     )]  # fmt: skip
 
 
-def columns_of_grads(call: DeltaCall) -> int:
+def columns_of_grads(call: CallArgs) -> int:
     """Columns of the values at a time: a state of so many is in the registers of eight warps at most."""
     p = call.plan
     return min(max(16, 1 << (p.V - 1).bit_length()), 16384 // p.key_block)
 
 
-def programs_of_grads(call: DeltaCall) -> int:
+def programs_of_grads(call: CallArgs) -> int:
     return 2 * call.plan.programs
 
 
-def scratch(call: DeltaCall) -> tuple[int, ...]:
+def scratch(call: CallArgs) -> tuple[int, ...]:
     """Numbers in fp32: rows of a chunk for each program."""
     p = call.plan
     return programs_of_grads(call), p.tiles.chunk, 3 * p.K + 2 * columns_of_grads(call)

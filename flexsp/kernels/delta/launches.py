@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from flexsp.kernels.delta import exact_launches, grads, join, prepare, walks
-from flexsp.kernels.delta.plan import Part, Plan
+from flexsp.kernels.delta.call_args import CallArgs
+from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
@@ -36,33 +37,13 @@ _KERNELS = {
 
 
 @dataclass(frozen=True)
-class DeltaCall:
+class DeltaCall(CallArgs):
     """A call of the delta engine, as `flexsp.kernels.launches.Call` describes it.
 
     A pointer that a kernel does not use is that of q. Buffers: ``@states`` and ``@dstates`` at the edges of the rank,
     ``@A`` its matrix, ``@gates`` cumulative log2 decay within chunks, ``@inverse`` of chunks, and in the backward pass
     what `walks` keeps of every chunk.
-
-    Attributes:
-        dtype: of q, k and v.
-        beta: the name of the input beta.
-        gate: that of the log gates, None where the state does not decay.
-        initial: initial states are given on this rank.
-        ends: final states are wanted, and leave on this rank.
-        text: what ranks compare of the call.
-        name: of the variant, for messages.
     """
-
-    plan: Plan
-    dtype: torch.dtype
-    beta: str
-    gate: str | None
-    types: tuple[torch.dtype, torch.dtype]
-    scale: float
-    initial: bool
-    ends: bool
-    text: str
-    name: str
 
     @cached_property
     def facts(self) -> Facts:
@@ -184,22 +165,12 @@ class DeltaCall:
         return None
 
     @property
-    def gated(self) -> int:
-        """What decays a state, as `walks` knows it."""
-        return int((walks.NONE if self.gate is None else walks.SCALAR).value)
-
-    @property
     def _gain(self) -> str | None:
         return "@gain" if exact_launches.rounds(self) else None
 
     @property
     def _bounds(self) -> str | None:
         return "@bounds" if self.gated == walks.SCALAR.value and self.plan.scanned else None
-
-    @property
-    def alive(self) -> str | None:
-        """Which segments' matrices count: not where states decay to nothing, or a document begins."""
-        return "@alive" if self.gate is not None or (self.plan.docs and self.plan.scanned) else None
 
     @property
     def _keys(self) -> list[str]:
@@ -249,10 +220,6 @@ class DeltaCall:
             kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
             how.options,
         )  # fmt: skip
-
-    def strides(self, names: Sequence[str | None]) -> list[int | str]:
-        """Those of a token's numbers are 0 where there is no such input."""
-        return [n for x in names for n in ([0, 0, 0] if x is None else [x])]
 
     def _prepare(self) -> LaunchSpec:
         p, names = self.plan, ["k", self.beta, self.gate]
@@ -352,11 +319,6 @@ class DeltaCall:
     def _summed(self) -> list[LaunchSpec]:
         """Sums of what all chunks left."""
         return [self._gathered(), *self._sum_of_groups()]
-
-    @property
-    def to_keys(self) -> list[str]:
-        """Gradients of q and k, of each head."""
-        return ["d.q", "d.k"] if self.plan.group == 1 else ["@dq", "@dk"]
 
     def _sum_of_groups(self) -> list[LaunchSpec]:
         """Gradients of q and k, of those of heads that share them."""

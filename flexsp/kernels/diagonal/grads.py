@@ -255,7 +255,9 @@ def dkv_kernel(
             dS = dS * power(b_end)
             dS += written(qc, power(bc) * scale, oc, V, DOT, PREC)
         else:
-            dS += written(qc, None, oc, V, DOT, PREC) * scale
+            # Weighted as with gates, so that it is taken from registers: products that take both operands from shared
+            # memory run on into the next turn, and those tiles would need a third buffer, which does not fit.
+            dS += written(qc, scale + tl.zeros([C], tl.float32), oc, V, DOT, PREC)
         if DK:
             dkc += mm(da, qc, DOT, PREC)
             if DG and EXACT and not DV:

@@ -15,7 +15,6 @@ from flexsp.kernels.diagonal.plan import NAME, Plan, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.launches import Alike, Buffer, Facts, Launch, LaunchSpec, copied, named, scan, zeroed
 from flexsp.kernels.primitives import dots
-from flexsp.runtime.steps import Workspace
 
 __all__ = ["DiagonalCall"]
 
@@ -111,14 +110,9 @@ class DiagonalCall:
         return Buffer(dtype, (p.B, p.T, p.H, p.K if keys else p.V))
 
     @property
-    def saved_bytes(self) -> int:
-        """Of the memory that is kept for the backward pass; sizes may be symbolic."""
-        kept, used = Workspace(), {"@states": True, "@cut": self.plan.packed}
-        for name in _SAVED:
-            if used.get(name, self.gate is not None):
-                found = self.buffer(name)
-                kept.add(name, found.dtype, *found.shape)
-        return kept.nbytes
+    def kept(self) -> tuple[str, ...]:
+        used = {"@states": True, "@cut": self.plan.packed}
+        return tuple(name for name in _SAVED if used.get(name, self.gate is not None))
 
     def own(self, name: str) -> bool:
         return name in _OWN or (self.gate != "g" and name == f"d.{self.gate}")

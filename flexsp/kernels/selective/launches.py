@@ -15,7 +15,6 @@ from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, named, scan, step, zeroed
 from flexsp.kernels.selective import grads, walks
-from flexsp.runtime.steps import Workspace
 from flexsp.scan.dense import MOST
 
 __all__ = ["NAME", "Form", "Plan", "SelectiveCall", "make_plan", "channels_of_head"]
@@ -181,14 +180,8 @@ class SelectiveCall:
         return Buffer(self.delta if name == "d.delta" else self.dtype, (p.batch, p.T, p.H, p.P))
 
     @property
-    def saved_bytes(self) -> int:
-        """Of the memory that is kept for the backward pass; sizes may be symbolic."""
-        kept = Workspace()
-        for name in _SAVED:
-            if name != "@cut" or self.plan.docs:
-                found = self.buffer(name)
-                kept.add(name, found.dtype, *found.shape)
-        return kept.nbytes
+    def kept(self) -> tuple[str, ...]:
+        return tuple(name for name in _SAVED if name != "@cut" or self.plan.docs)
 
     def own(self, name: str) -> bool:
         return name in _OWN or name in [f"d.{x}" for x in _PARAMETERS]

@@ -12,8 +12,8 @@ from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.attention.function import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, attend
 from flexsp.nn.conv import positions
-from flexsp.nn.layers import _check_token, _project, _refuse_cache_under_sp
 from flexsp.nn.norm import RMSNorm, accumulation_dtype, check_eps, check_input
+from flexsp.nn.recurrent import _check_token, _project, _refuse_cache_under_sp
 from flexsp.ops._validate import check_cu_seqlens
 
 __all__ = ["Attention", "AttentionCache"]

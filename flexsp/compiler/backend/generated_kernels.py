@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import linecache
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import triton
 
 from flexsp.compiler.backend.body import Kernel, Layout
@@ -25,23 +25,25 @@ from flexsp.compiler.backend.exact import EXACT, exact_kernels
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
-from flexsp.compiler.elsewhere import one_at_a_time
-from flexsp.compiler.frontend.check import Program
+from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.meta import ConstExpr
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradients
 from flexsp.compiler.graphs.values import OURS, NotEmittable
-from flexsp.compiler.planning.launches import Plan
-from flexsp.compiler.planning.lowering import Looks, Lowering, lowering_named
-from flexsp.compiler.planning.plan import CHUNKS, choose_plan, in_pieces, padded
-from flexsp.devices import Device
 from flexsp.exceptions import NotAvailable
-from flexsp.runtime.launch import only_old_assemblers
-from flexsp.scan.tiles import too_large
+from flexsp.scan.dense import MOST
 
-__all__ = ["Generated", "generated", "write_code"]
+__all__ = ["CHUNKS", "NARROWEST", "WHOLE", "Generated", "generated", "in_pieces", "padded", "write_code"]
+
+CHUNKS = (16, 32, 64, 128, 256)
+"""Chunk sizes that kernels are made for: powers of two that tensor cores multiply without padding."""
+NARROWEST = 32
+"""The smallest side of a tile."""
+WHOLE = 128
+"""Up to which sizes are in one tile of chunkwise kernels; of a state's rows and columns, one may be `MOST`."""
 
 _IMPORTS = """
 import triton
@@ -65,14 +67,25 @@ _IN_CODE = re.compile(  # variables of the code, which sizes must not be named l
 _made: weakref.WeakValueDictionary[Any, Generated] = weakref.WeakValueDictionary()
 
 
-def generated(
-    program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None
-) -> Generated:
+def padded(n: int) -> int:
+    """The tile size for n."""
+    return max(NARROWEST, 1 << (n - 1).bit_length())
+
+
+def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
+    """Whether chunkwise kernels for such sizes hold the columns of a state in pieces."""
+    blocks = {name: padded(sizes[name]) for name in layout.sizes}
+    state = [blocks.pop(name) for name in layout.state]
+    most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
+    return len(state) == 2 and (most > WHOLE or math.prod(state) > WHOLE * MOST)
+
+
+def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:
     """The kernels of a program, made once for all that are alike: the layers of a model share them."""
-    key = (_likeness(program), code_dir, os.environ.get("FLEXSP_CODE_DIR"), chunk_size, lowering)
+    key = (_likeness(program), code_dir, os.environ.get("FLEXSP_CODE_DIR"), chunk_size)
     found = _made.get(key)
     if found is None:
-        found = _made[key] = Generated(program, code_dir, chunk_size, lowering)
+        found = _made[key] = Generated(program, code_dir, chunk_size)
     return found
 
 
@@ -101,7 +114,7 @@ def _likeness(program: Program) -> Any:
     inputs = [(name, _sizes(x.shape), x.dtype) for name, x in (*meta.tokens.items(), *meta.params.items())]
     return (
         tuple(graphs), tuple(inputs), tuple(meta.numbers.items()), _sizes(meta.state.shape), program.transition,
-        _sizes(program.value_sizes), program.parts,
+        _sizes(program.value_sizes), program.parts, program.lowerings,
     )  # fmt: skip
 
 
@@ -112,15 +125,14 @@ def _sizes(shape: Sequence[Any]) -> tuple[str, ...]:
 class Generated:
     """The kernels of one program: their sources, and the module they were written to.
 
-    `lowering` names what replaces some of them. With `pieces`, chunkwise kernels take the state's columns in pieces.
+    `flexsp.compiler.planning` plans what runs them. With `pieces`, chunkwise kernels take the state's columns in
+    pieces.
     """
 
     def __init__(
-        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, lowering: str | None = None,
-        pieces: bool = False,
-    ) -> None:  # fmt: skip
+        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, pieces: bool = False
+    ) -> None:
         self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
-        self.lowering = None if lowering is None else lowering_named(lowering)
         _refuse_transition(program)
         if pieces and program.transition in ("elementwise", "max-plus"):
             raise NotEmittable(
@@ -263,8 +275,7 @@ class Generated:
 
     @cached_property
     def _in_pieces(self) -> Generated:
-        lowering = None if self.lowering is None else self.lowering.name
-        given = (self.program, self.code_dir, self.chunk, lowering, True)
+        given = (self.program, self.code_dir, self.chunk, True)
         return one_at_a_time(lambda: Generated(*given), self.program.merge.name)
 
     @cached_property
@@ -284,63 +295,6 @@ class Generated:
         """Whether chunkwise kernels do too, of a vector state."""
         cols = self.layout.cols
         return len(self.layout.state) == 1 and all(cols not in kernel.contracted for kernel in self.kernels.values())
-
-    def refuses(
-        self, sizes: Mapping[str, int], inputs: Mapping[str, Looks], on_gpu: bool, ranks: bool = False
-    ) -> str | None:  # fmt: skip
-        """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
-        if self.layout.parts:
-            rows, cols = self.layout.numbers(sizes)
-            if (taken := too_large(rows, cols, self.dense)) is not None:
-                return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
-        if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
-            return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
-        dtype = inputs[next(iter(self.program.meta.tokens))][0]
-        wrong = self._wrong_on_gpus(sizes, dtype)
-        if wrong is not None:
-            return wrong
-        try:
-            self.plan({name: sizes[name] for name in self.layout.sizes}, 1, 1, 0, dtype)
-        except KeyError as error:
-            return f"no input of the call tells the size {error}"
-        except NotEmittable as error:
-            return None if self.lowering is not None and self.lowering.serves(self, inputs) else str(error)
-        return None
-
-    def _wrong_on_gpus(self, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
-        """What was seen to be wrong on a GPU and in no interpreter (tests/gpu/repro_numbers_beside_states.py)."""
-        number = next((x.name for x in self.layout.parts if not x.sizes), None)
-        if number is None or dtype == torch.bfloat16:
-            return None
-        K, V = (sizes[name] for name in self.layout.state)
-        if padded(K) * padded(V) <= 128 * 64:
-            return None
-        return (
-            f"{number} is a number beside a state of {K} x {V}, in {str(dtype).removeprefix('torch.')}; such kernels "
-            "gave wrong gradients on an H200 where states were larger than 128 x 64, so use bfloat16, or smaller K or V"
-        )
-
-    def plan(
-        self, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
-        device: Device | None = None, chunk: int | None = None,
-    ) -> Plan:  # fmt: skip
-        return choose_plan(self, sizes, heads, T, docs, dtype, ranks, device, chunk)
-
-    def explain(self) -> list[str]:
-        """The kernels with what each reads and writes, and the file they are in."""
-        lines = []
-        if self.lowering is not None:
-            whole = type(self.lowering).call is not Lowering.call
-            runs = "whole calls; what follows is of those that it leaves to" if whole else "some launches, beside"
-            lines.append(f"engine: {self.lowering.name} runs {runs} generated kernels")
-        lines.append(f"file: {self.path}")
-        for kind, kernel in self.kernels.items():
-            parts = f" in {kernel.parts} parts" if kernel.parts > 1 else ""
-            reads = ", ".join([*kernel.tokens, *kernel.kept, *kernel.params])
-            lines.append(f"    {kind}{parts}: reads {reads}; writes {', '.join(kernel.writes) or 'states'}")
-        for x in self.step.intrinsics:
-            lines.append(f"    {x.kind}: reads {', '.join(x.args)}; writes {', '.join(x.results)}")
-        return lines
 
     @cached_property
     def source(self) -> str:

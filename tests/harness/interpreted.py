@@ -1,4 +1,4 @@
-"""How generated kernels run under Triton's interpreter in tests."""
+"""How kernels run under Triton's interpreter in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import torch
 from flexsp.devices import H200, Device, planned_for
 from flexsp.testing.bounds import within_tensors
 
-__all__ = ["in_pieces", "poisoned"]
+__all__ = ["INTERPRETED", "in_pieces", "poisoned"]
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "FLEXSP_BACKEND": "triton"}
+"""The environment of ranks that run kernels on the CPU, in Triton's interpreter."""
 
 
 def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
@@ -28,9 +31,10 @@ def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def poisoned(segments: int, heads: int, device: Device = H200) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, tokens are cut into about `segments` segments, nothing
-    falls back to PyTorch. `device`: the GPU that is planned for."""
+def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[None]:
+    """Fresh memory is NaN, kernels stay within their tensors, nothing falls back to PyTorch; plans are for a GPU like
+    `device` of `segments` times `heads` programs, which cut the tokens of so many heads (B * H) into about `segments`
+    segments."""
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler.planning import plan
@@ -58,12 +62,13 @@ def poisoned(segments: int, heads: int, device: Device = H200) -> Iterator[None]
 @contextmanager
 def in_pieces(columns: int) -> Iterator[None]:
     """Chunkwise kernels take states of all sizes in pieces of so many columns, as they do large ones; none if 0."""
+    from flexsp.compiler.backend import generated_kernels
     from flexsp.compiler.planning import plan
 
-    before = plan._WHOLE, plan._PIECE
+    before = generated_kernels.WHOLE, plan._PIECE
     if columns:
-        plan._WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
+        generated_kernels.WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
     try:
         yield
     finally:
-        plan._WHOLE, plan._PIECE = before
+        generated_kernels.WHOLE, plan._PIECE = before

@@ -6,18 +6,11 @@ import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexsp.compiler.frontend.trace import CompileError
-
-__all__ = ["elsewhere", "one_at_a_time"]
-
-_LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
-_here = threading.local()
-_Result = TypeVar("_Result")
+__all__ = ["elsewhere"]
 
 
 @functools.cache
@@ -26,6 +19,8 @@ def _outlive_threads() -> None:
     guard of its own for all others, which crash once it has ended. So a thread that does not end goes first."""
     if not torch.__version__.startswith("2.11.") or torch.version.cuda is None or torch.cuda.is_available():
         return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     entered = threading.Event()
 
     def stay() -> None:
@@ -61,19 +56,3 @@ def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
-
-
-def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
-    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
-    if getattr(_here, "making", False):
-        raise CompileError(
-            "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
-            "what makes it, once before, outside of the functions"
-        )  # fmt: skip
-
-    def marked() -> _Result:
-        _here.making = True
-        return work()
-
-    with _LOCK:
-        return elsewhere(torch.device("cpu"), marked)

@@ -1,4 +1,12 @@
-"""What code calls, read from bytecode, closures and attributes. It is not run, but what the user's code imports is."""
+"""What code calls, read from bytecode, closures and attributes. It is not run, but what the user's code imports is.
+
+Why the code is read: a model is wrapped before its first input is known, and what passes here unseen may be silently
+wrong on every rank but the first. Two simpler rules were tried. A trace of torch.fx, which needs no input either, ends
+at the first op of flexsp, whose checks want tensors, and at the first branch on a size, and follows one side of the
+others: what comes after is not seen. The names in a method's code alone take ``self.conv1d(x)`` for the function
+conv1d of torch, and say nothing of what stands behind a decorator, a partial, a table, a property or a helper object.
+`flexsp.verify` runs the model, but needs an input that its user gives.
+"""
 
 from __future__ import annotations
 

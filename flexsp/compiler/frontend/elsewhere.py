@@ -1,0 +1,34 @@
+"""Making variants and kernels, which must not see the state of the thread that asks for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from flexsp.compiler.frontend.trace import CompileError
+from flexsp.runtime.elsewhere import elsewhere
+
+__all__ = ["one_at_a_time"]
+
+_LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
+_here = threading.local()
+_Result = TypeVar("_Result")
+
+
+def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
+    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
+    if getattr(_here, "making", False):
+        raise CompileError(
+            "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
+            "what makes it, once before, outside of the functions"
+        )  # fmt: skip
+
+    def marked() -> _Result:
+        _here.making = True
+        return work()
+
+    with _LOCK:
+        return elsewhere(torch.device("cpu"), marked)  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""What `check` makes of three functions: a program, which all that follows reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from flexsp.compiler.frontend import primitives
+from flexsp.compiler.frontend.meta import InputMeta, Part, Size
+from flexsp.compiler.frontend.running_sums import with_wide_sums
+from flexsp.compiler.frontend.trace import Traced
+
+__all__ = ["KINDS", "Program", "Transition", "call", "has_parts", "widths"]
+
+Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
+KINDS = {  # what ranks do
+    "none": "the state is kept: ranks add up",
+    "scalar": "one factor for the state: ranks exchange the state and multiply",
+    "vector": "one factor a row of the state: ranks exchange the state and multiply",
+    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
+    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
+    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
+    "not affine": "not affine in the state: ranks run one after the other, exactly",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """The three traced functions with what was found out about them."""
+
+    meta: InputMeta
+    chunk: Traced
+    decay: Traced
+    merge: Traced
+    transition: Transition
+    linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
+    value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
+    parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
+    lowerings: tuple[Any, ...] = ()  # each a `Lowering`: the first that takes a call runs it, else generated kernels
+    disagrees: str | None = None  # how results depend on where chunks end, None where they do not
+
+    def call_text(self, dtype: torch.dtype, packed: bool) -> str:
+        """What ranks tell each other of a call, by which they notice that they are in different ones."""
+        names = ", ".join(x.name for x in (self.chunk, self.decay, self.merge))
+        return f"{names} on {dtype}{', packed' if packed else ''}"
+
+
+def call(
+    traced: Traced, values: Mapping[str, torch.Tensor | float], wide_sums: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Result and cached values of one function on one chunk of one head; sums of gates in float64 if ``wide_sums``."""
+    module = with_wide_sums(traced.module) if wide_sums else traced.module
+    result, *cached = module(**{name: values[name] for name in traced.arguments})
+    return result, dict(zip(traced.cached, cached, strict=True))
+
+
+def has_parts(decay: Traced) -> bool:
+    """Whether the state is made of parts."""
+    return any(node.target is primitives.joined for node in decay.graph.nodes)
+
+
+def widths(decay: Traced, K: int, V: int) -> list[int]:
+    """How many columns, from the left, each row of the state [K, V] has, which are less than all where it is made of
+    parts."""
+    nodes = [node for node in decay.graph.nodes if node.target is primitives.joined]
+    places: list[Any] = [place for node in nodes for place in node.kwargs["places"]]  # type: ignore[union-attr]
+    found = [0 if places else V] * K
+    for row, column in places:
+        end = column + 1 if isinstance(column, int) else column.stop
+        for i in [row] if isinstance(row, int) else range(row.start, row.stop):
+            found[i] = max(found[i], end)
+    return found

@@ -1,0 +1,168 @@
+"""The one entry of hand-written kernels: from the tensors of a call to its launches.
+
+An `Engine` says what is special about a set of kernels: the names of a call's tensors, its plan, and its `Call`,
+which is the list of its launches. The way from a call to these is here, and it is the same for all. Calls of plain
+tensors run a recipe that is looked up by what the tensors look like. Calls in graphs of torch.compile, in traces and
+under modes go through the operators of `flexsp.kernels.operators`, which find the engine by its key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from flexsp.comm.derivatives import IN_PYTORCH, untransformed
+from flexsp.comm.transport import in_kernel
+from flexsp.exceptions import kernels_on_cpu
+from flexsp.kernels import operators
+from flexsp.kernels.operators import Asked, Kept, Shard
+from flexsp.runtime.kept import keep
+
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.kernels.launches import Call
+    from flexsp.kernels.recipe import Recipe
+
+    class EngineCall(Call, Protocol):
+        @property
+        def kept(self) -> tuple[str, ...]:
+            """Buffers that are kept for the backward pass, without those that this call does not use."""
+
+__all__ = ["Engine", "asks_for_kernels", "first_in_backward_chain", "register"]
+
+Optional = torch.Tensor | None
+_CALLS = 256  # signatures that are kept, of each engine
+
+
+def asks_for_kernels(on_gpu: bool, dtype: torch.dtype) -> bool:
+    """Whether kernels run tensors of such a kind: on GPUs, and on CPU where FLEXSP_BACKEND asks for the interpreter.
+    They have no float64."""
+    return dtype != torch.float64 and (on_gpu or kernels_on_cpu())
+
+
+class Engine(ABC):
+    """Calls of one form of one set of kernels.
+
+    Attributes:
+        kind: one word for the set of kernels, known to no other.
+        title: what messages call it.
+        form: what is special about these calls, as text; `kind` and `form` are the key by which graphs know them.
+        names: of the tensors, in order.
+        params: those of them that have no row a token.
+        rows: of the tensors for a token of `SequenceParallel.lengths`.
+    """
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    form: str
+    names: tuple[str, ...]
+    params: frozenset[str] = frozenset()
+    rows: int = 1
+    _recipes: ClassVar[dict[Any, Recipe[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        cls._recipes = {}
+
+    @abstractmethod
+    def __init__(self, form: str) -> None: ...
+
+    @abstractmethod
+    def plan(self, asked: Asked) -> Any:
+        """How the call is cut into segments and tiles: the same object for the same sizes, which may be symbolic."""
+
+    @abstractmethod
+    def call(self, plan: Any, asked: Asked, early: bool) -> EngineCall:
+        """The launches of the call. `early`: it is `first_in_backward_chain`."""
+
+    # What the operators ask for
+
+    def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+        return operators.outputs(self.recipe(asked), asked, self._shard(asked))
+
+    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
+        return operators.gradients(self.recipe(asked), asked.tensors, asked.initial, kept, *others)
+
+    def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
+        from flexsp.runtime.steps import Workspace
+
+        call, first = self.call(self.plan(asked), asked, False), asked.tensors[0]
+        o, final, saved = call.buffer("@o"), call.buffer("@final"), Workspace()
+        for name in call.kept:
+            saved.add(name, call.buffer(name).dtype, *call.buffer(name).shape)
+        return (
+            first.new_empty(o.shape, dtype=o.dtype),
+            first.new_empty(final.shape if asked.want_final else 0, dtype=final.dtype),
+            first.new_empty(saved.nbytes, dtype=torch.uint8),
+            first.new_empty((call.facts.n_chunks, 5) if asked.docs else 0, dtype=torch.int32),
+        )
+
+    # Calls
+
+    @classmethod
+    def run(
+        cls, form: str, tensors: list[torch.Tensor], initial: Optional, cu_seqlens: Optional, *,
+        output_final_state: bool, sp: SequenceParallel | None, scale: float = 1.0,
+    ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+        """Outputs and final states of tensors already validated, differentiable.
+
+        Args:
+            scale: the factor on queries.
+        """
+        untransformed(cls.title, IN_PYTORCH)
+        want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
+        initial = None if initial is None else initial.contiguous()
+        key = f"{cls.kind}|{form}"
+        if not operators.plain(*tensors, initial, cu_seqlens):
+            return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
+        docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        group = sp if sp is not None and sp.world_size > 1 else None
+        engine, asked = cls(form), Asked(tensors, initial, cu_seqlens, docs, scale, want_final, group)
+        return operators.run(engine.recipe(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
+
+    def recipe(self, asked: Asked) -> Recipe[Any]:
+        """How the call runs, worked out once for calls that look alike."""
+        plan, group = self.plan(asked), asked.group
+        early = first_in_backward_chain(group)
+        looks = [
+            None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)
+            for x in (*asked.tensors, asked.initial)
+        ]
+        # Plans count by identity, which costs less than their hash: what is kept holds its own.
+        key = (
+            id(plan), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, early,
+            -1 if group is None else group.id,
+        )  # fmt: skip
+        found = self._recipes.get(key)
+        if found is None:
+            call = self.call(plan, asked, early)
+            found = self._make(call, dict(zip(self.names, asked.tensors, strict=True)), asked.initial, group)
+            keep(self._recipes, key, found, _CALLS)
+        return found
+
+    def _make(
+        self, call: Call, given: dict[str, torch.Tensor], initial: Optional, sp: SequenceParallel | None
+    ) -> Recipe[Any]:  # fmt: skip
+        from flexsp.kernels.recipe import Given, Recipe  # they need Triton
+
+        looks = Given([name for name in given if name not in self.params], 3, given, initial)
+        return Recipe(call, looks, sp, lambda others, state, group: self._make(call, others, state, group))
+
+    def _shard(self, asked: Asked) -> Shard:
+        """Which rows of how many these are; ranks tell each other where documents are packed."""
+        T = asked.tensors[0].shape[1]
+        return asked.group.shard_range(T, self.rows) if asked.docs and asked.group is not None else (0, T, T)
+
+
+def register(engine: type[Engine], numbers_of_tensors: Iterable[int]) -> None:
+    """Makes an engine known to the operators, and how many tensors its calls may have."""
+    operators.define_kind(engine.kind, engine, engine.title, IN_PYTORCH)
+    for number in numbers_of_tensors:
+        operators.serve(number)
+
+
+def first_in_backward_chain(sp: SequenceParallel | None) -> bool:
+    """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
+    return sp is not None and sp.rank == 0 and in_kernel(sp)

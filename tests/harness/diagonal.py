@@ -1,0 +1,107 @@
+"""Ops of the engine for scalar decays on one problem, under the interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.compare import check_op
+from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED, poisoned
+
+ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
+GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
+
+
+@contextmanager
+def one_walk() -> Iterator[None]:
+    from flexsp.kernels.diagonal import plan, tiles
+    from flexsp.kernels.diagonal.tiles import Tile, Tiles
+
+    whole, choose = Tile(64, 16, 8, 1), tiles.choose
+    tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
+    plan.plan_of.cache_clear()
+    try:
+        yield
+    finally:
+        tiles.choose = choose
+        plan.plan_of.cache_clear()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead.
+
+    ``one_walk``: tiles as bf16 has them, one walk for dk and dv, several warp groups.
+    """
+
+    case: str
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    bounds: tuple[int, ...] | None = None
+    strided: bool = False
+    gates: bool = False
+    segments: int = MANY_SEGMENTS
+    one_walk: bool = False
+    seed: int = 0
+
+
+def other_strides(x: torch.Tensor) -> torch.Tensor:
+    """The same values behind other strides: heads before tokens, or every second channel of a wider tensor."""
+    if x.dim() == 4:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+
+
+def failures(sp: Any, runs: list[Run]) -> list[str]:
+    """Body of the worker: what is outside its bound."""
+    found = []
+    for run in runs:
+        case = CASES[run.case]
+        inputs = case.inputs(run.shape, run.seed)
+        if run.gates:
+            choice = torch.randint(len(GATES), inputs["g"].shape, generator=torch.Generator().manual_seed(run.seed))
+            inputs["g"] = torch.tensor(GATES, dtype=torch.float64)[choice]
+        if run.bounds:
+            inputs["cu_seqlens"] = torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
+        arrange = other_strides if run.strided else None
+        with poisoned(run.segments, run.shape.B * run.shape.H), one_walk() if run.one_walk else nullcontext():
+            try:
+                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
+            except Exception as error:
+                found.append(f"{run}:\n{type(error).__name__}: {error}")
+    return found
+
+
+def check_runs(*runs: Run) -> None:
+    seeded = [replace(run, seed=random.randrange(2**31)) for run in runs]
+    (found,) = run_ranks(failures, 1, seeded, env=INTERPRETED)
+    assert not found, "\n".join(found)
+
+T, H = 150, 2
+
+
+def gates_of(kind: str, seed: int) -> torch.Tensor:
+    """[1, T, H], float64."""
+    r = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(1, T, H, generator=r, dtype=torch.float64)
+    if kind == "none":
+        return torch.zeros(1, T, H, dtype=torch.float64)
+    if kind == "some tens of tokens":
+        return -4.0 * uniform
+    if kind == "one slow head":
+        return -uniform * torch.tensor([8.0, 1e-3])
+    if kind == "huge":
+        return -1e4 * uniform
+    if kind == "as models begin":  # A of 0..16 a head, dt log-uniform from 1e-3 to 0.1
+        return -16.0 * torch.rand(H, generator=r, dtype=torch.float64) * torch.exp(uniform * 4.6 - 6.9)
+    if kind == "large numbers far away":
+        return torch.full((1, T, H), -0.6, dtype=torch.float64)
+    assert kind == "closed here and there"
+    return torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), (1, T, H), generator=r)]

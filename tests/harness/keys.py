@@ -1,0 +1,191 @@
+"""Keys that repeat, that lie alike and that reflect, and how wrong a delta rule is with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexsp import ops
+from flexsp.devices import H200, Device, of_arch
+from flexsp.ops import _delta
+from flexsp.testing import oracles
+from flexsp.testing.compare import (
+    relative_error,
+)
+from tests.harness.generated import ONE_SEGMENT
+
+
+def drawn(
+    seed: int, T: int, n: int, gated: bool, dtype: torch.dtype, states: int, K: int = 24, V: int = 40
+) -> dict[str, torch.Tensor]:
+    """A sequence of one key head and two value heads; and the gradient of the outputs."""
+    made = torch.Generator().manual_seed(seed)
+    shapes = {"q": (1, T, 1, K), "k": (1, T * n, 1, K), "v": (1, T * n, 2, V), "do": (1, T, 2, V)}
+    given = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
+    given["k"] = F.normalize(given["k"], dim=-1)
+    given["beta"] = 2.0 * torch.rand(1, T * n, 2, generator=made)
+    given = {name: x.to(dtype) for name, x in given.items()}
+    if gated:
+        given["g"] = torch.where(torch.rand(1, T, 2, generator=made) < 0.1, -120.0, -0.1)
+    return given | {"initial_state": torch.randn(states, 2, K, V, generator=made)}
+
+
+def between_zeros(x: torch.Tensor, n: int, at: int) -> torch.Tensor:
+    """[B, T n, ..] with the rows of x [B, T, ..] at every n-th from `at` on."""
+    wide = x.new_zeros(x.shape[0], x.shape[1] * n, *x.shape[2:])
+    wide[:, at::n] = x
+    return wide
+
+
+def passes(op: Any, given: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    """Outputs, final states and gradients of all inputs and of initial states."""
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if name != "do"}
+    o, final = op(**leaves, output_final_state=True, **options)
+    outputs, to = [o], [given["do"]]
+    if final is not None:
+        outputs, to = [o, final], [given["do"], torch.ones_like(final)]
+    grads = torch.autograd.grad(outputs, [*leaves.values()], to, allow_unused=True)
+    found = {"o": o.detach()} | ({} if final is None else {"final": final.detach()})
+    return found | {f"d{name}": dx for name, dx in zip(leaves, grads, strict=True) if dx is not None}
+
+
+def unlike(
+    given: dict[str, torch.Tensor], n: int, gated: bool, bounds: torch.Tensor | None, **options: Any
+) -> list[str]:
+    """What differs in any bit from a call with a row of queries and gates for each key."""
+    gate = {} if gated else {"g": None}
+    spread = _delta._by_key
+    _delta._by_key = lambda *given: pytest.fail("queries were given a row a key")  # type: ignore[assignment]
+    try:
+        found = passes(ops.chunk_gated_delta_product, given, **gate, num_householder=n, cu_seqlens=bounds, **options)
+    finally:
+        _delta._by_key = spread
+    wide = given | {name: between_zeros(given[name], n, n - 1) for name in ("q", "do")}
+    if gated:
+        wide["g"] = between_zeros(given["g"], n, 0)
+    rule = ops.chunk_gated_delta_rule if gated else ops.chunk_delta_rule
+    want = passes(rule, wide, cu_seqlens=None if bounds is None else bounds * n, **options)
+    for name, at in (("o", n - 1), ("dq", n - 1), ("dg", 0)):
+        if name in want:
+            want[name] = want[name][:, at::n]
+    return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
+
+BOUND = 0.02
+NAMES = ("delta", "gated", "kda", "product")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
+    keys as random ones are. `lengths`: of the ranks' shards. `generated`: on a GPU that has no engine for it."""
+
+    name: str
+    vocabulary: int
+    beta: float = 2.0
+    T: int = 70
+    H: int = 1
+    K: int = 64
+    V: int = 16
+    bounds: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    segments: int = ONE_SEGMENT
+    generated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def device(self) -> Device:
+        return of_arch(80) if self.generated else H200
+
+    @property
+    def steps(self) -> int:
+        return 2 if self.name == "product" else 1
+
+    def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        n, docs = self.T * self.steps, max(1, len(self.bounds) - 1)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        many = self.vocabulary or n
+        keys = normal(many, self.K)
+        if not self.vocabulary:
+            keys = keys[:1] + 0.05 * keys
+        keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
+        if self.H > 1:
+            keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
+        given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
+        given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
+        given = {x: y.to(self.dtype) for x, y in given.items()}
+        given["beta"] = torch.full((1, n, self.H), self.beta)
+        if self.H > 1:
+            given["beta"][..., -1] *= 0.4
+        if self.name not in ("delta", "own"):
+            gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
+            given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
+        return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs as the op calls them."""
+        return given
+
+    @property
+    def op(self) -> Any:
+        return {"delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
+                "product": ops.chunk_gated_delta_product}[self.name]  # fmt: skip
+
+    def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        if self.name == "product":
+            more["num_householder"] = 2
+        return self.op(**given, **bounds, **more, output_final_state=True)
+
+    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
+
+
+def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
+    """What is off by more than the bound, of this rank's part."""
+    given = keys.inputs(seed)
+    draw = torch.Generator().manual_seed(seed + 1)
+    do = torch.randn(1, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
+    ends = torch.randn(given["initial_state"].shape, generator=draw)
+    wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
+    o, state = keys.loop(wide)
+    cotangents = [x.double().to(device) for x in (do, ends)]
+    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], cotangents)]
+    part, whole = {}, {}
+    for x, y in given.items():
+        whole[x] = slice(None)
+        if sp is not None and sp.rank and x == "initial_state" and not keys.bounds:
+            continue
+        if sp is not None and x != "initial_state":
+            start, n = sum(keys.lengths[: sp.rank]), keys.lengths[sp.rank]
+            each = y.shape[1] // keys.T
+            whole[x] = slice(start * each, (start + n) * each)
+        part[x] = (y if whole[x] == slice(None) else y[:, whole[x]]).to(device).clone().requires_grad_()
+    if sp is not None:
+        sp.set_lengths([*keys.lengths])
+    got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
+    whole["o"] = whole["q" if "q" in whole else "r"]
+    to = [(got_o, do[:, whole["o"]].to(device))]
+    to += [] if got_state is None else [(got_state, ends.to(device))]
+    grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
+    got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
+    found = []
+    for name, y in zip(["o", "state", *(f"d{x}" for x in given)], want, strict=True):
+        x = got.get(name)
+        if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
+            continue
+        every = y
+        y = y[:, whole[name.removeprefix("d")]] if name not in ("state", "dinitial_state") else y
+        # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
+        size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
+        error = relative_error(x, y, size)
+        found += [f"{name} {error:.2g}"] if not error < bound else []
+    return found

@@ -60,7 +60,8 @@ class ByToken(Emitter):
         if node.target is aten.tril.default:
             return dims(node) == ("C", "C") and (node.args[0] in self.nothing or (*node.args, 0)[1] < 0)
         if node.target is operator.getitem:
-            return node.args[1] == 2 or node.args[0] in self.nothing or node.args[0].args[2 - node.args[1]] in self.nothing
+            of, i = node.args  # of the gradients of a token's score
+            return i == 2 or of in self.nothing or of.args[2 - i] in self.nothing
         if node.target in (_SCORES, _SCORES_GRAD):
             return any(x in self.nothing for x in node.args[: len(node.args) - 1 if node.target is _SCORES else 1])
         if node.target in _FACTORS:

@@ -1,10 +1,10 @@
 """Stage 5b: kernels that do segments again token by token in float32, over what other kernels left.
 
-In bfloat16 a chunk's inverse is rounded, and so is what it multiplies. Where keys repeat and steps are near reflections,
-all entries of an inverse are large and no error decays (docs/math.md, section 7, "Keys that are alike"). The kernel of
-inverses leaves the size of each, `choose` of `flexsp.kernels.delta.exact` says by it which segments are done again, and
-programs of the kernels here return at once where theirs is not. The functions of a program are right for chunks of any
-length, and so for those of one token, which have no inverse to round.
+In bfloat16 a chunk's inverse is rounded, and so is what it multiplies. Where keys repeat and steps are near
+reflections, all entries of an inverse are large and no error decays (docs/math.md, section 7, "Keys that are alike").
+The kernel of inverses leaves the size of each, `choose` of `flexsp.kernels.delta.exact` says by it which segments are
+done again, and programs of the kernels here return at once where theirs is not. The functions of a program are right
+for chunks of any length, and so for those of one token, which have no inverse to round.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
 
 from flexsp.compiler.backend.body import Kernel, Layout
@@ -59,7 +60,8 @@ from flexsp.runtime.launch import begin
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 _IN_CODE = re.compile(  # variables of the code, which sizes must not be named like
     r"(APART|BOUNDARY|DOT|ENTERS|H|LEAVES|PACKED|PDL|PREC|b|boundary|c|c0|c1|chunk_states|cut|cuts|decay|doc|edge|entering|"
-    r"exact\w*|EXACT_C|first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
+    r"exact\w*|EXACT_C|first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|"
+    r"total|transition|v0)$"
     r"|(at|mm)_"
 )
 

@@ -258,7 +258,8 @@ def _walk_start(
 def _walk_header(kind: str, body: Body, writes: Sequence[str], carries: Sequence[str], cuts: bool) -> str:
     leaves = kind in ("output", "back")
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
-    pointers += [*(["exact"] if body.exact else []), "states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
+    pointers += [*(["exact"] if body.exact else []), "states", "boundary"]
+    pointers += [*(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
     pointers += [*carries, *(["cut"] if cuts else []), *(["entering"] if body.entering else []), "table"]
     ends = kind in ("summarize", "collect")
     flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]

@@ -1,4 +1,7 @@
-"""The launches that do segments again token by token (`flexsp.compiler.backend.exact`), behind those of the same kind."""
+"""The launches that do segments again token by token, behind those of the same kind.
+
+Their kernels are those of `flexsp.compiler.backend.exact`.
+"""
 
 from __future__ import annotations
 

@@ -309,9 +309,9 @@ class GeneratedCall:
         given = [*("@do" if x == "do" else x for x in kernel.tokens), *(f"kept.{x}" for x in kernel.kept)]
         given += kernel.params
         written = [self._written(x) for x in kernel.writes]
-        pointers = (*given, *written, *others)
+        pointers, numbers = (*given, *written, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
         return LaunchSpec(
-            kind, how, grid, pointers, (*given, *reads), (*written, *writes), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS),
+            kind, how, grid, pointers, (*given, *reads), (*written, *writes), numbers,
             self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | flags, how.options,
         )  # fmt: skip
 

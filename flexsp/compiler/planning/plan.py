@@ -148,8 +148,8 @@ class _Cut:
         rows, cols = code.layout.rows, code.layout.cols
         tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
         return cls(
-            rows, cols, sizes, heads, T, docs, code.products(dtype), code.dense, code.split, code.panels, code.pieces, tiles, ranks,
-            device,
+            rows, cols, sizes, heads, T, docs, code.products(dtype), code.dense, code.split, code.panels, code.pieces,
+            tiles, ranks, device,
         )  # fmt: skip
 
     @property

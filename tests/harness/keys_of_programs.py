@@ -17,11 +17,13 @@ __all__ = ["RWKV7", "Own"]
 
 
 class RWKV7(Keys):
-    """Its rates are beta, and its gates those of channels."""
+    """Its rates are beta, and its gates those of channels. Where a rate would turn the state round and let it grow, as
+    it reads what has not decayed yet, it is the largest that does not."""
 
     def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         q, k, v, beta, g = given.values()
-        return {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": (k * beta[..., None]).to(self.dtype)}
+        rate = torch.minimum(beta, 1.0 + g.exp().amin(-1)).unsqueeze(-1)
+        return {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": (k * rate).to(self.dtype)}
 
     def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["r"].device)} if self.bounds else {}

@@ -366,6 +366,22 @@ KERNELS = [
          "tests/test_reflections.py::test_over_ranks[gated]"),
     ),
     *_in(
+        "flexsp/compiler/backend/exact.py",
+        (', *token_at("exact_i")]\n    return make_walk', "]\n    return make_walk", "the gradient of a token is taken at the one before",
+         _REPEATED + "[own]"),
+    ),
+    *_in(
+        "flexsp/compiler/planning/exact.py",
+        ("return call.code.inverts and", "return False and", "inverses of generated kernels are rounded", _REPEATED + "[rwkv7]"),
+        ("panels += -(-call.state[0] // width)", "panels += 0", "a shard done token by token hands on a rounded transition",
+         "tests/test_reflections.py::test_generated_over_ranks[rwkv7]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/intrinsic_kernels.py",
+        ("mask=some > j, other=0.0)\n            found +=", "mask=some >= j, other=0.0)\n            found +=",
+         "an inverse's size has its diagonal", "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+    ),
+    *_in(
         "flexsp/kernels/delta/exact_grads.py",
         ("    beta += b * beta_sb + h * beta_sh", "    beta += h * beta_sh", "steps are the first sequence's", _REPEATED + "[gated]"),
         ("    g += b * g_sb + h * g_sh", "    g += b + h * g_sh", "gates are the first sequence's", _REPEATED + "[kda]"),

@@ -135,7 +135,7 @@ def try_out(mutation: Mutation, tree: Path, limit: float, slow: bool = True) -> 
         return Outcome("stale", stale)
     with applied(mutation, tree):
         status, output = run_tests(tree, mutation.tests, limit, slow)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
     if status == 0:
         return Outcome("survived", " ".join(mutation.tests))
     if status == 1 and failed:

@@ -10,6 +10,8 @@ _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
+_LENGTHS = "tests/test_torch_compile.py::test_one_graph_of_kernels_of_all_lengths"
+_ANY_LENGTH = "tests/test_torch_compile.py::test_one_graph_of_all_lengths_and_batches"
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
@@ -316,7 +318,19 @@ KERNELS = [
          _UNUSUAL + "test_a_watched_call_has_the_plan_of_others"),
     ),
     *_in(
+        "flexsp/kernels/functions.py",
+        ("return torch.compiler.is_dynamo_compiling() and", "return False and", "whole chunks are another graph",
+         _ANY_LENGTH + "[simple_gla]"),
+    ),
+    *_in(
+        "flexsp/scan/max_plus.py",
+        ("if torch.compiler.is_dynamo_compiling() and", "if False and", "twice as many tokens are another graph",
+         _ANY_LENGTH + "[mlstm]"),
+    ),
+    *_in(
         "flexsp/kernels/operators.py",
+        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False]"),
+        ("SymInt docs", "int docs", "another number of documents is another graph", _LENGTHS + "[True]"),
         ("not x.is_neg() and not", "not", "views that negate are read as they lie", _UNUSUAL + "test_views_that_negate[ops]"),
         ("type(x) in _TENSORS and", "", "tensors without memory are read", _UNUSUAL + "test_tensors_without_memory"),
         ("key is None or plain(do", "True or plain(do", "gradients without memory are read",
@@ -345,12 +359,32 @@ KERNELS = [
          "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("tl.constexpr(1.25)", "tl.constexpr(0.95)", "steps that are contractions are done token by token",
          "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+        ("v += b * v_sb + h * v_sh", "v += b + h * v_sh", "values of later sequences are the first one's", _REPEATED + "[gated]"),
+        ("do += b * do_sb + h * do_sh", "do += b * do_sb + h", "gradients behind strides are another head's", _REPEATED + "[gated]"),
         ("given > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _REPEATED + "[gated]"),
         ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
          "tests/test_reflections.py::test_over_ranks[gated]"),
     ),
     *_in(
+        "flexsp/compiler/backend/exact.py",
+        (', *token_at("exact_i")]\n    return make_walk', "]\n    return make_walk", "the gradient of a token is taken at the one before",
+         _REPEATED + "[own]"),
+    ),
+    *_in(
+        "flexsp/compiler/planning/exact.py",
+        ("return call.code.inverts and", "return False and", "inverses of generated kernels are rounded", _REPEATED + "[rwkv7]"),
+        ("panels += -(-call.state[0] // width)", "panels += 0", "a shard done token by token hands on a rounded transition",
+         "tests/test_reflections.py::test_generated_over_ranks[rwkv7]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/intrinsic_kernels.py",
+        ("mask=some > j, other=0.0)\n            found +=", "mask=some >= j, other=0.0)\n            found +=",
+         "an inverse's size has its diagonal", "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+    ),
+    *_in(
         "flexsp/kernels/delta/exact_grads.py",
+        ("    beta += b * beta_sb + h * beta_sh", "    beta += h * beta_sh", "steps are the first sequence's", _REPEATED + "[gated]"),
+        ("    g += b * g_sb + h * g_sh", "    g += b + h * g_sh", "gates are the first sequence's", _REPEATED + "[kda]"),
         ("behind += of_query - _row", "behind += of_query + _row", "gates' gradients add what keys take", _REPEATED + "[kda]"),
         ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _REPEATED + "[delta]"),
     ),
@@ -415,6 +449,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/recipe.py",
+        ("        if filled:\n", "        if False:\n", "operators return what lay in memory",
+         _UNUSUAL + "test_operators_give_what_their_fakes_say[packed kernels]"),
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
          "a recipe forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
         ("if self.sp_id >= 0 else", "if self.sp_id > 0 else", "the first group is none where saved tensors lie otherwise",

@@ -62,13 +62,14 @@ def test_every_mutation_stands_once_and_has_tests_that_are_there() -> None:
 def test_what_becomes_of_a_mutation(old: str, new: str, kind: str, limit: float, tmp_path: Path) -> None:
     code, test = tmp_path / "doubling.py", tmp_path / "test_doubling.py"
     code.write_text("def double(x):\n    return x * 2\n\n\nUNSEEN = 1\n")
-    test.write_text("from doubling import double\n\n\ndef test_double():\n    assert double(3) == 6\n")
+    marked = "@pytest.mark.parametrize('x', [3], ids=['a number'])\ndef test_double(x):\n    assert double(x) == 6\n"
+    test.write_text("import pytest\nfrom doubling import double\n\n\n" + marked)
     before = code.read_text()
     outcome = try_out(Mutation("doubling.py", old, new, "", ("test_doubling.py",)), tmp_path, limit)
     assert outcome.kind == kind, outcome
     assert code.read_text() == before
     if kind == "killed":
-        assert outcome.told == "test_doubling.py::test_double"
+        assert outcome.told == "test_doubling.py::test_double[a number]"
 
 
 # Random changes -------------------------------------------------------------------------------------------------------

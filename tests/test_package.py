@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -20,6 +21,7 @@ from tests.harness.jobs import LONGEST, TOOLS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+DOCUMENTS += sorted((ROOT / "flexsp").rglob("README.md"))
 DOCUMENTS += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
 PUBLIC = (
     "flexsp", "flexsp.ops", "flexsp.nn", "flexsp.nn.attention", "flexsp.compiler", "flexsp.variants", "flexsp.grammar",
@@ -118,12 +120,15 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in SOURCES}
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Modules of flexsp that a file imports: anywhere, for types alone, or by a name that it builds.
+@functools.cache
+def imported_modules(source: str) -> tuple[str, ...]:
+    """Modules of flexsp that a file imports: anywhere, for types alone, or by a name that it builds."""
+    nodes = [*ast.walk(ast.parse(source))]
+    return (*imported_in(nodes), *named_in(nodes))
 
-    Where a file imports by name, its strings that begin with "flexsp." name modules: one, or all that begin so.
-    """
-    for node in ast.walk(tree):
+
+def imported_in(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "flexsp")
         elif isinstance(node, ast.ImportFrom):
@@ -132,20 +137,19 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
                 for alias in node.names:
                     deeper = f"{node.module}.{alias.name}"
                     yield deeper if deeper in MODULES else node.module
-    by_name = {"import_module", "__import__"} & {getattr(x, "attr", getattr(x, "id", "")) for x in ast.walk(tree)}
-    for text in named_in(tree) if by_name else ():
-        yield from (name for name in MODULES if name == text or (text.endswith(".") and name.startswith(text)))
 
 
-def named_in(tree: ast.AST) -> Iterator[str]:
-    """Strings that may name modules: whole ones, and beginnings of f-strings and sums that end in a dot."""
-    for node in ast.walk(tree):
+def named_in(nodes: list[ast.AST]) -> Iterator[str]:
+    """Modules that strings name, where a file imports by name: one, or all that begin like an f-string or a sum."""
+    called = {getattr(x, "attr", None) or getattr(x, "id", None) or getattr(x, "name", None) for x in nodes}
+    for node in nodes if called & {"import_module", "__import__"} else ():
         begins = node.values[:1] if isinstance(node, ast.JoinedStr) else []
         begins = [node.left] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else begins
         whole = isinstance(node, ast.Constant) and not str(node.value).endswith(".")
         for x in [node] if whole else begins:
-            if isinstance(x, ast.Constant) and str(x.value).startswith("flexsp."):
-                yield str(x.value)
+            text = str(x.value) if isinstance(x, ast.Constant) else ""
+            if text.startswith("flexsp."):
+                yield from (name for name in MODULES if name == text or (text.endswith(".") and name.startswith(text)))
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
@@ -153,7 +157,7 @@ def wrong_imports(module: str, source: str) -> list[str]:
     if room in ABOVE_ALL:
         return []
     allowed = BELOW[room] | {room}
-    return [name for name in imported_modules(ast.parse(source)) if room_of(name) not in allowed]
+    return [name for name in imported_modules(source) if room_of(name) not in allowed]
 
 
 def test_imports_point_one_way() -> None:
@@ -205,7 +209,7 @@ def circles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
 
 def test_no_circle_of_imports() -> None:
     """Inside functions, for types alone, by importlib: wherever a file names another."""
-    edges = {name: {*imported_modules(ast.parse(path.read_text()))} - {name} for name, path in MODULES.items()}
+    edges = {name: {*imported_modules(path.read_text())} - {name} for name, path in MODULES.items()}
     assert circles(edges) == []
 
 
@@ -216,13 +220,13 @@ def test_no_circle_of_imports() -> None:
         "def f():\n    import flexsp.comm.heap",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flexsp.comm.heap import SymmetricHeap",
         "import importlib\nimportlib.import_module('flexsp.comm.heap')",
-        "from importlib import import_module\nimport_module(f'flexsp.comm.{name}')",
+        "from importlib import import_module as load\nload(f'flexsp.comm.{name}')",
         "import importlib\nfor name in ['flexsp.comm.heap']:\n    importlib.import_module(name)",
         "import importlib\nimportlib.import_module('flexsp.comm.' + name)",
     ],
 )
 def test_a_circle_is_noticed(source: str) -> None:
-    edges = {"flexsp.exceptions": {*imported_modules(ast.parse(source))}}
+    edges = {"flexsp.exceptions": {*imported_modules(source)}}
     edges |= {"flexsp.comm.heap": {"flexsp.comm.group"}, "flexsp.comm.group": {"flexsp.exceptions", "flexsp.devices"}}
     assert circles(edges) == [["flexsp.comm.group", "flexsp.comm.heap", "flexsp.exceptions"]]
     assert circles(edges | {"flexsp.comm.group": {"flexsp.devices"}}) == []
@@ -230,7 +234,7 @@ def test_a_circle_is_noticed(source: str) -> None:
 
 def climbing_imports(module: str, source: str) -> list[str]:
     """Imports of the compiler's higher floors."""
-    above = [name for name in imported_modules(ast.parse(source)) if name.startswith("flexsp.compiler.")]
+    above = [name for name in imported_modules(source) if name.startswith("flexsp.compiler.")]
     return [name for name in above if floor_of(name) > floor_of(module)]
 
 

@@ -216,16 +216,18 @@ def test_bytes_of_deltanet() -> None:
     assert (plan.chunk, plan.n_chunks, plan.n_seg, plan.schedule) == (64, 16, 1, "fused")
     q, b = 6 * 1000 * 64 * 2, 6 * 1000 * 2
     square, kept, state = 6 * 16 * 64 * 64, 6 * 1024 * 64 * 2, 6 * 64 * 64 * 4
+    gain = 6 * 16 * 4  # a number a chunk: the size of its inverse
     joined = 4 * 16 * 16 + 2 * 16 * 16 + 32 * 32  # a chunk's blocks on the diagonal and below, inverted in place
     want = [
         ("prepare0", q + b, 4 * square),
-        ("inverse_kernel", 4 * square, 2 * square + 6 * 16 * joined * 4),
+        ("inverse_kernel", 4 * square, 2 * square + 6 * 16 * joined * 4 + gain),
         ("prepare1", 4 * q + b, 3 * kept),  # q, k, v and the inverse; u, w and the scores
+        ("choose", gain, gain),
         ("output", 5 * q, q + state),
     ]
     found = rows_of("deltanet", plan, 6, 1000, 64, 64)
-    assert [(x.kernel, x.read, x.written) for x in found[:4]] == want
-    assert [x.kernel for x in found[4:]] == ["states", "back", "adjoint0", "grads", "gather"]
+    assert [(x.kernel, x.read, x.written) for x in found[:5]] == want
+    assert [x.kernel for x in found[5:]] == ["states", "back", "adjoint0", "grads", "gather"]
 
 
 def test_bytes_of_hgrn() -> None:

@@ -1,7 +1,8 @@
-"""Delta rules in bfloat16 whose keys repeat or are alike, with beta beyond 1: kernels against token loops in float64.
+"""Delta rules and RWKV-7 in bfloat16 whose keys repeat or are alike, with beta beyond 1: kernels, those of the engine
+for delta rules and generated ones, against token loops in float64.
 
 A reflection (beta 2) lets no error decay, so that rounded inverses of chunks would be off by any factor: see
-`flexsp.kernels.delta.exact`.
+`flexsp.kernels.delta.exact` and `flexsp.compiler.backend.exact`.
 """
 
 from __future__ import annotations
@@ -24,28 +25,41 @@ from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.keys import NAMES, Keys, wrong
+from tests.harness.keys_of_programs import RWKV7, Own
 from tests.marks import quick
+
+GENERATED = ("gated, generated", "rwkv7", "own")
 
 
 def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
     found = []
     for keys in cases:
-        with poisoned(keys.segments, keys.H):
+        with poisoned(keys.segments, keys.H, keys.device):
             found += [f"{keys}: {x}" for x in wrong(keys, seed, sp if keys.lengths else None)]
     return found
 
 
+LESS: dict[str, Any] = {"K": 24, "generated": True}
 CASES = {
     "delta": [Keys("delta", 4, 1.9, T=67, H=2), Keys("delta", 1, T=66, bounds=(0, 20, 20, 66))],
-    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)), Keys("gated", 1, T=66)],
-    "kda": [Keys("kda", 1, T=66), Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
+    "gated": [Keys("gated", 2, T=140, segments=MANY_SEGMENTS, bounds=(0, 66, 140)),
+              Keys("gated", 1, T=70, K=32, H=2, B=2, segments=MANY_SEGMENTS)],
+    "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=4, group=2, B=2),
+            Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
+    "delta, generated": [Keys("delta", 4, 1.9, T=67, H=2, V=17, **LESS)],
+    "gated, generated": [Keys("gated", 1, T=40, bounds=(0, 4, 4, 40), **LESS)],
+    "kda, generated": [Keys("kda", 1, 1.9, T=40, **LESS)],
+    "product, generated": [Keys("product", 4, T=36, bounds=(0, 33, 36), **LESS)],
+    "rwkv7": [RWKV7("rwkv7", 1, T=40, bounds=(0, 4, 4, 40), **LESS)],
+    "rwkv7, heads": [RWKV7("rwkv7", 4, 1.9, T=44, H=2, **LESS), RWKV7("rwkv7", 1, 1.9, T=70, **LESS)],
+    "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
 }
 
 
-@pytest.mark.parametrize("what", quick(CASES, *NAMES))
+@pytest.mark.parametrize("what", quick(CASES, *NAMES, *GENERATED))
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=INTERPRETED)
     assert not found, found
@@ -55,7 +69,7 @@ def judged(sp: Any, cases: list[Keys], seed: int) -> None:
     """By chunks in PyTorch, on data that is a rounding off and with products of operands in bfloat16."""
     for keys in cases:
         given, made = keys.inputs(seed), torch.Generator().manual_seed(seed + 1)
-        shapes = (*given["q"].shape[:3], keys.V), given["initial_state"].shape
+        shapes = (*given["q"].shape[:2], keys.H, keys.V), given["initial_state"].shape
         ends = [tuple(torch.randn(x, generator=made).bfloat16().double() for x in shapes) for _ in range(DRAWS)]
         with poisoned(keys.segments, keys.H):
             found = differentiated(lambda x, keys=keys: keys.call(x), dict(given), ends[:1])
@@ -80,6 +94,47 @@ def test_over_ranks(name: str, seed: int) -> None:
     cases = [Keys(name, 1, 1.9, **given), Keys(name, 4, **given, bounds=(0, 35, 50))]
     found = run_ranks(of_kernels, 3, cases, seed, env=INTERPRETED)
     assert not any(found), found
+
+
+@pytest.mark.parametrize("name", quick(("rwkv7", "gated"), "rwkv7"))
+def test_generated_over_ranks(name: str, seed: int) -> None:
+    """What a shard hands on is exact, in both directions."""
+    kind = RWKV7 if name == "rwkv7" else Keys
+    found = run_ranks(of_kernels, 2, [kind(name, 1, T=40, lengths=(22, 18), **LESS)], seed, env=INTERPRETED)
+    assert not any(found), found
+
+
+def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
+    """Of a chunk of 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number there
+    before, with a larger one, and in float64."""
+    from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
+
+    draw, found = torch.Generator().manual_seed(seed), []
+    for many, K, rate in KEYS:
+        keys = torch.nn.functional.normalize(torch.randn(many, K, generator=draw), dim=-1)
+        k = keys[torch.randint(0, many, (64,), generator=draw)]
+        x = (rate * (k @ k.T)).tril(-1)
+        whole = torch.linalg.inv(x.double() + torch.eye(64, dtype=torch.float64)).tril(-1).square().sum()
+        made = []
+        for before, more in ((float("nan"), False), (0.5, True), (1e9, True)):
+            gain, y = torch.full((1,), before), torch.full((64, 64), float("nan"))
+            inverse_kernel[(1, 1)](x.clone(), y, gain, None, 64, C=64, GAIN=True, MORE=more, PACKED=False, PDL=False)
+            made.append(gain.item())
+        found.append([*made, whole.item()])
+    return found
+
+
+KEYS = [(1000, 64, 1.0), (1000, 32, 0.9), (4, 64, 1.0), (1, 64, 1.0), (1, 64, 1.9), (4, 64, 2.0)]
+
+
+def test_which_segments_of_generated_kernels(seed: int) -> None:
+    """Unit keys and rates up to 1 never are done token by token, whether they repeat or not."""
+    from flexsp.kernels.delta.exact import LIMIT
+
+    (found,) = run_ranks(sizes_of_inverses, 1, seed, env=INTERPRETED)
+    for (_, _, rate), (first, second, third, want) in zip(KEYS, found, strict=True):
+        assert abs(first - want) <= 1e-4 * want + 1e-4 and first == second and third == 1e9
+        assert (first > 64 * float(LIMIT.value)) == (rate > 1)
 
 
 def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import warnings
@@ -23,16 +24,15 @@ from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
-from tests.harness.compiled import SIZES, compiled, leaf, saturating, tensors
+from tests.harness.compiled import ONE, SIZES, compiled, counted, leaf, of_many_sizes, saturating, tensors
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.layers import LAYERS, make
 from tests.marks import quick, slow
+from tests.op_cases import OTHER_CASES
 
 EXACT = 1e-12
 ALL = CASES | DELTA_CASES
-RUN_PROGRAMS = {
-    "delta", "delta-bare", "gated-delta", "kda", "delta-product", "vector-gla", "hgrn2-bare", "hgrn", "rg-lru", "rwkv7",
-}
+OF_SIZES = ALL | OTHER_CASES
 
 
 def results(f: Callable[..., Any], inputs: dict[str, Any]) -> list[torch.Tensor]:
@@ -74,17 +74,66 @@ def test_one_graph_of_the_other_gates(name: str) -> None:
         assert_same([compiled(CASES[name].op)(**inputs)[0]], [CASES[name].op(**inputs)[0]])
 
 
-def test_another_length_is_no_other_graph() -> None:
-    """With a symbolic T. Multiples of the chunk, which need no padding, may have a graph of their own."""
-    step = compiled(ops.chunk_simple_gla)
-    before = counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        for T in (70, 129, 999, 128, 256):
-            inputs = CASES["simple_gla"].inputs(Shape(B=1, T=T, K=3, V=2), random.randrange(2**31))
-            for x in inputs.values():
-                torch._dynamo.mark_dynamic(x, 1)
-            assert_same([step(**inputs)[0]], [ops.chunk_simple_gla(**inputs)[0]])
-            assert counters["stats"]["unique_graphs"] - before <= 1 + (T % 64 == 0)
+def differences(f: Callable[..., Any], g: Callable[..., Any], inputs: dict[str, Any]) -> list[float]:
+    """Of outputs, and of gradients of the sum of their squares, of two functions."""
+    found = []
+    for each in (f, g):
+        outputs = tensors(each(**inputs))
+        loss = sum((x.square().sum() for x in outputs), torch.zeros((), dtype=torch.float64))
+        found.append([*outputs, *torch.autograd.grad(loss, tensors(inputs))])
+    return [relative_error(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", quick(OF_SIZES, "simple_gla", "kda", "mlstm"))
+def test_one_graph_of_all_lengths_and_batches(name: str) -> None:
+    """Of less than a chunk, of whole chunks and of more."""
+    case = OF_SIZES[name]
+
+    def f(**kwargs: Any) -> Any:
+        return case.op(**kwargs, output_final_state=True)
+
+    step, made = counted(f)
+    for B, T in ((2, 70), (3, 129), (4, 64), (2, 20), (5, 2100)):
+        if T > 1000 and name != "simple_gla":
+            continue
+        drawn = case.inputs(Shape(B=B, T=T, K=3, V=2, states=B), random.randrange(2**31))
+        inputs = {key: of_many_sizes(x, 0, 1) if key in case.tokens else of_many_sizes(x, 0) if "initial" in key
+                  else leaf(x) for key, x in drawn.items()}  # fmt: skip
+        assert max(differences(step, f, inputs)) < EXACT
+    assert made == ONE
+
+
+def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int]]]:
+    """The largest difference of a variant of generated kernels, and of an op, from the same in no graph."""
+    model, found, worst = variants.load("deltanet").make(*SIZES), [], 0.0
+
+    def of_model(cu: Any, **x: torch.Tensor) -> Any:
+        return model(**{key: y * 1.5 for key, y in x.items()}, cu_seqlens=cu, sp=False)
+
+    def of_op(cu: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        return ops.chunk_simple_gla(q, k, v, -b.abs(), output_final_state=True, cu_seqlens=cu)
+
+    for f in (of_model, of_op):
+        step, made = counted(f)
+        for B, T, cuts in ((2, 9, 1), (3, 40, 3), (4, 33, 2)):
+            cu = torch.tensor([0, *range(1, cuts + 1), T]) if packed else None
+            x = {key: of_many_sizes(y, *((1,) if packed else (0, 1)))
+                 for key, y in inputs_of("deltanet", 1 if packed else B, T, torch.float32).items()}  # fmt: skip
+            if cu is not None:
+                torch._dynamo.maybe_mark_dynamic(cu, 0)
+            worst = max(worst, *differences(functools.partial(step, cu), functools.partial(f, cu), x))
+        found.append(made)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda y: y):
+            outputs = tensors(step(cu, **x))
+        with pytest.raises(ValueError, match="saved tensors: expected those that the forward pass kept"):
+            torch.autograd.grad(sum(y.sum() for y in outputs), tensors(x))
+    return worst, found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_of_kernels_of_all_lengths(packed: bool) -> None:
+    """Whose plan, and the memory that they keep, depend on the length."""
+    assert run_ranks(lengths_in_kernels, 1, packed, env=INTERPRETED) == [(0.0, [ONE, ONE])]
 
 
 def test_decoding_step() -> None:
@@ -98,16 +147,17 @@ def test_decoding_step() -> None:
 
 @pytest.mark.parametrize("name", quick(LAYERS, "conv", "gla", "mamba2"))
 def test_one_graph_of_a_layer(name: str) -> None:
-    """Nothing breaks it, other lengths and batches neither, for which layers that run a program have others."""
+    """Nothing breaks it, other lengths and batches neither, forward and backward."""
     layer, width = make(name, 0), LAYERS[name][2]
-    torch._dynamo.reset()
-    before, f = counters["stats"]["unique_graphs"], torch.compile(layer, fullgraph=True, backend="eager")
-    for B, T in ((2, 70), (2, 129), (3, 100)):
-        x = torch.randn(B, T, width, dtype=torch.float64)
-        torch._dynamo.maybe_mark_dynamic(x, [0, 1])
-        assert_same([f(x).detach()], [layer(x).detach()])
-    wanted = 3 if name in RUN_PROGRAMS else 2 if name == "mlstm" else 1  # whose maxima have one a power of two
-    assert counters["stats"]["unique_graphs"] - before == wanted
+    f, made = counted(layer)
+    for B, T in ((2, 70), (2, 129), (3, 64)):
+        x = of_many_sizes(torch.randn(B, T, width, dtype=torch.float64), 0, 1)
+        found = []
+        for each in (f, layer):
+            y = each(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+        assert_same(*found)
+    assert made == ONE
 
 
 # Variants -------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class LinearAttention:
     chunk_state, ...)`` gives the state after the chunk. ``merge_mode(q, ..., chunk_state, ...)`` gives the chunk's
     outputs [C, V]; its ``chunk_state`` is the state that enters the chunk. Arguments are inputs of ``input_meta`` or
     names given to `cache_result` in chunk_mode. On one chunk inputs are [C, ...], parameters lose their heads, states
-    are [K, V] or [K]. Under torch.compile a call is one node of the graph, and each number of tokens has its own graph.
+    are [K, V] or [K]. Under torch.compile a call is one node of the graph, which holds for all lengths and batches.
     The notation is that of Forge (Listings 1 and 3).
 
     The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast

@@ -85,6 +85,9 @@ class Engine(ABC):
     def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
         return operators.gradients(self.recipe(asked), asked.tensors, asked.initial, kept, *others)
 
+    def axes(self, first: torch.Tensor) -> int:
+        return 2
+
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
         from flexsp.runtime.steps import Workspace
 

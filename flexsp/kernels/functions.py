@@ -76,6 +76,9 @@ class _InPytorch:
     def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
         return gradients(self.run, asked._replace(cu_seqlens=kept[1]), *others)
 
+    def axes(self, first: torch.Tensor) -> int:
+        return 2
+
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
         x, like = asked.tensors[0], self.function.like(self.how, asked)
         return (

@@ -5,9 +5,9 @@ All others go through them: calls in graphs of torch.compile, in traces, under m
 operators know what they run by a `key`, "kind|name", and find its recipe when they run. Over ranks they also mutate the
 group's `order` tensor: nothing may delete, reorder or deduplicate them, since the neighbours wait for what they send.
 
-`saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. The rest
-is what lay there, so the aot tests of `torch.library.opcheck`, which compare it, need
-`torch.use_deterministic_algorithms(True)`, under which PyTorch fills new memory.
+`saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. In
+graphs of torch.compile the rest is what lay there. Elsewhere it is zeros: some compare all that operators return, such
+as the aot tests of `torch.library.opcheck`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, first_only_inside, same_place, untransformed
 from flexsp.comm.group import SequenceParallel, abandon, get_sp
 from flexsp.kernels.table import chunk_table
+from flexsp.runtime.elsewhere import elsewhere
 
 if TYPE_CHECKING:
     from flexsp.kernels.recipe import Recipe
@@ -37,11 +38,15 @@ Optional = torch.Tensor | None
 Kept = tuple[torch.Tensor, Optional]  # what `Operation.forward` says is kept, and the table
 Shard = tuple[int, int, int]  # its first token, its end, of how many
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MANY_SIZES, _FILLED = "many sizes: ", "filled: "
+_ANY = 64  # tokens
+_COLUMNS = 5  # of a table of chunks
 
 
 class Asked(NamedTuple):
     """A call. `docs`: packed documents, 0 if not packed; their boundaries are not kept for the backward pass.
-    `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank."""
+    `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank. `filled`: what is
+    kept for the backward pass has zeros where nothing is written."""
 
     tensors: list[torch.Tensor]
     initial: Optional
@@ -50,6 +55,7 @@ class Asked(NamedTuple):
     scale: float
     want_final: bool
     group: SequenceParallel | None
+    filled: bool = False
 
 
 class Operation(Protocol):
@@ -64,7 +70,10 @@ class Operation(Protocol):
         """Gradients of the tensors, and of the initial states."""
 
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
-        """Empty tensors like what `forward` gives; sizes may be symbolic."""
+        """Empty tensors like what `forward` gives."""
+
+    def axes(self, first: torch.Tensor) -> int:
+        """Of the first tensor, how many are sequences and tokens."""
 
 
 class _Kind(NamedTuple):
@@ -82,12 +91,100 @@ def define_kind(kind: str, make: Callable[[str], Operation], what: str, instead:
 
 
 def _operation(key: str) -> Operation:
-    kind, name = key.split("|", 1)
-    return _kinds[kind].make(name)
+    kind, name = _plain(key).split("|", 1)
+    found = _kinds[kind].make(name)
+    return _OfManySizes(found) if key.startswith(_MANY_SIZES) else found
 
 
 def _refusal(key: str) -> tuple[str, str]:
-    return _kinds[key.split("|", 1)[0]].refusal
+    return _kinds[_plain(key).split("|", 1)[0]].refusal
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix(_FILLED).removeprefix(_MANY_SIZES)
+
+
+class _OfManySizes:
+    """An operation in a graph that holds for many lengths or batches.
+
+    The size of what a call keeps for its backward pass depends on its plan, and that on the length. So the graph sees
+    the first number of it alone, a view into the memory that holds all.
+    """
+
+    def __init__(self, inner: Operation) -> None:
+        self.inner = inner
+
+    def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+        o, final, saved, table = self.inner.forward(asked)
+        return o, final, _shown(saved), None if table is None else _shown(table)
+
+    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
+        saved, table = kept
+        found = _hidden(saved), None if table is None else _hidden(table)
+        return self.inner.backward(asked, found, *others)
+
+    def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
+        """What sizes the call has that is traced decides on none that the graph sees."""
+        first, axes = asked.tensors[0], self.axes(asked.tensors[0])
+        looks = [_looks(x, axes) for x in asked.tensors]
+        others = [None if x is None else _looks(x, 1) for x in (asked.initial, asked.cu_seqlens)]
+
+        def now() -> tuple[torch.Tensor, ...]:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode():
+                tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
+                initial, cu_seqlens = (
+                    None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others
+                )  # fmt: skip
+                docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, docs=docs)
+                return self.inner.like_forward(call)
+
+        o, final, saved, table = elsewhere(first.device, now)
+        states = asked.docs if asked.cu_seqlens is not None else first.shape[0] if axes > 1 else 1
+        return (
+            first.new_empty((*first.shape[:axes], *o.shape[axes:]), dtype=o.dtype),
+            first.new_empty((states, *final.shape[1:]) if asked.want_final else 0, dtype=final.dtype),
+            first.new_empty(1, dtype=saved.dtype),
+            first.new_empty(0 if asked.cu_seqlens is None else [1] * table.dim(), dtype=table.dtype),
+        )
+
+    def axes(self, first: torch.Tensor) -> int:
+        return self.inner.axes(first)
+
+
+def _looks(x: torch.Tensor, many: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """What a tensor looks like in the call that is traced, of which the graph does not depend on the first `many`
+    sizes."""
+    return tuple([_now(n) if i < many else int(n) for i, n in enumerate(x.shape)]), x.dtype, x.device
+
+
+def _now(n: Any) -> int:
+    """A size in the call that is traced; of one that nothing tells, some number."""
+    if not isinstance(n, torch.SymInt):
+        return int(n)
+    return int(n.node.hint) if n.node.has_hint() else _ANY
+
+
+def _shown(x: torch.Tensor) -> torch.Tensor:
+    """The first number of a fresh tensor, or a number of its own for none."""
+    return x[(slice(1),) * x.dim()] if x.numel() else x.new_zeros([1] * x.dim())
+
+
+def _hidden(first: torch.Tensor) -> torch.Tensor:
+    """The tensor that begins with this number and fills its memory; of one number, none.
+
+    ValueError where hooks gave back a copy of a table's first number. Of other memory a recipe knows the size.
+    """
+    numel = first.untyped_storage().nbytes() // first.itemsize
+    numel = 0 if numel == 1 or first.storage_offset() else numel
+    if first.dtype == torch.uint8:
+        return first.as_strided((numel,), (1,))
+    if numel == 0 or (first.dim() == 2 and numel % _COLUMNS):
+        changed("memory", "of all boundaries", "the first: compile with dynamic=False beside hooks that copy")
+    shape = (numel // _COLUMNS, _COLUMNS) if first.dim() == 2 else (numel,)
+    return first.as_strided(shape, (shape[-1], 1)[-len(shape) :])
 
 
 def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: Shard) -> Optional:
@@ -101,7 +198,7 @@ def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: Shard) -> Optiona
 def outputs(recipe: Recipe[Any], asked: Asked, shard: Shard) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
     """`Operation.forward` with a recipe."""
     table = table_of(recipe, asked.cu_seqlens, shard)
-    return *recipe.run_forward(asked.tensors, asked.initial, table), table
+    return *recipe.run_forward(asked.tensors, asked.initial, table, asked.filled), table
 
 
 def gradients(
@@ -129,6 +226,7 @@ def _docs(cu_seqlens: Optional) -> int:
 
 def _forward(key, tensors, initial, cu_seqlens, scale, want_final, order=None, sp=-1):  # type: ignore[no-untyped-def]
     asked = _asked(tensors, initial, cu_seqlens, _docs(cu_seqlens), scale, want_final, sp)
+    asked = asked._replace(filled=key.startswith(_FILLED))
     try:
         o, final, saved, table = _operation(key).forward(asked)
     except Exception as error:
@@ -288,6 +386,10 @@ def call(
     """
     group = sp if sp is not None and sp.world_size > 1 else None
     sp_id = -1 if group is None else group.id
+    if not torch.compiler.is_dynamo_compiling():
+        key = _FILLED + key
+    elif not _sizes_known(*tensors, initial, cu_seqlens):
+        key = _MANY_SIZES + key
     if not torch.is_grad_enabled():
         given = key, list(tensors), initial, cu_seqlens, scale, want_final
         o, final, *_ = _call(_forwards, sp_id, *given)
@@ -295,6 +397,13 @@ def call(
     anchor = None if group is None else group.anchor
     asked = key, sp_id, _docs(cu_seqlens), scale, want_final
     return _Function.apply(None, asked, anchor, initial, cu_seqlens, *tensors)
+
+
+def _sizes_known(*tensors: Optional) -> bool:
+    """Whether the graph that is being made holds for these sizes alone."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return all([has_static_value(n) for x in tensors if x is not None for n in x.shape])
 
 
 def run(

@@ -280,9 +280,9 @@ class Recipe(Generic[_C]):
         return found
 
     def run_forward(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:
-        """(o, final states, what the backward pass reads)."""
+        """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written)."""
         given = self.inputs(tensors, initial, table)
         lead = tensors[0]
         o = given["@o"] = lead.new_empty(self.out, dtype=self.dtype)
@@ -290,6 +290,8 @@ class Recipe(Generic[_C]):
         if self.call.facts.ends:
             final = given["@final"] = self._edge(lead)
         saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
+        if filled:
+            saved.zero_()
         workspaces = [(self.saved, saved)]
         if self.scratch.nbytes:
             workspaces.append((self.scratch, lead.new_empty(self.scratch.nbytes, dtype=torch.uint8)))

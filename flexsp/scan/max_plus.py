@@ -52,7 +52,13 @@ class Elements(NamedTuple):
 
 
 def scan(tokens: Elements) -> Elements:
-    """Every element composed with all before it, along the last axis."""
+    """Every element composed with all before it, along the last axis. Without derivatives.
+
+    In a graph of torch.compile it is one node, since its steps depend on how many elements there are.
+    """
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        a, c, cut = torch.ops.flexsp.max_plus_scan(*tokens)
+        return Elements(a, c, None if tokens.cut is None else cut)
     T = tokens.a.shape[-1]
     if T <= _CHUNK:
         return _doubled(tokens)
@@ -87,3 +93,19 @@ def _doubled(found: Elements) -> Elements:
         found = found.padded(reach, -reach).then(found)
         reach *= 2
     return found
+
+
+def _operator(a: torch.Tensor, c: torch.Tensor, cut: Optional) -> tuple[torch.Tensor, ...]:
+    found = scan(Elements(a, c, cut))
+    outputs = found.a, found.c, c.new_empty(0, dtype=torch.bool) if found.cut is None else found.cut
+    return tuple([x.clone(memory_format=torch.contiguous_format) for x in outputs])
+
+
+def _fake_operator(a: torch.Tensor, c: torch.Tensor, cut: Optional) -> tuple[torch.Tensor, ...]:
+    return a.new_empty(a.shape), c.new_empty(c.shape), c.new_empty(0 if cut is None else cut.shape, dtype=torch.bool)
+
+
+_lib = torch.library.Library("flexsp", "FRAGMENT")
+_lib.define("max_plus_scan(Tensor a, Tensor c, Tensor? cut) -> (Tensor, Tensor, Tensor)")
+_lib.impl("max_plus_scan", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake("flexsp::max_plus_scan", _fake_operator, lib=_lib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from flexsp.testing.oracles import token_loop
 from tests.gpu.judge import CUDA, DTYPES, assert_right
+from tests.harness.keys import Keys, wrong
+from tests.harness.keys_of_programs import RWKV7, Own
 from tests.harness.vector_gates import KEPT_WIDE, OPS, draw
 
 DOCUMENTS = (0, 61, 61, 125, 126, 203, 203)
@@ -70,3 +73,40 @@ def test_the_same_bits(name: str, seed: int) -> None:
         cotangents = [torch.ones_like(x) for x in outputs]
         found.append([*outputs, *torch.autograd.grad(list(outputs), list(leaves.values()), cotangents)])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("T", "beta"), [(1024, 1.9), (1024, 2.0), (16384, 1.9)])
+@pytest.mark.parametrize("kind", [RWKV7, Own], ids=lambda x: x.__name__)
+@pytest.mark.usefixtures("poisoned")
+def test_keys_of_a_small_vocabulary(kind: type[Keys], T: int, beta: float, seed: int) -> None:
+    """In generated kernels: outputs, final states and all gradients within 2 % of the token loop. Of two heads one has
+    such keys."""
+    name = kind.__name__.lower()
+    cases = [kind(name, many, beta, T=T, H=2, V=64) for many in ((1, 4) if T > 1024 else (0, 1, 2, 4, 32, 1000))]
+    cases.append(kind(name, 4, beta, T=1000, H=2, V=64, bounds=(0, 61, 61, 700, 1000)))
+    cases += [kind(name, 1, beta, T=200, H=2, K=K, V=V) for K, V in ((128, 128), (96, 200), (256, 256)) if T == 1024]
+    found = [f"{keys}: {x}" for keys in cases for x in wrong(keys, seed, device="cuda")]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("T", [1024, 16384])
+def test_time_of_keys_that_repeat(T: int, seed: int) -> None:
+    """Prints the milliseconds of 32 heads of 64 x 64, forward and with gradients: of keys of all kinds with rates of
+    0.9, which no segment is done again for, and of one key with rates of 1.9. With -s."""
+    times = {}
+    for many, beta in ((1000, 0.9), (1, 1.9)):
+        keys = RWKV7("rwkv7", many, beta, T=T, H=32, V=64)
+        given = {x: y.cuda().requires_grad_() for x, y in keys.inputs(seed).items()}
+        do = torch.randn(1, T, 32, 64, device="cuda", dtype=torch.bfloat16)
+        for of in ("forward", "forward and backward"):
+            for i in range(5):
+                if i == 2:
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                o, _ = keys.call(given)
+                if of != "forward":
+                    torch.autograd.grad(o, [*given.values()], do)
+            torch.cuda.synchronize()
+            times[many, of] = (time.perf_counter() - start) / 3 * 1e3
+    print(f"{T} tokens:", *(f"{of}, {many} keys: {ms:.2f} ms" for (many, of), ms in times.items()), sep="\n    ")
+    assert times[1000, "forward"] < times[1, "forward"], "what need not be done again is"

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 
@@ -27,6 +29,40 @@ def tensors(x: Any) -> list[torch.Tensor]:
     if isinstance(x, (tuple, list)):
         return [t for y in x for t in tensors(y)]
     return [x] if isinstance(x, torch.Tensor) and x.is_floating_point() else []
+
+
+def counted(f: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, int]]:
+    """A compiled function, and the graphs that are made of it."""
+    made = {"traced": 0, "forward": 0, "backward": 0}
+
+    def compiler(way: str) -> Callable[..., Any]:
+        def count(module: torch.fx.GraphModule, inputs: Any) -> Any:
+            made[way] += 1
+            return make_boxed_func(module.forward)
+
+        return count
+
+    inner = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        made["traced"] += 1
+        return inner(module, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(f, fullgraph=True, backend=backend), made
+
+
+ONE = {"traced": 1, "forward": 1, "backward": 1}
+
+
+def of_many_sizes(x: Any, *axes: int) -> Any:
+    """A leaf whose graph shall hold for other sizes of these axes."""
+    if isinstance(x, tuple):
+        parts = [of_many_sizes(y, *axes) for y in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    x = leaf(x)
+    torch._dynamo.maybe_mark_dynamic(x, [*axes])
+    return x
 
 
 SIZES = (2, 4, 3)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexsp.devices import H200, planned_for
+from flexsp.devices import H200, Device, planned_for
 from flexsp.testing.bounds import within_tensors
 
 __all__ = ["INTERPRETED", "in_pieces", "poisoned"]
@@ -31,9 +31,10 @@ def scan_rows(scan: Any, parts: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def poisoned(segments: int, heads: int = 1) -> Iterator[None]:
-    """Fresh memory is NaN, kernels stay within their tensors, nothing falls back to PyTorch; plans are for a GPU of
-    `segments` times `heads` programs, which cut the tokens of so many heads (B * H) into about `segments` segments."""
+def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[None]:
+    """Fresh memory is NaN, kernels stay within their tensors, nothing falls back to PyTorch; plans are for a GPU like
+    `device` of `segments` times `heads` programs, which cut the tokens of so many heads (B * H) into about `segments`
+    segments."""
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler.planning import plan
@@ -49,7 +50,7 @@ def poisoned(segments: int, heads: int = 1) -> Iterator[None]:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*runs in PyTorch")
-            with planned_for(replace(H200, programs=segments * heads)), within_tensors():
+            with planned_for(replace(device, programs=segments * heads)), within_tensors():
                 yield
     finally:
         torch.use_deterministic_algorithms(False)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsp import ops
+from flexsp.devices import H200, Device, of_arch
 from flexsp.ops import _delta
 from flexsp.testing import oracles
 from flexsp.testing.compare import (
@@ -79,25 +80,40 @@ NAMES = ("delta", "gated", "kda", "product")
 
 @dataclass(frozen=True)
 class Keys:
-    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Of H heads the last has
-    keys as random ones are. `lengths`: of the ranks' shards."""
+    """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Each `group` of H heads
+    shares queries and keys; the first have keys as random ones are. Several sequences lie behind strides, and their
+    steps are not all alike. `lengths`: of the ranks' shards. `generated`: on a GPU that has no engine for it."""
 
     name: str
     vocabulary: int
     beta: float = 2.0
     T: int = 70
     H: int = 1
+    group: int = 1
     K: int = 64
     V: int = 16
+    B: int = 1
     bounds: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     segments: int = ONE_SEGMENT
+    generated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def device(self) -> Device:
+        return of_arch(80) if self.generated else H200
 
     @property
     def steps(self) -> int:
         return 2 if self.name == "product" else 1
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        each = [self._sequence(self.B * seed + b) for b in range(self.B)]
+        if self.B == 1:
+            return each[0]
+        return {x: _apart(torch.cat([given[x] for given in each])) for x in each[0]}
+
+    def _sequence(self, seed: int) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(seed)
         n, docs = self.T * self.steps, max(1, len(self.bounds) - 1)
 
@@ -109,18 +125,25 @@ class Keys:
         if not self.vocabulary:
             keys = keys[:1] + 0.05 * keys
         keys = keys[torch.randint(0, many, (n,), generator=draw)].view(1, n, 1, self.K)
-        if self.H > 1:
-            keys = torch.cat([keys.expand(-1, -1, self.H - 1, -1), normal(1, n, 1, self.K)], 2)
-        given = {"q": normal(1, self.T, self.H, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
+        heads = self.H // self.group
+        if heads > 1:
+            keys = torch.cat([normal(1, n, 1, self.K), keys.expand(-1, -1, heads - 1, -1)], 2)
+        given = {"q": normal(1, self.T, heads, self.K), "k": keys, "v": normal(1, n, self.H, self.V)}
         given |= {x: torch.nn.functional.normalize(given[x], dim=-1) for x in "qk"}
-        given = {x: y.bfloat16() for x, y in given.items()}
+        given = {x: y.to(self.dtype) for x, y in given.items()}
         given["beta"] = torch.full((1, n, self.H), self.beta)
-        if self.H > 1:
-            given["beta"][..., -1] *= 0.4
-        if self.name != "delta":
-            gates = (self.K,) if self.name == "kda" else ()
+        if heads > 1:
+            given["beta"][..., : self.group] *= 0.4
+        if self.B > 1:
+            given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
+        if self.name not in ("delta", "own"):
+            gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
             given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
-        return given | {"initial_state": normal(docs, self.H, self.K, self.V)}
+        return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs as the op calls them."""
+        return given
 
     @property
     def op(self) -> Any:
@@ -135,14 +158,20 @@ class Keys:
 
     def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        given = given | {x: given[x].repeat_interleave(self.group, 2) for x in "qk"}
         return oracles.delta_rule(**given, **bounds, steps=self.steps, engine=engine)
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """With heads outermost in memory, then sequences."""
+    return x.movedim(2, 0).contiguous().movedim(0, 2)
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
     """What is off by more than the bound, of this rank's part."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(*given["q"].shape[:3], keys.V, generator=draw).bfloat16()
+    do = torch.randn(keys.B, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
     ends = torch.randn(given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
@@ -157,11 +186,12 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
             start, n = sum(keys.lengths[: sp.rank]), keys.lengths[sp.rank]
             each = y.shape[1] // keys.T
             whole[x] = slice(start * each, (start + n) * each)
-        part[x] = (y if x == "initial_state" else y[:, whole[x]]).to(device).clone().requires_grad_()
+        part[x] = (y if whole[x] == slice(None) else y[:, whole[x]]).to(device).clone().requires_grad_()
     if sp is not None:
         sp.set_lengths([*keys.lengths])
     got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
-    to = [(got_o, do[:, whole["q"]].to(device))]
+    whole["o"] = whole["q" if "q" in whole else "r"]
+    to = [(got_o, do[:, whole["o"]].to(device))]
     to += [] if got_state is None else [(got_state, ends.to(device))]
     grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
     got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
@@ -171,7 +201,7 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
             continue
         every = y
-        y = y[:, whole[name[1:] if name != "o" else "q"]] if name not in ("state", "dinitial_state") else y
+        y = y[:, whole[name.removeprefix("d")]] if name not in ("state", "dinitial_state") else y
         # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
         size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
         error = relative_error(x, y, size)

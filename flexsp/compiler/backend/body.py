@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Graph
 
+from flexsp.compiler.backend.by_token import ByToken
 from flexsp.compiler.backend.emit import Emitter
 from flexsp.compiler.backend.pieces import InPieces
 from flexsp.compiler.backend.places import Place, matrix, places
@@ -81,11 +82,13 @@ class Kernel:
 @dataclass
 class Body:
     """Code of one chunk under construction. `panels`: a program has some of the state's columns, from v0 on: in walks,
-    and of a vector state everywhere. `pieces`: it has all, but some at a time, from v0 on (`InPieces`)."""
+    and of a vector state everywhere. `pieces`: it has all, but some at a time, from v0 on (`InPieces`). `exact`: the
+    code is that of one token, and holds the states that it reads (`flexsp.compiler.backend.exact`)."""
 
     layout: Layout
     panels: bool
     pieces: bool = False
+    exact: bool = False
     tokens: list[str] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -100,6 +103,8 @@ def emitter_of(
 ) -> tuple[Emitter, Mapping[str, Any]]:
     if body.pieces:
         emitter: Emitter = InPieces(graph, {}, memory, True, body.layout.cols)
+    elif body.exact:
+        emitter = ByToken(graph, {}, memory)
     else:
         emitter = Emitter(graph, {}, memory, apart=state is None)
     emitter.given = {node.name: _loader(node, body, emitter, state) for node in graph.nodes if node.op == "placeholder"}
@@ -182,7 +187,8 @@ def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Calla
 def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter, state: str | None) -> Value:
     """The state or its gradient, or a part: what the walk holds, or that of a chunk."""
     stem = name.split("__")[0]
-    if state == stem:
+    if state == stem or body.exact:
+        body.entering = body.entering or state != stem
         return Value(name, sizes, frozenset(range(len(sizes))), view="transposed" if emitter.flipped else "")
     layout = body.layout
     body.entering = body.entering or state is not None  # the gradient of a merge_mode that is not linear in the state

@@ -18,9 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
 
 from flexsp.compiler.backend.body import Kernel, Layout
+from flexsp.compiler.backend.exact import EXACT, exact_kernels
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
@@ -58,7 +60,8 @@ from flexsp.runtime.launch import begin
 _RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 _IN_CODE = re.compile(  # variables of the code, which sizes must not be named like
     r"(APART|BOUNDARY|DOT|ENTERS|H|LEAVES|PACKED|PDL|PREC|b|boundary|c|c0|c1|chunk_states|cut|cuts|decay|doc|edge|entering|"
-    r"first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|total|transition|v0)$"
+    r"exact\w*|EXACT_C|first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|"
+    r"total|transition|v0)$"
     r"|(at|mm)_"
 )
 
@@ -146,6 +149,7 @@ class Generated:
         given = [*self._saved(step), *(name for stage in self.stages if stage.backward for name in stage.leaves)]
         gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
         self.saved = self._saved(step)
+        self.inverts = any(x.kind == "inverse" for x in step.intrinsics)
         self.step, self.parts, self.small, self.sums = split_gradients(step, gradients, given)
         self.layout = self._layout()
         self.kernels: dict[str, Kernel] = self._make()
@@ -241,10 +245,15 @@ class Generated:
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:
             wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
-        return {
+        made = {
             kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition, self.pieces)
             for kind, (parts, given) in wanted.items()
         }
+        if not self.inverts or self.program.disagrees is not None:
+            return made
+        walks = {kind: outputs for kind, ([outputs, *_], _) in wanted.items() if kind in WALKS}
+        gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
+        return made | exact_kernels(step, self.layout, walks, gradients, self.program.transition)
 
     def _saved(self, step: Step) -> tuple[str, ...]:
         """Kept values that the forward leaves for the walks and the backward."""
@@ -252,6 +261,15 @@ class Generated:
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
         return tuple(name for name in found if name not in scratch or step.kept[name].running)
+
+    def products(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype whose products kernels make for inputs of `dtype`.
+
+        Rounded inverses would be wrong by any factor where keys repeat. Such chunks are done again token by token, but
+        not where results depend on where chunks end: these have products of float32 throughout.
+        """
+        whole = self.inverts and self.program.disagrees is not None
+        return torch.float32 if whole and dtype == torch.bfloat16 else dtype
 
     def sized(self, sizes: Mapping[str, int]) -> Generated:
         """The kernels for such sizes: these, or those that take the columns of large states in pieces."""
@@ -267,6 +285,12 @@ class Generated:
         """Whether every walk works on each of the state's columns alone."""
         walks = [kernel for kind, kernel in self.kernels.items() if kind in WALKS]
         return all(self.layout.cols not in kernel.contracted for kernel in walks)
+
+    @cached_property
+    def split_tokens(self) -> bool:
+        """Whether kernels that go token by token do."""
+        exact = [kernel for kind, kernel in self.kernels.items() if kind.startswith(EXACT)]
+        return all(self.layout.cols not in kernel.contracted for kernel in exact)
 
     @cached_property
     def panels(self) -> bool:

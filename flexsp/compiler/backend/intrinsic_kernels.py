@@ -54,15 +54,22 @@ def _lower(x, start, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr):
+def inverse_kernel(
+    x, y, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, MORE: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
+
+    GAIN: the chunk's number of `gain` is the sum of squares of the inverse below the diagonal; with MORE the larger of
+    that and what is there.
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
     """
     begin(PDL)
-    x += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * C * C
-    y += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * C * C
+    chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    x += chunk * C * C
+    y += chunk * C * C
     lane = tl.arange(0, C)
     m = lane // _BLOCK * _BLOCK
     depth = tl.arange(0, _BLOCK)[:, None]
@@ -91,6 +98,15 @@ def inverse_kernel(x, y, table, T, C: tl.constexpr, PACKED: tl.constexpr, PDL: t
     j = tl.arange(0, C)[None, :]
     whole = tl.load(x + i * C + j)
     tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
+    if GAIN:
+        found = 0.0
+        for block in range(0, C // _BLOCK):  # a few rows at a time: all of them take registers
+            some = block * _BLOCK + tl.arange(0, _BLOCK)[:, None]
+            part = tl.load(x + some * C + j, mask=some > j, other=0.0)
+            found += tl.sum(tl.sum(part * part, axis=1), axis=0)
+        if MORE:
+            found = tl.maximum(found, tl.load(gain + chunk), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(gain + chunk, found)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,10 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import for_users
 from flexsp.compiler.graphs.values import NotEmittable, Value, block, inner, is_state
 
-__all__ = ["FLIPPED", "HELD", "WALKS", "make_horizon", "make_transition", "make_walk"]
+__all__ = [
+    "CHUNK_OF_TOKENS", "FLIPPED", "HELD", "WALKS", "make_horizon", "make_transition", "make_walk", "new_state",
+    "over_tokens", "renewed", "token_at",
+]  # fmt: skip
 
 # Walks that hold the state transposed: so it enters its products from registers.
 FLIPPED = ("output",)
@@ -46,17 +49,18 @@ _KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of e
 
 def make_walk(
     kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = (),
-    horizon: Horizon | None = None, each: bool = False,
+    horizon: Horizon | None = None, each: bool = False, before: Sequence[str] = (),
 ) -> Kernel:  # fmt: skip
     """A walk; with lines of `transition`, programs past the panels of the state's columns run those. `each`: every
-    number of the state has a decay of its own."""
+    number of the state has a decay of its own. Where the body is `exact`, `before` are lines that make what a token
+    reads of the state."""
     layout, state = body.layout, HELD[kind]
     V = layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
     body.tokens[:] = do_last(body.tokens)
     reads_in_memory(body, emitter)
     held = layout.places(flip)
-    new = {x: _new_state(emitter, results[f"{'d_S' if reverse else 'S'}{x.suffix}"], x, layout, flip) for x in held}
+    new = {x: new_state(emitter, results[f"{'d_S' if reverse else 'S'}{x.suffix}"], x, layout, flip) for x in held}
     writes, after = [], []
     if "o" in results:
         writes.append("o")
@@ -76,6 +80,8 @@ def make_walk(
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body),
         "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
     ]  # fmt: skip
+    if body.exact:
+        lines += ["if tl.load(exact + row * n_chunks + c0) == 0:", "    return"]
     if horizon is None:
         lines += ["n0, n1 = c0, c1"]
     cuts = kind == "summarize" and not transition
@@ -83,10 +89,10 @@ def make_walk(
         *_walk_start(kind, state, f"states + {at.format(int(reverse))}", held, layout, "shift" in results),
         *ones,
         *(["cuts = 0"] if cuts and horizon is None else []),
-        *_walk_loop(kind, state, layout, held, cuts and horizon is None),
+        *_walk_loop(kind, state, layout, held, cuts and horizon is None, body.exact),
     ]
     texts = {x: y.f32 for x, y in new.items()}
-    walk += [f"    {x}" for x in (*emitter.lines, *after, *_advance(kind, state, texts, layout))]
+    walk += _of_chunk(kind, state, [*before, *emitter.lines, *after], texts, body)
     last = []
     if ends:
         last += [x.store(f"states + {at.format(int(not reverse))}", f"{state}{x.suffix}") for x in held]
@@ -103,10 +109,11 @@ def make_walk(
     if transition:
         walk = [f"if tl.program_id(0) < tl.cdiv({V}, B{V}):", *(f"    {x}" for x in walk)]
         walk += ["else:", *(f"    {x}" for x in transition)]
-    return kernel_of(kind, source + indent([*lines, *walk], 1), body, writes, emitter.contracted)
+    name = f"exact_{kind}" if body.exact else kind
+    return kernel_of(name, source + indent([*lines, *walk], 1), body, writes, emitter.contracted)
 
 
-def _new_state(emitter: Emitter, x: Value, place: Place, layout: Layout, flip: bool) -> Value:
+def new_state(emitter: Emitter, x: Value, place: Place, layout: Layout, flip: bool) -> Value:
     x = emitter.full(x, place.sizes)
     for axis, size in enumerate(place.sizes):
         x = emitter.masked(x, axis) if size == layout.rows or size in emitter.contracted else x
@@ -251,15 +258,18 @@ def _walk_start(
 def _walk_header(kind: str, body: Body, writes: Sequence[str], carries: Sequence[str], cuts: bool) -> str:
     leaves = kind in ("output", "back")
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
-    pointers += ["states", "boundary", *(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
+    pointers += [*(["exact"] if body.exact else []), "states", "boundary"]
+    pointers += [*(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
     pointers += [*carries, *(["cut"] if cuts else []), *(["entering"] if body.entering else []), "table"]
     ends = kind in ("summarize", "collect")
     flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
-    return header(kind, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
+    flags += ["EXACT_C"] if body.exact else []
+    name = f"exact_{kind}" if body.exact else kind
+    return header(name, pointers, ["T", "H", "n_seg", "n_chunks", "per_seg"], body, flags)
 
 
 def _walk_loop(
-    kind: str, state: str, layout: Layout, held: Sequence[Place] | None, cuts: bool = False
+    kind: str, state: str, layout: Layout, held: Sequence[Place] | None, cuts: bool = False, exact: bool = False
 ) -> list[str]:  # fmt: skip
     """A document starts from zeros or what is given; with `held` None nothing passes through the start of one."""
     reverse = state == "dS"
@@ -267,7 +277,7 @@ def _walk_loop(
     lines = [
         "for n in range(n0, n1):",
         f"    c = {'n1 - 1 - (n - n0)' if reverse else 'n'}",
-        "    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)",
+        f"    {CHUNK_OF_TOKENS if exact else 'start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)'}",
     ]
     if held is None:
         return lines
@@ -282,6 +292,40 @@ def _walk_loop(
     return lines
 
 
+def _of_chunk(kind: str, state: str, lines: Sequence[str], new: Mapping[Place, str], body: Body) -> list[str]:
+    """The inside of a walk's loop: `lines`, and the `new` state. Exact walks go over the chunk's tokens one by one."""
+    if not body.exact:
+        return [f"    {x}" for x in (*lines, *_advance(kind, state, new, body.layout))]
+    inside = [*lines, *renewed(state, new)]
+    ends = [f"    {x}" for x in _at_ends(kind, state, new, body.layout)]
+    return [*(f"    {x}" for x in over_tokens(inside, state == "dS")), *ends]
+
+
+def over_tokens(lines: Sequence[str], reverse: bool = False) -> list[str]:
+    """A loop over the tokens of a chunk that `CHUNK_OF_TOKENS` described: each is a chunk of its own to `lines`."""
+    return [
+        "for exact_at in range(0, exact_tokens):",
+        f"    exact_i = {'exact_tokens - 1 - exact_at' if reverse else 'exact_at'}",
+        *(f"    {x}" for x in (*token_at("exact_i"), *lines)),
+    ]
+
+
+def token_at(i: str) -> list[str]:
+    """Token i of the chunk as a chunk of its own."""
+    return [f"start = exact_start + {i}", "length = tl.minimum(exact_tokens, 1)"]
+
+
+CHUNK_OF_TOKENS = "exact_start, exact_tokens, doc, first, last = chunk_info(table, c, T, EXACT_C, PACKED)"
+
+
+def renewed(state: str, new: Mapping[Place, str]) -> list[str]:
+    """The state after a token."""
+    if len(new) == 1:
+        return [f"{state}{x.suffix} = {text}" for x, text in new.items()]
+    made = [f"new{x.suffix} = {text}" for x, text in new.items()]  # one may be made of another's old value
+    return [*made, *(f"{state}{x.suffix} = new{x.suffix}" for x in new)]
+
+
 def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) -> list[str]:
     """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
     names = {x: f"{state}{x.suffix}" for x in new}
@@ -291,12 +335,19 @@ def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) ->
         new = {x: f"new{x.suffix}" for x in new}
     lines += ["if PACKED:", *(f"    {names[x]} = tl.where(length > 0, {text}, {names[x]})" for x, text in new.items())]
     lines += ["else:", *(f"    {names[x]} = {text}" for x, text in new.items())]
+    return [*lines, *_at_ends(kind, state, new, layout)]
+
+
+def _at_ends(kind: str, state: str, held: Collection[Place], layout: Layout) -> list[str]:
+    """What is done where a document ends, or, from right to left, starts."""
+    names = {x: f"{state}{x.suffix}" for x in held}
+    lines = []
     left = f"left + (doc * H + h).to(tl.int64) * {elements(layout.matrix)}"
     if kind in ("output", "back"):
         lines += ["if PACKED:", "    if LEAVES:", f"        if {'last' if kind == 'output' else 'first'}:"]
-        lines += [f"            {x.store(left, names[x])}" for x in new]
+        lines += [f"            {x.store(left, names[x])}" for x in held]
     if state == "dS":
-        lines += ["if PACKED:", *(f"    {names[x]} = tl.where(first, 0.0, {names[x]})" for x in new)]
+        lines += ["if PACKED:", *(f"    {names[x]} = tl.where(first, 0.0, {names[x]})" for x in held)]
     return lines
 
 
@@ -315,8 +366,8 @@ def make_transition(
     return emitter, [
         f"v0 = (tl.program_id(0) - tl.cdiv({V}, B{V})) * B{V}",
         *start,
-        *_walk_loop("transition", "dS", layout, None),
-        *(f"    {line}" for line in [*emitter.lines, *_advance("transition", "dS", new, layout)]),
+        *_walk_loop("transition", "dS", layout, None, exact=body.exact),
+        *_of_chunk("transition", "dS", emitter.lines, new, body),
         *last,
     ]
 

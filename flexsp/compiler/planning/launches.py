@@ -18,20 +18,22 @@ import torch
 
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.body import Kernel
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import HELD, WALKS
 from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
 from flexsp.compiler.graphs.stages import Stage
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
+from flexsp.compiler.planning.exact import again, choose, grads, rounds, scratch
 from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["GeneratedCall", "Plan"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@decay", "@cut")
-_OWN = (*_SAVED, "@passed", "@dstates", "@entering", "@leaving")
+_SAVED = ("@states", "@A", "@decay", "@cut", "@exact")
+_OWN = (*_SAVED, "@passed", "@dstates", "@entering", "@leaving", "@gain", "@scratch")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class GeneratedCall:
         )  # fmt: skip
 
     @property
+    def products(self) -> torch.dtype:
+        return self.code.products(self.dtype)
+
+    @property
     def _maxima(self) -> bool:
         """Whether states are max(S + a, F). Then `collect` leaves what passes a segment backward, "@passed"."""
         return self.code.program.transition == "max-plus"
@@ -138,7 +144,13 @@ class GeneratedCall:
         if name.startswith("kept."):
             kept = self._kept(name.removeprefix("kept."))
             shape = [plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
-            return Buffer(_F32 if kept.wide else self.dtype, (heads, plan.n_chunks, *shape))
+            # Where products are of fp32, an inverse, and what is made with it, is not rounded on the way.
+            wide = kept.wide or (self.code.inverts and self.products != torch.bfloat16)
+            return Buffer(_F32 if wide else self.dtype, (heads, plan.n_chunks, *shape))
+        if name in ("@gain", "@exact"):
+            return Buffer(_F32 if name == "@gain" else torch.int32, (heads, plan.n_chunks))
+        if name == "@scratch":
+            return Buffer(_F32, scratch(self))
         if name in ("@states", "@dstates"):
             return Buffer(_F32, (self.B, plan.n_seg + 1, self.H, *self.state))
         if name in ("@entering", "@leaving"):
@@ -192,23 +204,23 @@ class GeneratedCall:
         return generated if self.lowering is None else self.lowering.backward(self, generated)
 
     def _forward(self) -> list[LaunchSpec]:
-        launches = self._stages(False, [])
+        launches = [*self._stages(False, []), *choose(self)]
         if self.scanned:
-            launches += [*self._around_parts("@states"), self._summarize(), self._propagate("@states", False)]
+            launches += [*self._around_parts("@states"), *self._summarize(), self._propagate("@states", False)]
         given = "@initial" if self.initial and (self.docs > 0 or not self.scanned) else None
         states, final = "@states" if self.scanned else None, "@final" if self.ends else None
         output = self._walk(
             "output", [states, given, final, self._table], named(states, given), named(final),
             ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
-        launches.append(output)
+        launches += output
         return launches if self.plan.n_chunks else self._of_no_tokens(launches)
 
     def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         """The forward pass of a shard without tokens, whose transition is the unit."""
         factors = self.code.program.transition == "elementwise"
         carried = ("@cut",) if factors else ("@decay", "@cut")
-        names = ["@states", *(x for x in named(*self._summarize().pointers) if x in carried)]
+        names = ["@states", *(x for x in named(*self._summarize()[0].pointers) if x in carried)]
         units = [unit("@A")] if self.code.dense else [ones("@decay")] if factors else []
         steps = [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
         if self.initial and not self.docs:
@@ -232,7 +244,7 @@ class GeneratedCall:
             reads = named(after, *self._entering("collect"))
             middle = [
                 *self._around_parts("@dstates"),
-                self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
+                *self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
         dinitial_of = "@dinitial" if dinitial else None
@@ -242,11 +254,12 @@ class GeneratedCall:
             ENTERS=self.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         )  # fmt: skip
         early = code.kernels["collect"].entering
-        launches = [entering, *middle, back] if early else [*middle, entering, back]
+        launches = [*entering, *middle, *back] if early else [*middle, *entering, *back]
         of_chunk = ["@entering", "@leaving"]
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
         launches += [self._chunkwise("gather", plan.small, of_chunk)] if code.small else []
+        launches += grads(self)
         if plan.n_chunks:
             return launches
         given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.docs else []
@@ -261,7 +274,7 @@ class GeneratedCall:
         """What walks from right to left may read besides."""
         return ["@entering"] if self.code.kernels[kind].entering else []
 
-    def _summarize(self) -> LaunchSpec:
+    def _summarize(self) -> list[LaunchSpec]:
         """What segments leave."""
         initial = "@initial" if self.initial else None
         if self.code.dense:
@@ -289,18 +302,26 @@ class GeneratedCall:
 
     def _generated(
         self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
-        writes: Sequence[str], flags: dict[str, bool],
+        writes: Sequence[str], flags: Mapping[str, Any],
     ) -> LaunchSpec:  # fmt: skip
         """A launch of a generated kernel; `others` are its last pointers, which it `reads` and `writes` besides."""
         kernel = self.code.kernels[kind]
         given = [*("@do" if x == "do" else x for x in kernel.tokens), *(f"kept.{x}" for x in kernel.kept)]
         given += kernel.params
         written = [self._written(x) for x in kernel.writes]
-        pointers = (*given, *written, *others)
+        pointers, numbers = (*given, *written, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
         return LaunchSpec(
-            kind, how, grid, pointers, (*given, *reads), (*written, *writes), self._numbers(kernel, kind in WALKS),
-            self._constants(how) | flags | {"PACKED": self.docs > 0, **dots(self.dtype)}, how.options,
+            kind, how, grid, pointers, (*given, *reads), (*written, *writes), numbers,
+            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | {**flags}, how.options,
         )  # fmt: skip
+
+    def of_tokens(
+        self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
+        writes: Sequence[str], flags: Mapping[str, bool],
+    ) -> LaunchSpec:  # fmt: skip
+        """As `_generated`, of an exact kernel: a chunk is a token, and products are of fp32."""
+        constants = {**flags, "C": 1, "EXACT_C": self.plan.chunk, **dots(_F32)}
+        return self._generated(kind, how, grid, others, [*reads, "@exact"], writes, constants)
 
     def _numbers(self, kernel: Kernel, walks: bool) -> tuple[int | str, ...]:
         plan = self.plan
@@ -317,7 +338,8 @@ class GeneratedCall:
 
     def _walk(
         self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str], **flags: bool
-    ) -> LaunchSpec:
+    ) -> list[LaunchSpec]:
+        """A walk, and that of the segments which are done again."""
         plan, how = self.plan, self.plan.walk
         if any(copied_over(nodes, HELD[kind]) for nodes in self.code.kernels[kind].nodes):
             how = replace(how, stages=1)
@@ -325,7 +347,8 @@ class GeneratedCall:
         if kind == "summarize" and self.code.dense:  # panels of A^T beside those of the state
             panels += -(-self.state[0] // plan.walk.cols)
         grid = (panels, self.B * self.H, plan.n_seg)
-        return self._generated(kind, how, grid, others, reads, writes, flags)
+        first = self._generated(kind, how, grid, others, reads, writes, flags)
+        return [first, *again(self, kind, others, reads, writes, flags)]
 
     def _chunkwise(self, kind: str, how: Launch, others: Sequence[str]) -> LaunchSpec:
         kernel = self.code.kernels[kind]
@@ -353,17 +376,26 @@ class GeneratedCall:
             written = _gradients(results[0][:-1])
         pointers = (*args, *written, self._table)
         grid = (self.plan.n_chunks, self.B * self.H, 1)
-        how = Launch(0, intrinsic_kernels.warps(what.kind, self.dtype == torch.bfloat16), 1)
+        how = Launch(0, intrinsic_kernels.warps(what.kind, self.products == torch.bfloat16), 1)
         constants: dict[str, Any] = {"C": self.plan.chunk, "PACKED": self.docs > 0}
         numbers: tuple[int | str, ...] = (self.T,)
         options = {"num_warps": how.warps}
-        if what.kind != "inverse":
+        if what.kind == "inverse":
+            gain = rounds(self)
+            constants |= {"GAIN": gain, "MORE": gain and what is not self._inverses[0]}
+            pointers = (*args, *written, "@gain" if gain else None, self._table)
+            results += ["@gain"] if gain else []
+        else:
             numbers = (*self._scored(what), self.T, self.H)
             constants |= self._scores(what)
             options = how.options
         return LaunchSpec(
             f"{what.kind}_kernel", how, grid, pointers, tuple(args), tuple(results), numbers, constants, options, what
         )
+
+    @property
+    def _inverses(self) -> list[Intrinsic]:
+        return [x for x in self.code.step.intrinsics if x.kind == "inverse"]
 
     def _scored(self, what: Intrinsic) -> list[int | str]:
         """Strides of queries and keys, which may be kept values."""
@@ -376,9 +408,9 @@ class GeneratedCall:
         size = self.code.layout.kept[b].dims[1]
         columns = dict(self.plan.blocks)[size]
         return {
-            "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.dtype == torch.bfloat16),
+            "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.products == torch.bfloat16),
             "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
-            **dots(self.dtype),
+            **dots(self.products),
         }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from flexsp.compiler.backend.body import Kernel
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
@@ -76,7 +77,9 @@ def predict(
     call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
     # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
+    # Nor are kernels that return at once, where no segment is done again.
     counted = [x for x in launches if x.host is None and (x.kind != PROPAGATE or not code.dense)]
+    counted = [x for x in counted if not x.kind.startswith(EXACT)]
     return [_predicted(call, x, device or of_device()) for x in counted]
 
 
@@ -109,7 +112,7 @@ def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple
     tokens = (x for x in code.layout.tokens if x != "do" and call.buffer(x).dtype.itemsize == 4)
     wide = frozenset([*(x.name for x in code.layout.kept.values() if x.wide), *tokens])
     return _kernel_loads(
-        code.kernels[kind], tuple(blocks.items()), _item(call.dtype), how.stages, wide, code.dense, device.arch,
+        code.kernels[kind], tuple(blocks.items()), _item(call.products), how.stages, wide, code.dense, device.arch,
         code.layout.cols if code.pieces else "",
     )  # fmt: skip
 
@@ -123,7 +126,7 @@ def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predi
     elif launch.intrinsic is not None:
         inverse = launch.intrinsic.kind == "inverse"
         N = 0 if inverse else dict(plan.blocks)[call.code.layout.kept[launch.intrinsic.args[-1]].dims[1]]
-        loads = [intrinsic_load(launch.intrinsic.kind, plan.chunk, N, _item(call.dtype))]
+        loads = [intrinsic_load(launch.intrinsic.kind, plan.chunk, N, _item(call.products))]
     elif launch.kernel is not None:  # hand-written: of it only its bytes are known
         loads = [Load(0, 0, 0, 0, 0, 0, 0, 0)]
     else:
@@ -178,7 +181,7 @@ def _timed(
     spilled = int(6 * max(0.0, registers - _ROOM[walks]))
     held = (255 if spilled else min(255, int(registers) + 60)) * threads
     resident = max(1, min(REGISTERS // held, device.shared // max(shared, 1024), _THREADS // threads))
-    rate = device.flops(call.dtype)
+    rate = device.flops(call.products)
     waits = 0.0 if walks and call.plan.walk.stages > 1 else _MEMORY
     work = latency = 0.0
     for x in loads:

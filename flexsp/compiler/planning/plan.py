@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import CHUNKS, NARROWEST, WHOLE, Generated, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
@@ -147,8 +148,8 @@ class _Cut:
         rows, cols = code.layout.rows, code.layout.cols
         tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
         return cls(
-            rows, cols, sizes, heads, T, docs, dtype, code.dense, code.split, code.panels, code.pieces, tiles, ranks,
-            device,
+            rows, cols, sizes, heads, T, docs, code.products(dtype), code.dense, code.split, code.panels, code.pieces,
+            tiles, ranks, device,
         )  # fmt: skip
 
     @property
@@ -240,6 +241,8 @@ def _refuse_large(cut: _Cut, code: Generated) -> None:
     plan = next(cut.plans(CHUNKS[0]))
     blocks = dict(plan.blocks) | {"C": plan.chunk, "1": 1}
     for kind, kernel in code.kernels.items():
+        if kind.startswith(EXACT):
+            continue  # they hold fewer columns
         blocks[cut.cols] = (plan.walk if kind in WALKS else plan.whole).cols
         for node in (x for part in kernel.nodes for x in part):
             if math.prod(blocks[x] for x in dims(node)) > _HELD:

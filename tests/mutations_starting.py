@@ -30,6 +30,8 @@ STARTING = [
         "flexsp/testing/ranks.py",
         ("            own.kill()\n", "            pass\n", "processes of one call go on",
          "tests/test_group.py::test_harness"),
+        ('"flexsp.kernels.delta.calls", ', '"flexsp.kernels.delta.call", ', "ranks import what is not there",
+         "tests/test_package.py::test_what_ranks_import_first_is_there"),
     ),
     *_in(
         "tests/harness/ops.py",

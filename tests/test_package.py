@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flexsp.testing.ranks import _FOR_KERNELS
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.jobs import LONGEST, TOOLS
@@ -435,3 +436,9 @@ def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
 def test_lists_of_test_files_name_files_that_exist() -> None:
     named = {*LONGEST, *TOOLS}
     assert named <= {path.stem for path in (ROOT / "tests").glob("test_*.py")} and len({*LONGEST}) == len(LONGEST)
+
+
+def test_what_ranks_import_first_is_there() -> None:
+    """By name: every rank under the interpreter would end otherwise, and say no more than that."""
+    ours = {name: ROOT / f"{name.replace('.', '/')}.py" for name in _FOR_KERNELS if name.startswith("flexsp")}
+    assert [name for name, path in ours.items() if not path.is_file()] == []

@@ -56,6 +56,12 @@ def choose(
 
 
 @triton.jit
+def of_head(base, b, h, stride_b, stride_h, GROUP: tl.constexpr = 1):
+    """Where the numbers of head h of sequence b begin; GROUP heads share them."""
+    return base + (b * stride_b + h // GROUP * stride_h)
+
+
+@triton.jit
 def _row(base, n, stride, cols, width, when):
     """Row n of a matrix, in fp32; zeros unless `when`."""
     return tl.load(base + n * stride + cols, mask=(cols < width) & when, other=0.0).to(tl.float32)
@@ -108,11 +114,11 @@ def exact_forward(
     v0 = (panel if of_state else panel - panels) * BV
     b = row // H
     h = row % H
-    q += b * q_sb + h // GROUP * q_sh
-    k += b * k_sb + h // GROUP * k_sh
-    v += b * v_sb + h * v_sh
-    beta += b * beta_sb + h * beta_sh
-    g += b * g_sb + h * g_sh
+    q = of_head(q, b, h, q_sb, q_sh, GROUP)
+    k = of_head(k, b, h, k_sb, k_sh, GROUP)
+    v = of_head(v, b, h, v_sb, v_sh)
+    beta = of_head(beta, b, h, beta_sb, beta_sh)
+    g = of_head(g, b, h, g_sb, g_sh)
     o += (b * (T // STEPS) * H + h) * V
     rows = tl.arange(0, BK)
     cols = v0 + tl.arange(0, BV)
@@ -188,11 +194,11 @@ def exact_backward(
         return
     b = row // H
     h = row % H
-    q += b * q_sb + h // GROUP * q_sh
-    k += b * k_sb + h // GROUP * k_sh
-    do += b * do_sb + h * do_sh
-    beta += b * beta_sb + h * beta_sh
-    g += b * g_sb + h * g_sh
+    q = of_head(q, b, h, q_sb, q_sh, GROUP)
+    k = of_head(k, b, h, k_sb, k_sh, GROUP)
+    do = of_head(do, b, h, do_sb, do_sh)
+    beta = of_head(beta, b, h, beta_sb, beta_sh)
+    g = of_head(g, b, h, g_sb, g_sh)
     rows = tl.arange(0, BK)
     cols = v0 + tl.arange(0, BV)
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V

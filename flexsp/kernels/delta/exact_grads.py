@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.exact import GROUP_OF_CHUNKS, _decay, _decayed, _number, _row
+from flexsp.kernels.delta.exact import GROUP_OF_CHUNKS, _decay, _decayed, _number, _row, of_head
 from flexsp.kernels.delta.prepare import sum_over
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_state
@@ -87,12 +87,12 @@ def _chunk(
 ):  # fmt: skip
     b = row // H
     h = row % H
-    q += b * q_sb + h // GROUP * q_sh
-    k += b * k_sb + h // GROUP * k_sh
-    v += b * v_sb + h * v_sh
-    do += b * do_sb + h * do_sh
-    beta += b * beta_sb + h * beta_sh
-    g += b * g_sb + h * g_sh
+    q = of_head(q, b, h, q_sb, q_sh, GROUP)
+    k = of_head(k, b, h, k_sb, k_sh, GROUP)
+    v = of_head(v, b, h, v_sb, v_sh)
+    do = of_head(do, b, h, do_sb, do_sh)
+    beta = of_head(beta, b, h, beta_sb, beta_sh)
+    g = of_head(g, b, h, g_sb, g_sh)
     dq += (b * (T // STEPS) * H + h) * K
     dk += (b * T * H + h) * K
     dv += (b * T * H + h) * V

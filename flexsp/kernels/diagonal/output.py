@@ -10,6 +10,17 @@ from flexsp.runtime.launch import begin
 
 
 @triton.jit
+def _scores(q, k, bc, later, scale, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Transposed: of queries at or after the keys of their rows, decayed."""
+    found = mm(k, tl.trans(q), DOT, PREC)
+    if GATED:
+        found = found * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+    else:
+        found = tl.where(later, found * scale, 0.0)
+    return found
+
+
+@triton.jit
 def _of_one_column(
     o, S, q, k, v, bc, b_end, later, length, o_st, scale, C: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -18,15 +29,13 @@ def _of_one_column(
     nothing is rounded between the inputs and o, which mLSTM and linear attention divide by."""
     rows = tl.arange(0, C)
     value = tl.sum(v.to(tl.float32), axis=1)
-    pairs = mm(k, tl.trans(q), DOT, PREC)
+    pairs = _scores(q, k, bc, later, scale, GATED, DOT, PREC)
     here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
     if GATED:
-        pairs = pairs * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
         here = here * power(bc)
         S = S * power(b_end)
         S += tl.trans(written(k, power(b_end - bc), v, 1, DOT, PREC))
     else:
-        pairs = tl.where(later, pairs * scale, 0.0)
         S += tl.trans(written(k, None, v, 1, DOT, PREC))
     here += tl.sum(pairs * value[:, None] + 0.0, axis=0)
     tl.store(o + rows * o_st, here.to(o.dtype.element_ty), mask=rows < length)
@@ -111,6 +120,7 @@ def output_kernel(
                 S = tl.zeros([BV, BK], tl.float32)
                 if INITIAL:
                     S = load_state(initial + at_doc, 0, v0, True, K, V, BK, BV, True)
+        bc, b_end = 0.0, 0.0
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         held = S.to(DOT)
@@ -118,19 +128,12 @@ def output_kernel(
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         if V == 1:
-            if not GATED:
-                bc, b_end = 0.0, 0.0
             S = _of_one_column(
                 o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
             )  # fmt: skip
         else:
             if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-                p = mm(kc, tl.trans(qc), DOT, PREC)
-                if GATED:
-                    p = p * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
-                else:
-                    p = tl.where(later, p * scale, 0.0)
-                p = p.to(DOT)
+                p = _scores(qc, kc, bc, later, scale, GATED, DOT, PREC).to(DOT)
             else:
                 p = tl.zeros([C, C], DOT)
             oc = mm(held, tl.trans(qc), DOT, PREC)

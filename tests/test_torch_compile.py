@@ -96,7 +96,7 @@ def test_one_graph_of_all_lengths_and_batches(name: str) -> None:
     for B, T in ((2, 70), (3, 129), (4, 64), (2, 20), (5, 2100)):
         if T > 1000 and name != "simple_gla":
             continue
-        drawn = case.inputs(Shape(B=B, T=T, K=3, V=2, states=B), random.randrange(2**31))
+        drawn = case.inputs(Shape(B=B, T=T, K=6, V=5, states=B), random.randrange(2**31))
         inputs = {key: of_many_sizes(x, 0, 1) if key in case.tokens else of_many_sizes(x, 0) if "initial" in key
                   else leaf(x) for key, x in drawn.items()}  # fmt: skip
         assert max(differences(step, f, inputs)) < EXACT

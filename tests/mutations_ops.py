@@ -76,6 +76,11 @@ OPS = [
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
     ),
     *_in(
+        "flexsp/ops/mamba3.py",
+        ('check.fail("x", "at least one batch row and one head", list(x.shape))', "pass", "calls without heads are taken",
+         "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
+    ),
+    *_in(
         "flexsp/kernels/vector/op.py",
         (_LOOKS, _BLIND, "a later call is read by the first one's strides", _EDGES + "test_vector_states"),
         ("x.dtype != torch.float64", "x.dtype != torch.float32", "float32 has no kernels", _DTYPES),

@@ -76,6 +76,11 @@ OPS = [
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
     ),
     *_in(
+        "flexsp/kernels/vector/walks.py",
+        ("o_st, head * o_sh + p, valid, C)\n        kept", "o_st, head + p, valid, C)\n        kept", "outputs of later channels answer for the first",
+         "tests/test_vector_state.py::test_kernels[several programs]"),
+    ),
+    *_in(
         "flexsp/ops/mamba3.py",
         ('check.fail("x", "at least one batch row and one head", list(x.shape))', "pass", "calls without heads are taken",
          "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),

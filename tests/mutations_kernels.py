@@ -92,6 +92,8 @@ KERNELS = [
          "a query does not read its own token", _CHANNELS),
         ("start - (1 << level))", "start - (2 << level))", "blocks meet others than the one before", _CHANNELS_CLOSED),
         ("first = tl.floor(gate * _STEPS) / _STEPS", "first = gate * 1.0", "sums of gates are rounded in fp32", _CHANNELS_GROWTH),
+        ("h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)\n    square", "h + start * beta_st, beta_st, length, C).to(tl.float32)\n    square",
+         "steps behind strides are another head's", _DELTA + "test_batched_and_packed[vector_gated_delta]"),
         ("e = _decays(blocks, which + 1, first", "e = _decays(blocks, which, first", "what is written decays from the start", _CHANNELS),
         ("for v1 in tl.static_range(0, V, BV):", "for v1 in tl.static_range(0, BV, BV):",
          "gradients of reads and writes are of the first values", _DELTA_LARGE + "[vector_gated_delta]"),

@@ -80,6 +80,16 @@ OPS = [
          "tests/test_no_tokens.py::test_compiled[kda_in_kernel]"),
     ),
     *_in(
+        "flexsp/kernels/vector/walks.py",
+        ("o_st, head * o_sh + p, valid, C)\n        kept", "o_st, head + p, valid, C)\n        kept", "outputs of later channels answer for the first",
+         "tests/test_vector_state.py::test_kernels[several programs]"),
+    ),
+    *_in(
+        "flexsp/ops/mamba3.py",
+        ('check.fail("x", "at least one batch row and one head", list(x.shape))', "pass", "calls without heads are taken",
+         "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
+    ),
+    *_in(
         "flexsp/kernels/engine.py",
         ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call is read by the first one's strides",
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),

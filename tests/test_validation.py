@@ -180,6 +180,13 @@ def test_mamba2_with_states_of_mamba_ssm() -> None:
     assert torch.equal(y, turned[0]) and torch.equal(final, turned[1].mT)
 
 
+@pytest.mark.parametrize("shape", [(0, T, H, V), (B, T, 0, V)])
+def test_mamba3_of_no_sequence_or_head(shape: tuple[int, ...]) -> None:
+    others = dict.fromkeys(("dt", "A", "B", "C", "trap", "angles"), torch.zeros(B, T, H, K))
+    with pytest.raises(ValueError, match=r"^x: expected at least one batch row and one head, got \["):
+        ops.mamba3(torch.zeros(shape), **others)
+
+
 def test_mlstm_with_heads_first() -> None:
     """And mlstm_kernels' own call, which has no head_first, is no call."""
     q, k, v = torch.randn(3, 2, 5, 3, 4).unbind(0)

@@ -312,7 +312,7 @@ class GeneratedCall:
         pointers, numbers = (*given, *written, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
         return LaunchSpec(
             kind, how, grid, pointers, (*given, *reads), (*written, *writes), numbers,
-            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | flags, how.options,
+            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products), **flags}, how.options,
         )  # fmt: skip
 
     def of_tokens(

@@ -349,7 +349,7 @@ _COMPILER = [
     ),
     *_in(
         "flexsp/compiler/planning/launches.py",
-        ("[entering, *middle, back] if early", "[entering, *scan, back] if not early",
+        ("[*entering, *middle, *back] if early", "[*entering, *middle, *back] if not early",
          "gradients are collected before the states that they read", "tests/test_launches.py::test_nothing_is_read_before_it_is_written"),
         ('others if x in _states_of(kernel)', 'others if x not in _states_of(kernel)', "what a chunk reads is counted wrongly",
          "tests/test_launches.py::test_states_that_a_kernel_reads_are_in_its_code"),

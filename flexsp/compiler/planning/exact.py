@@ -6,17 +6,53 @@ Their kernels are those of `flexsp.compiler.backend.exact`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from flexsp.compiler.backend.exact import EXACT
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.kernels.launches import Launch, LaunchSpec
 
-if TYPE_CHECKING:
-    from flexsp.compiler.planning.launches import GeneratedCall
-
 __all__ = ["again", "choose", "grads", "rounds", "scratch"]
+
+
+
+class Call(Protocol):
+    """What is read here of a call of generated kernels."""
+
+    @property
+    def code(self) -> Generated: ...
+
+    @property
+    def plan(self) -> Any: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def B(self) -> int: ...
+
+    @property
+    def H(self) -> int: ...
+
+    @property
+    def T(self) -> int: ...
+
+    @property
+    def docs(self) -> int: ...
+
+    @property
+    def products(self) -> torch.dtype: ...
+
+    @property
+    def state(self) -> tuple[int, ...]: ...
+
+    def of_tokens(
+        self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
+        writes: Sequence[str], flags: Mapping[str, bool],
+    ) -> LaunchSpec: ...  # fmt: skip
+
 
 _NARROWEST = 16  # columns of the state, as many as products of tiles need
 _WARP = 512  # numbers of the state that a warp has
@@ -25,12 +61,12 @@ _PROGRAMS = 512  # of `grads`, in all: four for each multiprocessor of the large
 _GROUP = 8
 
 
-def rounds(call: GeneratedCall) -> bool:
+def rounds(call: Call) -> bool:
     """Whether the call has inverses that are rounded. In other dtypes products are of fp32."""
     return call.code.inverts and call.products == torch.bfloat16 and call.plan.n_chunks > 0
 
 
-def choose(call: GeneratedCall) -> list[LaunchSpec]:
+def choose(call: Call) -> list[LaunchSpec]:
     """Which segments are done again."""
     if not rounds(call):
         return []
@@ -46,7 +82,7 @@ def choose(call: GeneratedCall) -> list[LaunchSpec]:
 
 
 def again(
-    call: GeneratedCall, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str],
+    call: Call, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str],
     flags: Mapping[str, bool],
 ) -> list[LaunchSpec]:  # fmt: skip
     """A walk of this kind once more, with the same last pointers."""
@@ -64,7 +100,7 @@ def again(
     )]  # fmt: skip
 
 
-def grads(call: GeneratedCall) -> list[LaunchSpec]:
+def grads(call: Call) -> list[LaunchSpec]:
     """All gradients of inputs, of chunks that are done again."""
     if not rounds(call):
         return []
@@ -74,7 +110,7 @@ def grads(call: GeneratedCall) -> list[LaunchSpec]:
     return [call.of_tokens(f"{EXACT}grads", how, grid, others, ("@entering", "@leaving"), ("@scratch",), {})]
 
 
-def scratch(call: GeneratedCall) -> tuple[int, ...]:
+def scratch(call: Call) -> tuple[int, ...]:
     """Numbers in fp32 that `grads` adds up where it has some of the state's columns at a time; else it needs none."""
     cols = call.code.layout.cols
     tokens = [sizes for name, sizes in call.code.layout.tokens.items() if name != "do" and cols not in sizes]
@@ -84,19 +120,19 @@ def scratch(call: GeneratedCall) -> tuple[int, ...]:
     return call.B * call.H * _programs(call), call.plan.chunk, max(1, width)
 
 
-def _state(call: GeneratedCall) -> tuple[int, int]:
+def _state(call: Call) -> tuple[int, int]:
     """Rows and columns of a tile of the whole state."""
     blocks, layout = dict(call.plan.blocks), call.code.layout
     return blocks.get(layout.rows, 1), blocks[layout.cols]
 
 
-def _of_grads(call: GeneratedCall) -> Launch:
+def _of_grads(call: Call) -> Launch:
     rows, cols = _state(call)
     width = min(cols, max(_NARROWEST, _TILE // rows)) if call.code.split_tokens else cols
     return Launch(width, min(16, max(1, rows * width // _WARP)), 1)
 
 
-def _programs(call: GeneratedCall) -> int:
+def _programs(call: Call) -> int:
     """For each sequence of a head."""
     groups = -(-call.plan.n_chunks // _GROUP)
     return max(1, min(groups, _PROGRAMS // max(1, call.B * call.H)))

@@ -69,7 +69,7 @@ def compiled(name: str) -> list[dict[str, Any]]:
 @every
 def test_resources(name: str) -> None:
     found = compiled(name)
-    assert {kernel["name"] for kernel in found} == KERNELS
+    assert {kernel["name"] for kernel in found} == KERNELS | ({"tail_kernel"} if "packed" in name else set())
     assert all(kernel["shared"] < H200.shared for kernel in found), found
     if RELEASE != (3, 6):
         pytest.skip(f"no spills are stated for Triton {triton.__version__}")

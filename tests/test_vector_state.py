@@ -225,7 +225,8 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no NaN that gives way to a number, no missing barriers, no registers
     that nothing wrote, no spills."""
     kernels = compiled(name)
-    assert [kernel["name"].removesuffix("_kernel") for kernel in kernels] == ["summarize", "output", "collect", "grads"]
+    names = [kernel["name"].removesuffix("_kernel") for kernel in kernels if kernel["name"] != "tail_kernel"]
+    assert names == ["summarize", "output", "collect", "grads"]
     for kernel in kernels:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flexsp.compiler import LinearAttention
+from flexsp.compiler.frontend import program
 from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -197,6 +198,17 @@ def joined(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
     return found
 
 
+@contextmanager
+def sums_in_float32() -> Iterator[None]:
+    """Functions in PyTorch add gates up as kernels do, which is what these are held to. Else sums are float64."""
+    plain = program.with_wide_sums
+    program.with_wide_sums = lambda module: module
+    try:
+        yield
+    finally:
+        program.with_wide_sums = plain
+
+
 def of_functions(run: Run, problem: Problem, cotangents: Cotangents) -> list[Tensors]:
     """What the functions give in PyTorch, products of matrices with operands in the run's dtype. All cotangents but the
     first meet inputs that are a rounding off: where a variant magnifies that, kernels may too."""
@@ -206,7 +218,7 @@ def of_functions(run: Run, problem: Problem, cotangents: Cotangents) -> list[Ten
     model = variants.load(run.name).make(run.H, run.K, run.V, chunk_size=run.chunk)
     cu = None if run.bounds is None else torch.tensor(run.bounds)
     found, of = [], leaves
-    with RoundedProducts(run.dtype):
+    with RoundedProducts(run.dtype), sums_in_float32():
         for each in cotangents:
             found += differentiated(lambda given: model(**given, cu_seqlens=cu, sp=False), of, [each])
             of = {name: a_rounding_off(x.detach(), made, torch.float32) for name, x in leaves.items()}

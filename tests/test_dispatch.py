@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from flexsp.comm import group
 from flexsp.comm.group import SequenceParallel
+from flexsp.comm.ranks import GROUPS
 from flexsp.compiler import (
     ConstExpr,
     LinearAttention,
@@ -269,7 +269,7 @@ def differs(model: Any, x: Tensors) -> float:
 def hooked(sp: Any, folder: str) -> tuple[float, bool]:
     """Error of gradients where hooks give saved tensors back contiguous, also in a process's first group, whose number
     is 0; on one rank, kernels for gradients of other alignment."""
-    with mock.patch.dict(group._GROUPS, {0: sp}), mock.patch.object(sp, "id", 0):
+    with mock.patch.dict(GROUPS, {0: sp}), mock.patch.object(sp, "id", 0):
         return _hooked(sp, folder)
 
 

@@ -55,7 +55,10 @@ def inverses(sp: Any, C: int) -> list[float]:
     given = torch.where(torch.ones(C, C).tril(-1) > 0, x, float("nan"))
     y = torch.full_like(x, float("nan"))
     table = torch.empty(0, dtype=torch.int32)
-    launch(inverse_kernel, (3, 2), (given, y, table, 3 * C), {"C": C, "PACKED": False}, {"num_warps": 1})
+    gain = torch.full((2, 3), float("nan"))
+    flags = {"C": C, "GAIN": True, "MORE": False, "PACKED": False}
+    launch(inverse_kernel, (3, 2), (given, y, gain, table, 3 * C), flags, {"num_warps": 1})
+    torch.testing.assert_close(gain, (y.tril(-1) ** 2).sum((2, 3)))
     want = torch.linalg.inv(x.double().tril(-1) + torch.eye(C, dtype=torch.float64))
     assert torch.equal(y, y.tril()), "what is above the diagonal is zero"
     assert torch.equal(y[1, 2, C // 2 + 1 :], torch.eye(C)[C // 2 + 1 :])

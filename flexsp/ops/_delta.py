@@ -18,6 +18,7 @@ from flexsp.ops._programs import (
     Call,
     Sizes,
     clamped,
+    factor_of,
     final_state,
     initial_state,
     known,
@@ -194,7 +195,7 @@ def run(
     group = check.resolve(call.sp, q)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
     initial, N = _state(heads, call, group, q), check.number_of_states(heads.B, call.cu_seqlens)
-    factor = check.check_scale(scale, heads.K)
+    factor = factor_of(scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": clamped(tokens["g"], q)}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from flexsp.compiler import LinearAttention
 
 __all__ = [
-    "Call", "Sizes", "clamped", "final_state", "initial_state", "known", "matrix_loop", "rows_at", "run_matrix",
-    "run_program", "run_vector", "token_loop", "vector_loop", "wide",
+    "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "rows_at",
+    "run_matrix", "run_program", "run_vector", "token_loop", "vector_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -97,6 +97,11 @@ def known(*sizes: int) -> list[int]:
     return [operator.index(n) for n in sizes]
 
 
+def factor_of(scale: float | None, K: int) -> float:
+    """The factor on queries that a program is made for, as a number too."""
+    return check.check_scale(scale, K).__float__()  # float(x) would leave a symbol
+
+
 @functools.lru_cache(maxsize=64)
 def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
@@ -143,7 +148,7 @@ def run_matrix(
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, first, group)
     initial = initial_state((H, K, V), "H, K, V", call, group, x)
-    factor = check.check_scale(scale, K)
+    factor = factor_of(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
     o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)

@@ -80,6 +80,11 @@ GATES = [
         ("g.cumsum(0).exp() * chunk_state", "g.exp() * chunk_state", "what enters a chunk decays by one gate", _OPS),
     ),
     *_in(
+        "flexsp/runtime/elsewhere.py",
+        ("if torch.compiler.is_dynamo_compiling():", "if False:", "torch.compile works beside the thread of a tracer",
+         "tests/test_tracing.py::test_nothing_is_compiled_beside_work_elsewhere"),
+    ),
+    *_in(
         "flexsp/ops/_programs.py",
         ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),

@@ -148,7 +148,8 @@ def check_number(name: str, x: Any, above: float | None = None) -> float:
         value = float(x)
     except OverflowError:
         fail(name, expected, f"an int of {int(x).bit_length()} bits")
-    if not math.isfinite(value) or (above is not None and not value > above):
+    finite = -math.inf < value < math.inf  # also of symbols of torch.compile, which math.isfinite does not take
+    if not finite or (above is not None and not value > above):
         fail(name, expected, repr(x))
     return value
 

@@ -80,6 +80,11 @@ GATES = [
         ("g.cumsum(0).exp() * chunk_state", "g.exp() * chunk_state", "what enters a chunk decays by one gate", _OPS),
     ),
     *_in(
+        "flexsp/runtime/elsewhere.py",
+        ("if torch.compiler.is_dynamo_compiling():", "if False:", "torch.compile works beside the thread of a tracer",
+         "tests/test_tracing.py::test_nothing_is_compiled_beside_work_elsewhere"),
+    ),
+    *_in(
         "flexsp/ops/_programs.py",
         ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),
@@ -87,6 +92,8 @@ GATES = [
          "final states have keys first", "tests/test_vector_gates.py::test_states_with_values_first"),
         ("new if bonus is None else S", "new if bonus is None else new", "decoding reads twice what it wrote",
          "tests/test_vector_gates.py::test_token_by_token"),
+        (".__float__()  # float(x) would leave a symbol", "", "graphs break where a factor is a symbol",
+         "tests/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[rwkv7]"),
         ("    if last is state:\n", "    if False:\n", "the state of no tokens is the one that was given",
          "tests/test_vector_gates.py::test_no_tokens"),
     ),

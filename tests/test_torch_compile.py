@@ -103,6 +103,16 @@ def test_one_graph_of_all_lengths_and_batches(name: str) -> None:
     assert made == ONE
 
 
+@pytest.mark.parametrize("name", ["rwkv7", "mlstm", *slow("gla", "kda", "gated_delta_product", "rwkv6")])
+def test_one_graph_where_all_sizes_are_symbols(name: str) -> None:
+    """Also those of heads, for which a program is made while torch.compile traces, and defaults such as scale."""
+    case = OF_SIZES[name]
+    step = torch.compile(lambda x: case.op(**x)[0], backend="eager", dynamic=True, fullgraph=True)
+    for T in (20, 33):
+        inputs = case.inputs(Shape(T=T, K=6, V=5), random.randrange(2**31))
+        assert relative_error(step(inputs), case.op(**inputs)[0]) < EXACT
+
+
 def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int]]]:
     """The largest difference of a variant of generated kernels, and of an op, from the same in no graph."""
     model, found, worst = variants.load("deltanet").make(*SIZES), [], 0.0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 from flexsp.comm.tracing import constant_in_graphs, outside_graphs
+from flexsp.runtime.elsewhere import elsewhere
 
 
 def graphs_of(fn: Callable[[int], int], **options: Any) -> list[list[str]]:
@@ -63,3 +68,19 @@ def test_what_is_outside_ends_the_graph_and_is_not_traced() -> None:
     assert graphs_of(marked) == graphs_of(torch.compiler.disable(make_ones)) == [["sinh"], ["add", "mul"]]
     with pytest.raises(Exception, match="it makes ones"):
         graphs_of(marked, fullgraph=True)
+
+
+def test_nothing_is_compiled_beside_work_elsewhere() -> None:
+    """Tracers change torch.nn.Module for all threads: two at once would leave it changed."""
+    caller, names = threading.get_ident(), list[str]()
+
+    torch._dynamo.reset()
+
+    def work() -> int:
+        time.sleep(0.3)  # the caller compiles what comes behind the start of the thread, or waits
+        frame = sys._current_frames()[caller]
+        names.extend(each.f_code.co_name for each, _ in traceback.walk_stack(frame))
+        return 1
+
+    assert torch.compile(lambda x: x + elsewhere(x.device, work), backend="eager")(torch.zeros(())) == 1
+    assert names[names.index("join") + 1] == "_elsewhere"  # not what torch.compile made of the rest of it

@@ -14,7 +14,18 @@ from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
-from flexsp.ops._programs import Call, Sizes, clamped, final_state, initial_state, rows_at, run_program, token_loop
+from flexsp.ops._programs import (
+    Call,
+    Sizes,
+    clamped,
+    factor_of,
+    final_state,
+    initial_state,
+    known,
+    rows_at,
+    run_program,
+    token_loop,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -180,11 +191,11 @@ def run(
     Args:
         steps: keys of a token; `heads.T` and ``cu_seqlens`` count tokens.
     """
-    q = tokens["q"]
+    q, heads = tokens["q"], Heads(*heads[:2], *known(*heads[2:]))
     group = check.resolve(call.sp, q)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
     initial, N = _state(heads, call, group, q), check.number_of_states(heads.B, call.cu_seqlens)
-    factor = check.check_scale(scale, heads.K)
+    factor = factor_of(scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not _clamps(name, heads, q):
         tokens = tokens | {"g": clamped(tokens["g"], q)}
@@ -194,7 +205,7 @@ def run(
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    sizes = Sizes(heads.HV, heads.K, heads.V, factor, steps, heads.HV // q.shape[2], 1 if apart else steps)
+    sizes = Sizes(heads.HV, heads.K, heads.V, factor, steps, heads.HV // known(q.shape[2])[0], 1 if apart else steps)
     o, final = run_program(name, sizes, tokens, initial, bounds, group)
     return o[:, steps - 1 :: steps] if apart else o, final_state(final, call)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from flexsp.compiler import LinearAttention
 
 __all__ = [
-    "Call", "Sizes", "clamped", "final_state", "initial_state", "matrix_loop", "rows_at", "run_matrix", "run_program",
-    "run_vector", "token_loop", "vector_loop", "wide",
+    "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "rows_at",
+    "run_matrix", "run_program", "run_vector", "token_loop", "vector_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -91,6 +92,16 @@ class Sizes(NamedTuple):
     rows_per_token: int = 1
 
 
+def known(*sizes: int) -> list[int]:
+    """Sizes that a program is made for, as numbers: torch.compile may have symbols for them."""
+    return [operator.index(n) for n in sizes]
+
+
+def factor_of(scale: float | None, K: int) -> float:
+    """The factor on queries that a program is made for, as a number too."""
+    return check.check_scale(scale, K).__float__()  # float(x) would leave a symbol
+
+
 @functools.lru_cache(maxsize=64)
 def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
@@ -133,11 +144,11 @@ def run_matrix(
         inputs: the program's tensors, q among them.
         first: what the op calls q.
     """
-    (_, _, H, K, V), x = sizes, inputs["q"]
+    (H, K, V), x = known(*sizes[2:]), inputs["q"]
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, first, group)
     initial = initial_state((H, K, V), "H, K, V", call, group, x)
-    factor = check.check_scale(scale, K)
+    factor = factor_of(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
     o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
@@ -151,7 +162,7 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     Args:
         op: its name, by which ranks compare their calls.
     """
-    D = x.shape[2]
+    (D,) = known(x.shape[2])
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, "x", group)
     initial = initial_state((D,), "D", call, group, x)

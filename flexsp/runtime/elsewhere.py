@@ -38,6 +38,12 @@ def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
     There no tracer, mode, transform or hook of the caller's thread is in force: inference mode, autocast, what compiles
     or checkpoints the call, hooks on saved tensors.
     """
+    if torch.compiler.is_dynamo_compiling():  # it would compile what comes behind the thread's start beside the work
+        return torch.compiler.disable(_elsewhere)(device, work)
+    return _elsewhere(device, work)
+
+
+def _elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
     _outlive_threads()
     answer: list[Any] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,18 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay
+from flexsp.kernels import engine
 from flexsp.testing import run_ranks
 from tests import variants
 from tests.harness.interpreted import INTERPRETED
 
 
-@pytest.mark.parametrize("engine", ["diagonal", "vector", "selective"])
-def test_all_dtypes_but_float64_have_kernels(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = importlib.import_module(f"flexsp.kernels.{engine}.op")
-    chosen = op.has_kernels if engine == "vector" else op._use_triton
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_all_dtypes_but_float64_have_kernels(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted in (False, True):
-        monkeypatch.setattr(op, "kernels_on_cpu", lambda wanted=wanted: wanted)
+        monkeypatch.setattr(engine, "kernels_on_cpu", lambda wanted=wanted: wanted)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            assert chosen(torch.zeros(1, dtype=dtype)) == (wanted and dtype != torch.float64)
+            assert engine.asks_for_kernels(on_gpu, dtype) == ((on_gpu or wanted) and dtype != torch.float64)
 
 
 def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
@@ -297,6 +298,8 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
         o.backward(torch.empty_like(o))
     found = []
     for kernel, args, kwargs in launches:
+        if kernel.__name__.startswith(EXACT):  # they return at once where no keys repeat: predicted to cost nothing
+            continue
         generated = code.kernels.get(kernel.__name__)
         unread = {x for x in ("entering", "leaving") if f"{x} +" not in (generated.source if generated else "")}
         rows = {f"{x}_ptr": chunk for x in (generated.by_row if generated else ())}
@@ -338,7 +341,8 @@ def compare_launches(name: str, found: list[dict[str, Any]]) -> int:
     assert [x["kernel"] for x in found] == [x.kernel for x in rows]
     compared = 0
     for told, row in zip(found, rows, strict=True):
-        if row.kernel in ("inverse_kernel", "_propagate_kernel"):  # write in place what they read
+        # The first two write in place what they read; the third has pointers that it does not use.
+        if row.kernel in ("inverse_kernel", "_propagate_kernel", "choose"):
             continue
         assert row.read + row.written == pytest.approx(told["bytes"], rel=0.04 if told["walks"] else 1e-3), row
         if told.get("shared", 0) > 8192:  # below, sums over warps count

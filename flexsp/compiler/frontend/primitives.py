@@ -71,7 +71,9 @@ def decayed_scores(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.T
         [C, C]. The exponent is masked before the exponential, so strong decay gives 0, never inf or NaN.
     """
     later = torch.ones(b.shape[0], b.shape[0], dtype=torch.bool, device=b.device).tril()
-    exponent = (b.unsqueeze(1) - b.unsqueeze(0)).to(q.dtype)
+    exponent = b.unsqueeze(1) - b.unsqueeze(0)
+    if exponent.dtype == torch.float64:
+        exponent = exponent.to(torch.promote_types(q.dtype, torch.float32))
     if b.dim() == 1:
         return (q @ k.transpose(0, 1)) * exponent.masked_fill(~later, float("-inf")).exp()
     decay = exponent.masked_fill(~later.unsqueeze(-1), float("-inf")).exp()

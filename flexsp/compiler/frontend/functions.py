@@ -18,6 +18,7 @@ from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.program import Program, call, has_parts, widths
+from flexsp.compiler.frontend.running_sums import NARROW
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
 from flexsp.kernels import executor
 from flexsp.kernels.executor import Documents, States
@@ -95,7 +96,7 @@ class _Local:
                 tensors[name] = x[None, :, None].expand(B, H, n, *x.shape[1:]).flatten(0, 2)
 
         def one(x: Tensors) -> tuple[torch.Tensor, Tensors]:
-            return call(traced, {**self.numbers, **x}, wide_sums=self.zero.dtype == torch.float32)
+            return call(traced, {**self.numbers, **x}, wide_sums=self.zero.dtype == NARROW)
 
         if B:
             return vmap(one)(tensors)

@@ -15,9 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from flexsp.compiler.frontend.primitives import decayed_scores
 
-__all__ = ["with_wide_sums"]
+__all__ = ["NARROW", "with_wide_sums"]
 
 _made: WeakKeyDictionary[GraphModule, GraphModule | None] = WeakKeyDictionary()
+NARROW, _WIDE = torch.float32, torch.float64
 _SUMS = ("cumsum", "sum")
 _LINEAR = ("sub", "add", "neg", "mul")
 _VIEWS = ("getitem", "unsqueeze", "squeeze", "expand", "view", "reshape", "flip", "narrow", "select")
@@ -37,10 +38,10 @@ def _widened(module: GraphModule) -> GraphModule | None:
     if not wide:
         return None
     for node in wide:
-        _cast(graph, node, node.args[0], torch.float64)
+        _cast(graph, node, node.args[0], _WIDE)
     for node in [x for x in graph.nodes if _name(x) == "exp"]:
         if _reaches(node.args[0], wide):
-            _cast(graph, node, node.args[0], torch.float32)
+            _cast(graph, node, node.args[0], NARROW)
     return GraphModule(module, graph)
 
 

@@ -140,7 +140,7 @@ def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int
     return worst, found
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [*slow(False), True])
 def test_one_graph_of_kernels_of_all_lengths(packed: bool) -> None:
     """Whose plan, and the memory that they keep, depend on the length."""
     assert run_ranks(lengths_in_kernels, 1, packed, env=INTERPRETED) == [(0.0, [ONE, ONE])]

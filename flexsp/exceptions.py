@@ -94,7 +94,10 @@ class NotAvailable(FlexspError, RuntimeError):
 
 
 class UncoveredWarning(UserWarning):
-    """No run of the GPU tests has covered this Triton release on this GPU. `flexsp.runtime.covered` lists the runs."""
+    """No run of the GPU tests has covered this Triton release on this GPU.
+
+    `flexsp.runtime.tested_versions` lists the runs.
+    """
 
 
 class NotExact(FlexspError, RuntimeError):

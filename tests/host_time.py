@@ -65,7 +65,7 @@ def measure() -> dict[str, float]:
     import torch
 
     from flexsp import ops
-    from flexsp.kernels import recipe  # noqa: F401  (imported here so that its launches are replaced)
+    from flexsp.kernels import executable  # noqa: F401  (imported here so that its launches are replaced)
     from flexsp.runtime import steps
     from flexsp.runtime.launch import KernelLaunch
 

@@ -33,8 +33,9 @@ _SPEED = re.compile(
 _SPARES = ("set_materialize_grads", "mark_non_differentiable")  # calls that spare autograd work, and change no number
 # Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
 _LEFT_OUT = (
-    "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py", "*/runtime/covered.py",
-    "*/compiler/planning/tune.py", "*/compiler/planning/model.py", "*/comm/nvshmem.py", "*/comm/device.py",
+    "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py",
+    "*/runtime/tested_versions.py", "*/compiler/planning/tune.py", "*/compiler/planning/model.py",
+    "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
 _NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree
 # Tests that go through all of a folder.

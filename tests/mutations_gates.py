@@ -80,7 +80,7 @@ GATES = [
         ("g.cumsum(0).exp() * chunk_state", "g.exp() * chunk_state", "what enters a chunk decays by one gate", _OPS),
     ),
     *_in(
-        "flexsp/runtime/elsewhere.py",
+        "flexsp/runtime/clean_thread.py",
         ("if torch.compiler.is_dynamo_compiling():", "if False:", "torch.compile works beside the thread of a tracer",
          "tests/test_tracing.py::test_nothing_is_compiled_beside_work_elsewhere"),
     ),
@@ -294,7 +294,7 @@ GATES = [
          "matrices have the gradient of their transposes", _BY_KERNEL + "test_gradients_in_reverse[dense]"),
     ),
     *_in(
-        "flexsp/scan/sequence.py",
+        "flexsp/scan/tokens.py",
         ("min(lengths) >= width", "max(lengths) >= width", "one shard stands for all",
          _BY_KERNEL + "test_tokens_before"),
         ("_any_token(x, T), sp, \"the token behind\"", "None, sp, \"the token behind\"",

@@ -164,7 +164,7 @@ MEMORY = [
         ("x = x + across(x, bit)", "x = x", "sums of half of the channels", _SCAN + "test_kernels[numbers]"),
     ),
     *_in(
-        "flexsp/scan/sequence.py",
+        "flexsp/scan/tokens.py",
         ("(inside + before.unsqueeze(2))", "inside", "blocks of a running sum begin at 0",
          "tests/test_running_sums.py::test_long_texts[257]"),
     ),

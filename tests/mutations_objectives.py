@@ -47,7 +47,7 @@ OBJECTIVES = [
     *_in("flexsp/grammar/objectives.py",
         ("return self.eps is None", "return True", "sums of squares are taken to turn with keys", _ROPE_CALLS),
     ),
-    *_in("flexsp/scan/sequence.py",
+    *_in("flexsp/scan/tokens.py",
         ("x.to(torch.float64) / unit,", "(x / unit).to(torch.float64),", "a turn is rounded to float32",
          "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
@@ -95,7 +95,7 @@ OBJECTIVES = [
          "sums and keys start anew with every call", _CALLS),
     ),
     *_in(
-        "flexsp/scan/sequence.py",
+        "flexsp/scan/tokens.py",
         ("            mine = initial\n        first = _a", "            pass\n        first = _a",
          "a first rank without tokens loses the token before a call", _RANKS + "[difference, bootstrapped-batch]"),
         ("cu_seqlens, place, place == begin)", "cu_seqlens, place, place != begin)", "initial tokens stand elsewhere",

@@ -12,7 +12,7 @@ _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
     *_in(
-        "flexsp/kernels/recipe.py",
+        "flexsp/kernels/executable.py",
         ('*self._tails({"@o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",
          _TAIL + "test_in_kernels[hgrn]"),
         (", *self._tails(self._gradients_of_tokens(makes))", "", "gradients behind the last document are not written",
@@ -55,7 +55,7 @@ OPS = [
          _TAIL + "test_objectives[rows]"),
     ),
     *_in(
-        "flexsp/scan/sequence.py",
+        "flexsp/scan/tokens.py",
         ("return states.masked_fill(~here", "return states.masked_fill(here & ~here", "rows of other ranks reach gradients",
          "tests/test_sp_ops.py::test_documents_that_end_before_the_tokens[mlstm]"),
     ),

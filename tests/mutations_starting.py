@@ -44,7 +44,7 @@ STARTING = [
          "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
     ),
     *_in(
-        "flexsp/scan/sequence.py",
+        "flexsp/scan/tokens.py",
         ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
          "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
     ),

@@ -61,7 +61,7 @@ STATES = [
         ),
     ),
     *_in(
-        "flexsp/kernels/recipe.py",
+        "flexsp/kernels/executable.py",
         (
             'kind == "max-plus" and spec.constants["REVERSE"]',
             "False",

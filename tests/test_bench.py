@@ -485,11 +485,11 @@ def test_traffic_of_our_kernels_is_read_and_compared(capsys: pytest.CaptureFixtu
 def test_without_dispatcher_ends() -> None:
     from flexsp.bench.host import without_dispatcher
     from flexsp.compiler import LinearAttention
-    from flexsp.kernels.recipe import Recipe
+    from flexsp.kernels.executable import Executable
     from flexsp.runtime.launch import KernelLaunch
 
     def parts() -> list[object]:
-        return [KernelLaunch.run, KernelLaunch.prepare, Recipe.precompile, LinearAttention.remembered]
+        return [KernelLaunch.run, KernelLaunch.prepare, Executable.precompile, LinearAttention.remembered]
 
     before = parts()
     with without_dispatcher():

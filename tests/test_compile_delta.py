@@ -104,19 +104,19 @@ def compile_config(
 
     import torch
 
-    from flexsp.compiler.dispatch import recipe_of
-    from flexsp.kernels import operators, recipe
+    from flexsp.compiler.dispatch import executable_of
+    from flexsp.kernels import executable, operators
     from flexsp.kernels.delta import calls
     from flexsp.kernels.delta.launches import DeltaCall
     from flexsp.kernels.delta.plan import plan_of
-    from flexsp.runtime import covered
+    from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches
 
     if ranks:  # the launches are those of several ranks, though the call is of one
         calls.plan_of = lambda *args: plan_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
     if not gluon:
-        covered.GLUON = frozenset()  # type: ignore[misc]
-    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+        tested_versions.GLUON = frozenset()  # type: ignore[misc]
+    executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
     docs = 4 if packed else 0
     looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768 * steps)
@@ -128,7 +128,7 @@ def compile_config(
     bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if packed else None
     operators.chunk_table = lambda *args: torch.empty(1, 5, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     with record_launches() as launches:
-        found = recipe_of(code, given, state, bounds, None)
+        found = executable_of(code, given, state, bounds, None)
         assert isinstance(found.call, DeltaCall)
         shard = 0, 32768 * steps, 32768 * steps
         o, final = operators.run(found, None, [*given.values()], state, bounds, shard)

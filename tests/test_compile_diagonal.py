@@ -58,14 +58,14 @@ def launches_of(
     """
     import torch
 
-    from flexsp.kernels import operators, recipe
+    from flexsp.kernels import executable, operators
     from flexsp.testing.offline import record_launches
-    from tests.harness.recipes import scalar_decay_recipe
+    from tests.harness.executables import scalar_decay_executable
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
 
-    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     kind = getattr(torch, dtype)
     q, k = (meta(B, T, H, K, kind=kind) for _ in range(2))
     v, do = (meta(B, T, H, V, kind=getattr(torch, values or dtype)) for _ in range(2))
@@ -75,7 +75,7 @@ def launches_of(
     operators.chunk_table = lambda *args: table  # type: ignore[assignment]
     given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
-        found = scalar_decay_recipe(given, state, docs, K**-0.5)
+        found = scalar_decay_executable(given, state, docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches

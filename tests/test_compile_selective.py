@@ -37,7 +37,7 @@ def compile_config(
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     import torch
 
-    from flexsp.kernels import operators, recipe
+    from flexsp.kernels import executable, operators
     from flexsp.kernels.selective.op import selective
     from flexsp.testing.offline import record_launches
 
@@ -45,7 +45,7 @@ def compile_config(
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
 
     os.environ["FLEXSP_BACKEND"] = "triton"
-    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     operators.chunk_table = lambda *args: meta(T // 8 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
     kind = getattr(torch, dtype)
     u, delta, z = (meta(batch, T, D, kind=kind) for _ in range(3))

@@ -22,7 +22,7 @@ from flexsp import SequenceParallel, nn, ops
 from flexsp.comm import collectives
 from flexsp.comm.derivatives import joined
 from flexsp.comm.halo import halo_exchange
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, graph
+from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, torch_compile
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
@@ -100,7 +100,7 @@ def of_variant(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, li
 def of_graph(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
     model, given = variant(name), inputs_of(name, 6, dtype)
     x = [given[key].requires_grad_() for key in model.names]
-    return graph.call(model.graph_name, x, None, None, sp)[0], x
+    return torch_compile.call(model.graph_name, x, None, None, sp)[0], x
 
 
 def of_op(sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

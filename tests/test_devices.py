@@ -285,11 +285,11 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
 
 def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
     """The launches of a gated forward and backward pass."""
-    from flexsp.kernels import operators, recipe
+    from flexsp.kernels import executable, operators
     from flexsp.testing.offline import record_launches
-    from tests.harness.recipes import scalar_decay_recipe
+    from tests.harness.executables import scalar_decay_executable
 
-    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     B, T, H, docs = 1, 32768, 32, 4 if packed else 0
     q, k, v, do = (meta(B, T, H, n, kind=dtype) for n in (K, K, V, V))
     state = meta(docs or B, H, K, V).requires_grad_()
@@ -297,7 +297,7 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
     given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
     operators.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
-        found = scalar_decay_recipe(given, state, docs, 1.0)
+        found = scalar_decay_executable(given, state, docs, 1.0)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches, {}
@@ -321,23 +321,24 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
     initial = made(code.program.meta.state, [docs or 1]).detach().float().requires_grad_()
     bounds = meta(docs + 1, kind=torch.int64) if packed else None
     with record_launches() as launches:
-        recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, None)
-        o, final = operators.run(recipe, None, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
+        executable = dispatch.executable_of(code, tokens | params, initial, bounds, None)
+        given = [*tokens.values(), *params.values()]
+        o, final = operators.run(executable, None, given, initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     passes = [
-        predict(code, recipe.call.plan, recipe.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        predict(code, executable.call.plan, executable.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
         for back in (False, True)
     ]  # fmt: skip
     rows, tail = [x for some in passes for x in some], ["tail_kernel"] if docs else []  # not of the plan: writes zeros
     assert [kernel.__name__ for kernel, *_ in launches if not kernel.__name__.startswith(EXACT)] == [
         name for some in passes for name in (*(x.kernel for x in some), *tail)
     ]
-    walk = recipe.call.plan.walk
+    walk = executable.call.plan.walk
     for kernel, _, given in launches:
         if kernel.__name__ in ("output", "back", "states"):
             assert (given["num_warps"], given["num_stages"]) == (walk.warps, walk.stages), "not the plan's"
     limit = of_device(torch.device("cpu")).shared
-    assert not recipe.call.plan.sure or all(x.shared <= limit for x in rows)
+    assert not executable.call.plan.sure or all(x.shared <= limit for x in rows)
     return launches, {x.kernel: x.shared for x in rows}
 
 

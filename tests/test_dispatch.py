@@ -1,4 +1,4 @@
-"""What is kept of a call for the next one like it: recipes, launches with filled-in addresses, kernels for any T."""
+"""What is kept of a call for the next one: executables, launches with addresses filled in, kernels for any T."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness.compiling import in_child
+from tests.harness.executables import scalar_decay_executable
 from tests.harness.interpreted import INTERPRETED
-from tests.harness.recipes import scalar_decay_recipe
 
 Tensors = dict[str, torch.Tensor]
 
@@ -49,7 +49,7 @@ def only_noted() -> Iterator[set[Any]]:
     def note(steps: Sequence[Step], frame: Any, device: torch.device) -> None:
         found.update(x.facts(frame) for x in launches_of(steps))
 
-    with mock.patch("flexsp.kernels.recipe.run_steps", note):
+    with mock.patch("flexsp.kernels.executable.run_steps", note):
         yield found
 
 
@@ -69,10 +69,10 @@ def keys_of_lengths(sp: Any, name: str, folder: str, lengths: list[int]) -> list
         for name, what in (meta.tokens | meta.params).items():
             shape = lead[name] + [sizes[s.name] for s in what.shape if s != "T"]
             given[name] = torch.empty(shape, dtype=what.dtype, device="meta")
-        recipe = dispatch.recipe_of(code, given, None, None, None)
+        executable = dispatch.executable_of(code, given, None, None, None)
         with only_noted() as noted:
-            o, _, saved = recipe.run_forward(list(given.values()), None, None)
-            recipe.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
+            o, _, saved = executable.run_forward(list(given.values()), None, None)
+            executable.run_backward(list(given.values()), None, saved, None, torch.empty_like(o), None, False)
         found |= noted
         counts.append(len(found))
     return counts
@@ -92,12 +92,13 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
             x["k"] = x["k"].transpose(2, 3).contiguous().transpose(2, 3)
         initial = torch.zeros(4 * 64 * 64 + odd)[odd:].view(1, 4, 64, 64).requires_grad_() if given else None
         bounds = torch.tensor([0, 100, 4096]) if packed else None
-        recipe = dispatch.recipe_of(code, x, initial, bounds, None)
-        table = torch.zeros(recipe.call.plan.n_chunks, 5, dtype=torch.int32) if packed else None
+        executable = dispatch.executable_of(code, x, initial, bounds, None)
+        table = torch.zeros(executable.call.plan.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
-            o, _, saved = recipe.run_forward([*x.values()], initial, table)
-            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
-        found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
+            o, _, saved = executable.run_forward([*x.values()], initial, table)
+            executable.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
+        again = executable.launches([*x.values()], initial, True)
+        found.append({launch.facts(frame) for launch, frame in again} == facts)
     return found
 
 
@@ -115,12 +116,13 @@ def precompiled_engine(sp: Any) -> list[bool]:
         x |= {} if gate is None else {gate: -torch.rand((1, 4096, 4) if gate == "g" else 4)}
         x = {name: y.requires_grad_() for name, y in x.items()}
         initial = torch.zeros(2 if packed else 1, 4, 64, 64).requires_grad_() if given else None
-        recipe = scalar_decay_recipe(x, initial, 2 * packed, 0.1)
-        table = torch.zeros(recipe.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
+        executable = scalar_decay_executable(x, initial, 2 * packed, 0.1)
+        table = torch.zeros(executable.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
-            o, _, saved = recipe.run_forward([*x.values()], initial, table)
-            recipe.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
-        found.append({launch.facts(frame) for launch, frame in recipe.launches([*x.values()], initial, True)} == facts)
+            o, _, saved = executable.run_forward([*x.values()], initial, table)
+            executable.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
+        again = executable.launches([*x.values()], initial, True)
+        found.append({launch.facts(frame) for launch, frame in again} == facts)
     return found
 
 
@@ -144,10 +146,10 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     code = variants.load("simple_gla").make(2, 16, 16, torch.float32, code_dir=tmp_path)._generated
     x = {"q": torch.randn(1, 99, 2, 16), "k": torch.randn(1, 99, 2, 16), "v": torch.randn(1, 99, 2, 16)}
     x = {name: y.requires_grad_(backward) for name, y in (x | {"g": -torch.rand(1, 99, 2)}).items()}
-    recipe = dispatch.recipe_of(code, x, None, None, None)
-    assert recipe.call.plan.sure
-    recipe.call = replace(recipe.call, plan=replace(recipe.call.plan, sure=sure))
-    recipe.device, asked = torch.device("cuda", 0), []
+    executable = dispatch.executable_of(code, x, None, None, None)
+    assert executable.call.plan.sure
+    executable.call = replace(executable.call, plan=replace(executable.call.plan, sure=sure))
+    executable.device, asked = torch.device("cuda", 0), []
 
     def prepare(self: Any, frame: Any, device: int) -> Future[Any]:
         asked.append(self.kernel.__name__)
@@ -160,10 +162,10 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
         raise Launched
 
     monkeypatch.setattr(KernelLaunch, "prepare", prepare)
-    monkeypatch.setattr(recipe, "run_forward", launched)
+    monkeypatch.setattr(executable, "run_forward", launched)
     for _ in range(2):
         with pytest.raises(Launched if sure else ValueError, match=None if sure else "too large"):
-            operators.run(recipe, None, [*x.values()], None, None, (0, 99, 99))
+            operators.run(executable, None, [*x.values()], None, None, (0, 99, 99))
     assert ("grads" in asked) == backward and bool(asked) == (backward or not sure)
     # Not sure: in each of the two calls, with and without gradients of final states.
     assert asked.count("back") == (0 if not backward else 1 if sure else 4)
@@ -179,20 +181,20 @@ def test_another_length_needs_no_other_kernel(name: str, tmp_path: Path) -> None
 
 
 def repeated(sp: Any, folder: str) -> dict[str, Any]:
-    """Calls alike and not alike: recipes made, and errors of outputs and gradients against PyTorch in float64."""
-    from flexsp.kernels import recipe as recipes
+    """Calls alike and not alike: executables made, and errors of outputs and gradients against PyTorch in float64."""
+    from flexsp.kernels import executable as executables
 
     torch.manual_seed(0)
     model = variants.load("simple_gla").make(2, 8, 4, code_dir=folder)
     made = []
-    plain = recipes.Recipe.__init__
+    plain = executables.Executable.__init__
 
     def count(self: Any, *args: Any) -> None:
         made.append(args)
         plain(self, *args)
 
-    recipes.Recipe.__init__ = count  # type: ignore[method-assign]
-    errors, recipes = [], []
+    executables.Executable.__init__ = count  # type: ignore[method-assign]
+    errors, executables = [], []
     calls = ((9, False, True), (9, False, True), (10, False, True), (9, True, True), (9, False, False))
     for T, lay, batched in calls:
         x = {"q": torch.randn(1, T, 2, 8), "k": torch.randn(1, T, 2, 8), "v": torch.randn(1, T, 2, 4)}
@@ -212,17 +214,18 @@ def repeated(sp: Any, folder: str) -> dict[str, Any]:
             assert all(a.shape == b.shape for a, b in zip(got, mine.values(), strict=True))
             errors += [relative_error(a, b) for a, b in zip(got, ref, strict=True)]
         errors += [relative_error(o, want), relative_error(final, last)]
-        recipes.append(len(made))
+        executables.append(len(made))
     only_final = torch.autograd.grad(final.sum(), mine["k"])[0]
     errors.append(relative_error(only_final, torch.autograd.grad(last.sum(), theirs["k"])[0]))
     with torch.no_grad():
         again = model(**mine)[0]
-    return {"recipes": recipes, "errors": errors, "recorded": again.requires_grad, "same": torch.equal(again, o)}
+    same = torch.equal(again, o)
+    return {"executables": executables, "errors": errors, "recorded": again.requires_grad, "same": same}
 
 
 def test_a_repeated_call_makes_no_recipe(tmp_path: Path) -> None:
     (found,) = run_ranks(repeated, 1, str(tmp_path), env=INTERPRETED)
-    assert found["recipes"] == [1, 1, 2, 3, 4]
+    assert found["executables"] == [1, 1, 2, 3, 4]
     assert max(found["errors"]) < 1e-5, found["errors"]
     assert not found["recorded"]
     assert found["same"]
@@ -261,7 +264,7 @@ def differs(model: Any, x: Tensors) -> float:
     mine = {name: y.detach().requires_grad_() for name, y in x.items()}
     theirs = {name: y.detach().double().requires_grad_() for name, y in x.items()}
     got, want = model(**mine), model(**theirs)
-    assert any(call.recipe is not None for call in model._calls.values())
+    assert any(call.executable is not None for call in model._calls.values())
     pairs = zip([*got, *gradients(*got, mine)], [*want, *gradients(*want, theirs)], strict=True)
     return max(relative_error(a, b) for a, b in pairs)
 
@@ -292,7 +295,7 @@ def _hooked(sp: Any, folder: str) -> tuple[float, bool]:
         return max(relative_error(a, b) for a, b in pairs), True
     (call,) = model._calls.values()
     do, dfinal = torch.zeros(1, 9, 2, 4), torch.zeros(1 * 2 * 8 * 4 + 1)
-    one, other = (call.recipe.backward(do, y.view(1, 2, 8, 4), False) for y in (dfinal[:-1], dfinal[1:]))
+    one, other = (call.executable.backward(do, y.view(1, 2, 8, 4), False) for y in (dfinal[:-1], dfinal[1:]))
     return max(relative_error(a, b) for a, b in pairs), one is not other
 
 
@@ -318,7 +321,7 @@ def plain(sp: Any, folder: str) -> list[Any]:
     found = [torch.equal(other(**x)[0], o) for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
     os.environ["FLEXSP_BACKEND"] = ""
     model(**x)
-    found += [call.recipe is not None for call in model._calls.values()]
+    found += [call.executable is not None for call in model._calls.values()]
     os.environ["FLEXSP_BACKEND"] = "triton"
 
     def of(v: torch.Tensor) -> torch.Tensor:  # linear
@@ -472,12 +475,12 @@ def test_kernels_are_shared_by_what_is_alike(tmp_path: Path) -> None:
 
 
 def test_more_heads_than_a_grid_has() -> None:
-    from flexsp.compiler.dispatch import recipe_of
+    from flexsp.compiler.dispatch import executable_of
 
     code = variants.load("linear").make(2, 16, 16, torch.bfloat16).kernels
     given = {name: torch.empty(40000, 3, 2, 16, dtype=torch.bfloat16, device="meta") for name in "qkv"}
     with pytest.raises(ValueError, match=r"expected B \* H <= 65535 \(a grid's second axis\), got 80000. Pack"):
-        recipe_of(code, given, None, None, None)
+        executable_of(code, given, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
 from flexsp.nn import SequenceParallelLA, ShortConvolution
 from flexsp.scan.by_kernel import goes_by_kernel
 from flexsp.scan.exchange import exchange
-from flexsp.scan.sequence import following, last, previous, tokens_before
+from flexsp.scan.tokens import following, last, previous, tokens_before
 from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import fill_slots_with_nan

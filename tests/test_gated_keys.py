@@ -207,8 +207,8 @@ def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]
     given = {"q": meta(K), "k": meta(K), "v": meta(V), "g": meta(K, torch.float32)}
     bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
     with record_launches() as launches:
-        recipe = dispatch.recipe_of(code, given, None, bounds, None)
-        o, _ = operators.run(recipe, None, [*given.values()], None, bounds, (0, T, T))
+        executable = dispatch.executable_of(code, given, None, bounds, None)
+        o, _ = operators.run(executable, None, [*given.values()], None, bounds, (0, T, T))
         torch.autograd.backward([o], [torch.empty_like(o)])
     return told_of([x for x in launches if "key" in x[0].__name__])
 

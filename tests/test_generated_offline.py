@@ -120,8 +120,9 @@ def compile_variant(
         sp = SequenceParallel(rank=2, world_size=3, device="meta", transport="peer", heap=heap)
         initial = None
     with offline.record_launches() as launches:
-        recipe = dispatch.recipe_of(code, tokens | params, initial, bounds, sp)
-        o, final = operators.run(recipe, None, [*tokens.values(), *params.values()], initial, bounds, (0, 4096, 4096))
+        executable = dispatch.executable_of(code, tokens | params, initial, bounds, sp)
+        given = [*tokens.values(), *params.values()]
+        o, final = operators.run(executable, None, given, initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     results = []
     for found in offline.compile_launches(launches):
@@ -262,7 +263,7 @@ def compile_sums() -> dict[str, list[int]]:
     return {str(kind): found[2 * i : 2 * i + 2] for i, kind in enumerate(kinds)}
 
 
-def test_lanes_of_a_sum_round_alike() -> None:
+def test_llvm_workaround_of_a_sum_round_alike() -> None:
     found = in_child(compile_sums)
     assert not any(ours for ours, _ in found.values()), found
     assert sum(plain > 0 for _, plain in found.values()) >= 3, f"nothing is shown by this: {found}"

@@ -9,11 +9,11 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.arguments import signature_of
-from flexsp.kernels import recipe as recipes
+from flexsp.kernels import executable as executables
 from flexsp.kernels.diagonal.op import Diagonal
 from flexsp.ops import chunk_simple_gla
 from tests import variants
-from tests.harness.recipes import scalar_decay_recipe
+from tests.harness.executables import scalar_decay_executable
 
 Tensors = dict[str, torch.Tensor]
 HALF = torch.float16
@@ -60,11 +60,11 @@ CHANGES: dict[str, tuple[Any, tuple[int, int]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
-    monkeypatch.setattr(recipes, "run_steps", lambda *args: None)  # no kernel runs
-    monkeypatch.setattr(Diagonal, "_recipes", {})
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(Diagonal, "_executables", {})
 
     def worked_out() -> list[int]:
-        return [len(Diagonal._recipes), sum(len(recipe.backwards) for recipe in Diagonal._recipes.values())]
+        return [len(Diagonal._executables), sum(len(x.backwards) for x in Diagonal._executables.values())]
 
     call(drawn())
     before = worked_out()
@@ -118,5 +118,5 @@ def test_calls_whose_text_leaves_the_scale_out_have_recipes_of_their_own() -> No
     """As in graphs where it is a symbol."""
     x = drawn()
     given = {name: x[name] for name in ("q", "k", "v", "g")}
-    made = [scalar_decay_recipe(given, None, 0, scale) for scale in (0.1, 0.2, 0.1)]
+    made = [scalar_decay_executable(given, None, 0, scale) for scale in (0.1, 0.2, 0.1)]
     assert made[0] is made[2] and made[0] is not made[1]

@@ -20,8 +20,8 @@ from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
 from flexsp.kernels.diagonal.launches import DiagonalCall
 from flexsp.kernels.diagonal.plan import make_plan
-from flexsp.kernels.launches import PROPAGATE, Alike, LaunchSpec, memory
-from flexsp.kernels.recipe import Given, Recipe
+from flexsp.kernels.executable import CallSpec, Executable
+from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride, memory
 from flexsp.runtime.steps import launches_of
 from tests import variants
 
@@ -134,10 +134,10 @@ def test_a_plan_that_was_tuned_on_one_rank_serves_ranks(name: str) -> None:
         key: torch.empty(1, 40, H, *[64] * (len(x.shape) - 2), dtype=BF16, device="meta")
         for key, x in code.program.meta.tokens.items()
     }
-    alone = dispatch.recipe_of(code, given, None, None, None)
+    alone = dispatch.executable_of(code, given, None, None, None)
     assert alone.call.plan.schedule == "fused"
     sp: Any = SimpleNamespace(id=0, world_size=2, rank=0)
-    chained = dispatch.recipe_of(code, given, None, None, sp, alone.call.plan)
+    chained = dispatch.executable_of(code, given, None, None, sp, alone.call.plan)
     kinds = [x.kind for x in chained.call.forward()]
     assert "summarize" in kinds and PROPAGATE in kinds and "@states" in chained.saved.places
 
@@ -153,12 +153,12 @@ def test_memory_is_what_the_launches_point_to(name: str) -> None:
         key: torch.empty(H, *[64] * (len(x.shape) - 1), dtype=x.dtype, device="meta")
         for key, x in code.program.meta.params.items()
     }
-    recipe = dispatch.recipe_of(code, given, None, None, None)
-    held = {**recipe.saved.places, **recipe.scratch.places}
-    pointed = {x for step in launches_of(recipe.forward) for x in step.pointers if x is not None}
+    executable = dispatch.executable_of(code, given, None, None, None)
+    held = {**executable.saved.places, **executable.scratch.places}
+    pointed = {x for step in launches_of(executable.forward) for x in step.pointers if x is not None}
     assert set(held) == pointed - {*given, "@o", "@final"}
     for key, (_, dtype, shape) in held.items():
-        assert (dtype, shape) == (recipe.call.buffer(key).dtype, recipe.call.buffer(key).shape)
+        assert (dtype, shape) == (executable.call.buffer(key).dtype, executable.call.buffer(key).shape)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_one_token_stride_for_all(
     strides: dict[str, tuple[int, int, int]], others: tuple[int, ...], alike: bool
 ) -> None:  # fmt: skip
     """Kernels that share their offsets read the wrong tokens otherwise."""
-    assert Alike(("q", "v"), others).of(strides) == alike
+    assert SameTokenStride(("q", "v"), others).of(strides) == alike
 
 
 @pytest.mark.parametrize("lies", ["shifted", "spread", "turned"])
@@ -187,10 +187,10 @@ def test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_b
         tensors["k"] = torch.randn(2, 32, 3, 73).bfloat16()[..., :64]
     else:
         tensors["k"] = torch.randn(2, 3, 32, 64).bfloat16().transpose(1, 2)
-    given = Given([*tensors], 3, tensors, None)
+    given = CallSpec([*tensors], 3, tensors, None)
     given.require_vectors(*tensors)
     assert given.copied == ([] if lies == "turned" else ["k"])
-    read = Recipe.inputs(SimpleNamespace(names=tuple(tensors), given=given), [*tensors.values()], None, None)  # type: ignore[arg-type]
+    read = Executable.inputs(SimpleNamespace(names=tuple(tensors), given=given), [*tensors.values()], None, None)  # type: ignore[arg-type]
     for name, x in read.items():
         assert torch.equal(x, tensors[name])
         assert x.data_ptr() % 16 == 0
@@ -200,13 +200,14 @@ def test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_b
     assert _read_as_gradient(given, tensors["k"], vectors=False)[1] is False
 
 
-def _read_as_gradient(given: Given, do: torch.Tensor, vectors: bool = True) -> tuple[torch.Tensor, bool]:
+def _read_as_gradient(given: CallSpec, do: torch.Tensor, vectors: bool = True) -> tuple[torch.Tensor, bool]:
     """The outputs' gradient as kernels of the backward pass read it, and whether it is a copy."""
-    with mock.patch.multiple(Recipe, __init__=lambda self: None, _as_kept=lambda self, *x: x[:2], inputs=lambda *x: {}):
-        recipe: Any = Recipe()  # type: ignore[call-arg]
-        recipe.call, recipe.given = SimpleNamespace(facts=SimpleNamespace(vectors=vectors)), given
-        recipe.backward = mock.Mock(side_effect=StopIteration)
+    instead = {"__init__": lambda self: None, "_as_kept": lambda self, *x: x[:2], "inputs": lambda *x: {}}
+    with mock.patch.multiple(Executable, **instead):
+        executable: Any = Executable()  # type: ignore[call-arg]
+        executable.call, executable.given = SimpleNamespace(facts=SimpleNamespace(vectors=vectors)), given
+        executable.backward = mock.Mock(side_effect=StopIteration)
         with pytest.raises(StopIteration):
-            recipe.run_backward([do], None, do, None, do, None, False)
-    found = recipe.backward.call_args.args[0]
+            executable.run_backward([do], None, do, None, do, None, False)
+    found = executable.backward.call_args.args[0]
     return found, found.data_ptr() != do.data_ptr()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, replaced
-from flexsp.compiler.dispatch import recipe_of
+from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.planning.launches import GeneratedCall
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
@@ -43,7 +43,8 @@ for bounds in (None, torch.tensor([0, 40, 40, 41, 90])):
     wanted = torch.autograd.grad(want, whole, do.double())
     mine = [sp.shard(y).clone().requires_grad_() for y in x]
     o, _ = variant(**dict(zip("qkv", mine)), sp=sp, **packed)
-    assert variant.remembered is not None and any(c.recipe.call.lowering for c in variant._calls.values() if c.recipe)
+    assert variant.remembered is not None
+    assert any(c.executable.call.lowering for c in variant._calls.values() if c.executable)
     grads = torch.autograd.grad(o, mine, sp.shard(do))
     for got, right in zip((o, *grads), (want, *wanted)):
         right = sp.shard(right)
@@ -160,27 +161,27 @@ def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest
     """Engines that do not save what they read, leave out what a call returns, or launch in another order, are refused
     before the first launch."""
 
-    def recipe() -> Any:
+    def executable() -> Any:
         given = {name: torch.empty(1, 9000, 2, 16) for name in "qkv"}
-        return recipe_of(variant(keeping).kernels, given, None, None, None)
+        return executable_of(variant(keeping).kernels, given, None, None, None)
 
     do = torch.empty(1, 9000, 2, 16)
-    assert "d.q" in recipe().backward(do, None, False).makes
+    assert "d.q" in executable().backward(do, None, False).makes
     with monkeypatch.context() as leaving_out:
         leaving_out.setattr(keeping.Keeping, "backward", lambda self, call, launches: [])
         with pytest.raises(ValueError, match="expected launches that write @dinitial, d.k, d.q, d.v, got only"):
-            recipe().backward(do, None, True)
+            executable().backward(do, None, True)
         leaving_out.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[:-1])
         with pytest.raises(ValueError, match="expected launches that write @final, @o, got only"):
-            recipe()
+            executable()
     with monkeypatch.context() as forgetful:
         forgetful.setattr(keeping.Keeping, "saved", frozenset())
-        made = recipe()
+        made = executable()
         with pytest.raises(ValueError, match=r"a launch before '\w+' to write 'own.entering', which it reads"):
             made.backward(do, None, False)
     monkeypatch.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[::-1])
     with pytest.raises(ValueError, match="a launch before 'output' to write '@states'"):
-        recipe()
+        executable()
 
 
 def test_what_no_program_carries(keeping: ModuleType) -> None:

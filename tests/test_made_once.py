@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, graph
+from flexsp.compiler import CompileError, ConstExpr, LinearAttention, SymbTensor, torch_compile
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.ops import recurrent_simple_gla
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.runtime.clean_thread import run_in_clean_thread
 from flexsp.variants import gla, simple_gla
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_errors_of_any_kind_come_back_from_elsewhere(error: BaseException) -> No
         raise error
 
     with pytest.raises(type(error)) as told:
-        elsewhere(CPU, work)
+        run_in_clean_thread(CPU, work)
     assert told.value is error
 
 
@@ -68,9 +68,9 @@ def test_graphs_tell_variants_apart_and_know_them_in_another_process() -> None:
 
 
 def test_another_release_of_the_package_makes_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = graph.name_of(gla.make(1, 4, 4))
-    monkeypatch.setattr(graph, "_package", lambda: "another")
-    assert graph.name_of(gla.make(1, 4, 4)).split()[0] != before.split()[0]
+    before = torch_compile.name_of(gla.make(1, 4, 4))
+    monkeypatch.setattr(torch_compile, "_package", lambda: "another")
+    assert torch_compile.name_of(gla.make(1, 4, 4)).split()[0] != before.split()[0]
 
 
 class _Layer(torch.nn.Module):

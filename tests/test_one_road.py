@@ -1,5 +1,5 @@
 """Every op goes one way to what runs it: kernels by `operators.run`, in graphs by `operators.call`, PyTorch by
-`executor.run`, each in `flexsp.kernels`. An op with a way of its own would miss what is done there: ranks, documents,
+`reference.run`, each in `flexsp.kernels`. An op with a way of its own would miss what is done there: ranks, documents,
 second derivatives, checks of what a backward pass gets back."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SMALL = Shape(B=1, T=6, H=2, K=4, V=4)
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """How often each of the entries is called, wherever a module holds it."""
-    from flexsp.kernels import executor, operators
+    from flexsp.kernels import operators, reference
 
     found: Counter[str] = Counter()
     changed = []
-    for name, plain in (("run", operators.run), ("call", operators.call), ("PyTorch", executor.run)):
+    for name, plain in (("run", operators.run), ("call", operators.call), ("PyTorch", reference.run)):
 
         def noted(*args: Any, name: str = name, plain: Any = plain, **given: Any) -> Any:
             if not torch.compiler.is_compiling():

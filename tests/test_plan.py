@@ -27,7 +27,7 @@ from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
-from flexsp.kernels.recipe import Recipe
+from flexsp.kernels.executable import Executable
 from tests import variants
 from tests.harness.compiling import in_child
 from tests.marks import slow
@@ -293,8 +293,8 @@ def launched(name: str, every: bool) -> list[dict[str, Any]]:
     tokens = {key: torch.empty(1, 4096, 32, *[size] * (len(x.shape) - 2), dtype=x.dtype, device="meta").requires_grad_()
               for key, x in inputs}  # fmt: skip
     with offline.record_launches() as launches:
-        recipe = dispatch.recipe_of(code, tokens, None, None, None)
-        o, _ = operators.run(recipe, None, list(tokens.values()), None, None, (0, 4096, 4096))
+        executable = dispatch.executable_of(code, tokens, None, None, None)
+        o, _ = operators.run(executable, None, list(tokens.values()), None, None, (0, 4096, 4096))
         o.backward(torch.empty_like(o))
     found = []
     for kernel, args, kwargs in launches:
@@ -452,7 +452,7 @@ def test_errors_of_explain() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_search_finds_the_quickest(packed: bool) -> None:
     """Of plans whose times are made up: four stages and eight warps for grads are best, deeper pipelines do not fit."""
-    from flexsp.compiler.dispatch import recipe_of
+    from flexsp.compiler.dispatch import executable_of
     from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
@@ -463,14 +463,14 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
     bounds = torch.empty(4, dtype=torch.int64, device="meta") if packed else None
     asked = []
 
-    def time(recipe: Recipe[Any], tensors: Any, initial: Any, table: Any, backward: bool) -> float:
-        plan = recipe.call.plan
+    def time(executable: Executable[Any], tensors: Any, initial: Any, table: Any, backward: bool) -> float:
+        plan = executable.call.plan
         asked.append((plan, table))
         if plan.chunk == 128 and plan.walk.stages > 2:
             raise ValueError("too much")
         return 100.0 + abs(plan.chunk - 32) + 5 * abs(plan.walk.stages - 4) - plan.part.warps
 
-    found = tune(lambda plan: recipe_of(code, given, None, bounds, None, plan), [], None, lambda C: C, True, time)
+    found = tune(lambda plan: executable_of(code, given, None, bounds, None, plan), [], None, lambda C: C, True, time)
     assert (found.plan.chunk, found.plan.walk.stages, found.plan.part.warps) == (32, 4, 8)
     assert found.us == 92.0 and found.predicted_us == 100.0 + 32 + 5 - 4
     assert found.tried == len(asked) == len({plan for plan, _ in asked})
@@ -480,7 +480,7 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
 
 def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """That one has no room is found out when it is timed, and is then no reason to stop."""
-    from flexsp.compiler.dispatch import recipe_of
+    from flexsp.compiler.dispatch import executable_of
     from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
@@ -488,23 +488,23 @@ def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.Mo
         key: torch.empty(1, 3000, 32, *[64] * (len(x.shape) - 2), dtype=x.dtype, device="meta")
         for key, x in code.program.meta.tokens.items()
     }
-    usual = recipe_of(code, given, None, None, None)
+    usual = executable_of(code, given, None, None, None)
     compiled = []
 
-    def precompile(recipe: Recipe[Any], *args: Any) -> list[Any]:
-        compiled.append(recipe.call.plan)
+    def precompile(executable: Executable[Any], *args: Any) -> list[Any]:
+        compiled.append(executable.call.plan)
         return []
 
-    def time(recipe: Recipe[Any], *args: Any) -> float:
-        if not recipe.call.plan.sure and recipe.call.plan != unsure:
+    def time(executable: Executable[Any], *args: Any) -> float:
+        if not executable.call.plan.sure and executable.call.plan != unsure:
             raise ValueError("no room")
-        return 50.0 if recipe.call.plan == unsure else 100.0
+        return 50.0 if executable.call.plan == unsure else 100.0
 
     unsure = replace(usual.call.plan, sure=False)
-    monkeypatch.setattr(Recipe, "precompile", precompile)
+    monkeypatch.setattr(Executable, "precompile", precompile)
 
-    def make(plan: Plan | None) -> Recipe[Any]:
-        return recipe_of(code, given, None, None, None, plan or unsure)
+    def make(plan: Plan | None) -> Executable[Any]:
+        return executable_of(code, given, None, None, None, plan or unsure)
 
     found = tune(make, [], None, lambda C: None, True, time)
     assert found.plan == unsure and found.tried > 5

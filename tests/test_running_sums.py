@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.scan.sequence import previous, running_sum
+from flexsp.scan.tokens import previous, running_sum
 from flexsp.testing.ranks import run_ranks
 
 LENGTHS = (3, 0, 4, 5)

@@ -92,7 +92,7 @@ def called(sp: Any, name: str) -> list[str]:
     x = tensors(name, (), 77)
     right("one sequence", answer(model, x), x)
     right("one sequence of documents", answer(model, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
-    kinds = {type(call.recipe.call) for call in model._calls.values() if call.recipe is not None}
+    kinds = {type(call.executable.call) for call in model._calls.values() if call.executable is not None}
     wrong += [] if kinds == {DiagonalCall} else [f"ran {kinds}"]
     x = tensors(name, (1,), 77)
     compiled = torch.compile(lambda **y: model(**y), fullgraph=True, backend="aot_eager")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexsp.bench import record
-from flexsp.runtime.covered import COVERED
+from flexsp.runtime.tested_versions import COVERED
 from tests import tested
 
 MATRIX = "tests/gpu/test_matrix_gpu.py"

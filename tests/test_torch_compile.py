@@ -222,7 +222,7 @@ def test_one_graph_of_two_variants_and_another_length() -> None:
 
 @pytest.mark.parametrize("name", ["delta", "custom"])
 def test_one_graph_of_a_grammar(name: str) -> None:
-    class Kept:
+    class Saved:
         def chunk(self, k: Any, v: Any) -> Any:
             return k.T @ v
 
@@ -233,7 +233,7 @@ def test_one_graph_of_a_grammar(name: str) -> None:
             return (q @ k.T).tril() @ v + q @ state
 
     model = FlexLinearAttention(
-        **{"transition": transition.delta_rule()} if name == "delta" else {"custom_transition": Kept}
+        **{"transition": transition.delta_rule()} if name == "delta" else {"custom_transition": Saved}
     )
     x = {key: torch.randn(1, 9, 2, 4, dtype=torch.float64) for key in "qkv"}
     if name == "delta":

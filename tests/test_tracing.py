@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexsp.comm.tracing import constant_in_graphs, outside_graphs
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 
 def graphs_of(fn: Callable[[int], int], **options: Any) -> list[list[str]]:
@@ -82,5 +82,5 @@ def test_nothing_is_compiled_beside_work_elsewhere() -> None:
         names.extend(each.f_code.co_name for each, _ in traceback.walk_stack(frame))
         return 1
 
-    assert torch.compile(lambda x: x + elsewhere(x.device, work), backend="eager")(torch.zeros(())) == 1
+    assert torch.compile(lambda x: x + run_in_clean_thread(x.device, work), backend="eager")(torch.zeros(())) == 1
     assert names[names.index("join") + 1] == "_elsewhere"  # not what torch.compile made of the rest of it

@@ -230,7 +230,7 @@ def remembered(sp: Any) -> dict[str, Any]:
     from flexsp.kernels.diagonal.op import Diagonal
 
     counts, refs = [], []
-    Diagonal._recipes.clear()
+    Diagonal._executables.clear()
 
     def call(scale: float = 1.0, turned: bool = False, initial: bool = False, do: torch.Tensor | None = None) -> None:
         q, k, v = (torch.randn(1, 40, 2, 16).requires_grad_() for _ in range(3))
@@ -239,7 +239,7 @@ def remembered(sp: Any) -> dict[str, Any]:
         o, _ = ops.chunk_simple_gla(x, k, v, -torch.rand(1, 40, 2), scale=scale, initial_state=state)
         o.backward(torch.randn_like(o) if do is None else do)
         refs.extend(weakref.ref(y) for y in (q, k, v, o))
-        counts.append(len(Diagonal._recipes) + sum(len(x.backwards) for x in Diagonal._recipes.values()))
+        counts.append(len(Diagonal._executables) + sum(len(x.backwards) for x in Diagonal._executables.values()))
 
     call()
     call()

@@ -183,11 +183,11 @@ torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device=Non
 from triton import knobs
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 from flexsp.exceptions import UncoveredWarning
-from flexsp.runtime import covered
+from flexsp.runtime import tested_versions
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.launch import KernelLaunch, begin, launch
 
-covered.COVERED = ()
+tested_versions.COVERED = ()
 
 driver = CudaDriver()
 driver.get_current_stream = lambda device: 0x70

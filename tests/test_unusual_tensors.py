@@ -132,13 +132,13 @@ def hooked(sp: Any, op: str) -> dict[str, Any]:
     """What hooks on saved tensors do: a difference, or the error."""
     f = OPS[op]
 
-    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+    def behind_an_odd_address(x: torch.Tensor) -> torch.Tensor:
         """The same bytes behind an address that is no multiple of 16."""
         at = torch.empty(x.numel() + 4, dtype=x.dtype)
         return at[4:].view(x.shape).copy_(x) if x.dtype == torch.uint8 else x
 
     hooks: dict[str, tuple[Any, Any]] = {
-        "moved": (lambda x: x, elsewhere),
+        "moved": (lambda x: x, behind_an_odd_address),
         "half": (lambda x: x.half(), lambda x: x.float()),
         "shorter": (lambda x: x, lambda x: x[:-1] if x.dtype == torch.uint8 else x),
         "states": (lambda x: x, lambda x: x.double() if x.shape[1:] == (2, 16, 16) else x),

@@ -114,7 +114,7 @@ def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> in
     with poisoned(1000):
         given = vector_gates.OPS["rg_lru"]
         check_op(given.chunk, given.oracle, inputs, dtype=dtype, wide=vector_gates.KEPT_WIDE)
-    return len(op._recipes)
+    return len(op._executables)
 
 
 @pytest.mark.slow
@@ -194,14 +194,14 @@ CONFIGS: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"docs": 4}, "odd s
 
 def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs: int = 0) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
-    from flexsp.kernels import operators, recipe
+    from flexsp.kernels import executable, operators
     from flexsp.kernels.vector.op import vector_state
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta", requires_grad=kind.is_floating_point)
 
-    recipe.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
+    executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     operators.chunk_table = lambda *args: meta(T // 8 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
     x, g = (meta(1, T, D, kind=getattr(torch, dtype)) for _ in range(2))
     with record_launches() as launches:

@@ -31,7 +31,7 @@ FORWARD_US, RATIO = 60.0, 0.5
 def without_dispatcher() -> Iterator[None]:
     """Every call is checked, planned and laid out anew, and launched by Triton's own launcher."""
     from flexsp.compiler.linear_attention import LinearAttention
-    from flexsp.kernels.recipe import Recipe
+    from flexsp.kernels.executable import Executable
     from flexsp.runtime.launch import KernelLaunch
 
     def run(self: Any, frame: Any, at: Any, stream: int) -> None:
@@ -41,7 +41,7 @@ def without_dispatcher() -> Iterator[None]:
 
     parts: tuple[tuple[type, str, Any], ...] = (
         (KernelLaunch, "run", run), (KernelLaunch, "prepare", nothing),
-        (Recipe, "precompile", nothing), (LinearAttention, "remembered", nothing),
+        (Executable, "precompile", nothing), (LinearAttention, "remembered", nothing),
     )  # fmt: skip
     plain = [getattr(owner, name) for owner, name, _ in parts]
     for owner, name, other in parts:

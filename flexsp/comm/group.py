@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from flexsp.comm import collectives, process_group
-from flexsp.comm.ranks import GROUPS, Ranks, abandon, ambient, ranks_call, ranks_of
+from flexsp.comm.ranks import GROUPS, Ranks, ambient, count_failed_call, ranks_call, ranks_of
 from flexsp.exceptions import FlexspError, check_dense, check_integer, fail
 
 __all__ = [
     "SequenceParallel",
-    "abandon",
+    "count_failed_call",
     "current_sp",
     "get_sp",
     "ranks_call",

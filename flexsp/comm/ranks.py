@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from flexsp.exceptions import FlexspError
 
-__all__ = ["GROUPS", "Ranks", "abandon", "ambient", "ranks_call", "ranks_of"]
+__all__ = ["GROUPS", "Ranks", "count_failed_call", "ambient", "ranks_call", "ranks_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -150,7 +150,7 @@ class Ranks:
             raise failure
 
 
-def abandon(error: BaseException, sp: object) -> None:
+def count_failed_call(error: BaseException, sp: object) -> None:
     """Counts a call over ``sp`` that ``error`` ends on this rank.
 
     The others may have made the call, and what they sent then still lies there: the count is part of what ranks
@@ -166,7 +166,7 @@ def abandon(error: BaseException, sp: object) -> None:
 
 
 def ranks_call(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of functions with an argument ``sp`` that all ranks call together; see `abandon`."""
+    """Decorator of functions with an argument ``sp`` that all ranks call together; see `count_failed_call`."""
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -176,7 +176,7 @@ def ranks_call(fn: Callable[_P, _R]) -> Callable[_P, _R]:
             return fn(*args, **kwargs)
         except Exception as error:
             with contextlib.suppress(TypeError):  # of arguments that the function does not take
-                abandon(error, inspect.signature(fn).bind(*args, **kwargs).arguments.get("sp"))
+                count_failed_call(error, inspect.signature(fn).bind(*args, **kwargs).arguments.get("sp"))
             raise
 
     return run

@@ -11,7 +11,7 @@ import triton
 
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.dispatch import recipe_of
+from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.frontend.meta import InputMeta
 from flexsp.compiler.planning.plan import refusal
 from flexsp.devices import of_arch, of_device, planned_for
@@ -44,8 +44,8 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
                 given = {x: torch.empty(shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
                 bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
                 with planned_for(device):
-                    recipe = recipe_of(code, given, None, bounds, None)
-                for launch, frame in recipe.launches(list(given.values()), None, True):
+                    executable = executable_of(code, given, None, bounds, None)
+                for launch, frame in executable.launches(list(given.values()), None, True):
                     if (facts := launch.facts(frame)) not in jobs:
                         jobs[facts] = workers().submit(launch.build, launch.described(frame), target)
     return len({job.result().hash for job in jobs.values()})

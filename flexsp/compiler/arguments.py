@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexsp.comm.derivatives import joined, transformed
 from flexsp.comm.group import SequenceParallel, sp_over
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta
-from flexsp.compiler.planning.lowering import Looks
+from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.exceptions import check_dense, checks_wanted, fail
-from flexsp.scan.sequence import previous
+from flexsp.scan.tokens import previous
 
 __all__ = [
     "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_edges", "check_initial", "looks",
@@ -141,7 +141,7 @@ def ranks_of(sp_group: Any) -> SequenceParallel | None:
     return found
 
 
-def looks(tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, Looks]:
+def looks(tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Of inputs [B, T, H, ...] and [H, ...]."""
     of_tokens = {name: (x.dtype, tuple(x.shape[1:])) for name, x in tokens.items()}
     return of_tokens | {name: (x.dtype, tuple(x.shape)) for name, x in params.items()}

@@ -1,6 +1,6 @@
-"""Stage 6: the recipe of a call of generated kernels.
+"""Stage 6: the executable of a call of generated kernels.
 
-Another length T makes another recipe, but compiles nothing: no kernel is specialised on T.
+Another length T makes another executable, but compiles nothing: no kernel is specialised on T.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_device
-from flexsp.kernels.recipe import Given, Recipe
+from flexsp.kernels.executable import CallSpec, Executable
 
-__all__ = ["recipe_of"]
+__all__ = ["executable_of"]
 
 Tensors = dict[str, torch.Tensor]
 
 
-def recipe_of(
+def executable_of(
     code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     sp: SequenceParallel | None, plan: Plan | None = None,
-) -> Recipe[Any]:  # fmt: skip
+) -> Executable[Any]:  # fmt: skip
     """How calls with such inputs run.
 
     Args:
@@ -36,17 +36,17 @@ def recipe_of(
     layout = code.layout
     tokens = [name for name in given if name in layout.tokens]
     docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    looks = Given(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
+    looks = CallSpec(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
     ends = sp is None or docs > 0 or sp.rank == sp.world_size - 1
     bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
 
-    def remake(others: Tensors, state: torch.Tensor | None, group: SequenceParallel | None) -> Recipe[Any]:
-        return recipe_of(code, others, state, bounds, group, plan)
+    def remake(others: Tensors, state: torch.Tensor | None, group: SequenceParallel | None) -> Executable[Any]:
+        return executable_of(code, others, state, bounds, group, plan)
 
     for lowering in code.program.lowerings if plan is None else ():
         own = lowering.call(code, looks, initial is not None, docs, ends, sp)
         if own is not None:
-            return Recipe(own, looks, sp, remake, lowering.name)
+            return Executable(own, looks, sp, remake, lowering.name)
     for axis, size, what in ((0, looks.T, "rows"), (1, looks.H, "heads")):
         fewer = [name for name in tokens if looks.shapes[name][axis] != size]
         if fewer:
@@ -60,10 +60,10 @@ def recipe_of(
     elif chained:  # a plan that was tuned on one rank
         plan = replace(plan, schedule="segmented")
     call = GeneratedCall(code, plan, sizes, looks.B, looks.H, looks.T, docs, looks.dtype, initial is not None, ends)
-    return Recipe(call, looks, sp, remake)
+    return Executable(call, looks, sp, remake)
 
 
-def _sizes(code: Generated, given: Given, initial: torch.Tensor | None) -> dict[str, int]:
+def _sizes(code: Generated, given: CallSpec, initial: torch.Tensor | None) -> dict[str, int]:
     """Of the state and the inputs, by name."""
     layout = code.layout
     found: dict[str, int] = {}

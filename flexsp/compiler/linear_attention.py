@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.comm.derivatives import TRANSFORMS, transformed
-from flexsp.comm.group import SequenceParallel, abandon, resolve_sp
-from flexsp.compiler import arguments, graph
+from flexsp.comm.group import SequenceParallel, count_failed_call, resolve_sp
+from flexsp.compiler import arguments, torch_compile
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import program_of
-from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import KINDS, Program
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.lowering import Looks, Lowering, in_order
+from flexsp.compiler.planning.lowering import Lowering, TensorSpec, in_order
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import in_memory, plain, run
@@ -29,7 +29,7 @@ from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.kernels.recipe import Recipe
+    from flexsp.kernels.executable import Executable
 
 __all__ = ["LinearAttention"]
 
@@ -126,7 +126,7 @@ class LinearAttention:
         program = program_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
         self.program: Program = replace(program, lowerings=engines if lowering == "auto" else ())
         self.names = (*meta.tokens, *meta.params)
-        self.graph_name = graph.name_of(self)
+        self.graph_name = torch_compile.name_of(self)
         if enable_aot:
             self._compile_ahead()
 
@@ -158,7 +158,7 @@ class LinearAttention:
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
             given = [inputs[name] for name in self.names]
-            found = graph.call(self.graph_name, given, prev_s, cu_seqlens, group)
+            found = torch_compile.call(self.graph_name, given, prev_s, cu_seqlens, group)
             return arguments.answered(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 
@@ -172,12 +172,12 @@ class LinearAttention:
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             usual = in_memory if self._autotune else plain  # operators do not tune: one plan, whether or not watched
             if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
-                found = graph.call_now(self, inputs, prev_s, cu_seqlens, group)
+                found = torch_compile.call_now(self, inputs, prev_s, cu_seqlens, group)
             else:
                 found = self._over(group, inputs, prev_s, cu_seqlens)
             return arguments.answered(self.program.meta, group, *found)
         except Exception as error:
-            abandon(error, sp)
+            count_failed_call(error, sp)
             raise
 
     def _over(
@@ -188,14 +188,14 @@ class LinearAttention:
         backward = backward and any([getattr(x, "requires_grad", False) for x in inputs.values()])
         signature = (*signature_of(inputs, prev_s, cu_seqlens, group), backward)  # plans tuned without may not fit with
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
-        recipe = call.recipe
-        if recipe is not None:
-            tuned = self._autotune and recipe.device.type == "cuda"
+        executable = call.executable
+        if executable is not None:
+            tuned = self._autotune and executable.device.type == "cuda"
             if tuned and not call.tuned:
-                recipe = self._tune(recipe, inputs, prev_s, cu_seqlens, group, shard, backward)
-                self._calls[signature] = replace(call, recipe=recipe, tuned=True)
+                executable = self._tune(executable, inputs, prev_s, cu_seqlens, group, shard, backward)
+                self._calls[signature] = replace(call, executable=executable, tuned=True)
             key = None if tuned else self.graph_name
-            return run(recipe, key, [inputs[name] for name in recipe.names], prev_s, cu_seqlens, shard)
+            return run(executable, key, [inputs[name] for name in executable.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
     def _has_kernels(self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: Any) -> bool:
@@ -224,7 +224,7 @@ class LinearAttention:
         """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard = arguments.shard_of(call.T, self.rows, cu_seqlens, group)
-        bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.recipe is None, self.rows)
+        bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.executable is None, self.rows)
         if self.program.disagrees is not None:
             arguments.check_edges(group, call.T, bounds, self._C or _CHUNK, self.rows)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
@@ -277,20 +277,20 @@ class LinearAttention:
             return self.in_pytorch(call, one | params, state, None, None)[0].shape[-1]
 
     def _tune(
-        self, recipe: Recipe[Any], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
+        self, executable: Executable[Any], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
-    ) -> Recipe[Any]:  # fmt: skip
-        """The recipe with the quickest plan, of generated calls. Ranks search each for itself: what they exchange does
-        not depend on it."""
-        from flexsp.compiler.dispatch import recipe_of
+    ) -> Executable[Any]:  # fmt: skip
+        """The executable with the quickest plan, of generated calls. Each rank searches for itself: what ranks
+        exchange does not depend on it."""
+        from flexsp.compiler.dispatch import executable_of
         from flexsp.compiler.planning.launches import GeneratedCall
         from flexsp.compiler.planning.tune import tune
         from flexsp.kernels.table import chunk_table
 
-        if not isinstance(recipe.call, GeneratedCall):
-            return recipe
-        given = {name: inputs[name].detach() for name in recipe.names}
-        made = ft.partial(recipe_of, recipe.call.code, given, prev_s, cu_seqlens)
+        if not isinstance(executable.call, GeneratedCall):
+            return executable
+        given = {name: inputs[name].detach() for name in executable.names}
+        made = ft.partial(executable_of, executable.call.code, given, prev_s, cu_seqlens)
 
         def table(chunk: int) -> torch.Tensor | None:
             last = group is None or group.is_last
@@ -308,7 +308,7 @@ class LinearAttention:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.graph_name = graph.name_of(self)
+        self.graph_name = torch_compile.name_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
         """Copies of a module run the same kernels."""
@@ -367,13 +367,13 @@ class LinearAttention:
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
         code = self._kernels(first, wide, names, arguments.looks(tokens, params), group, (*inputs.values(), prev_s))
-        recipe = None
+        executable = None
         if code is not None:
-            from flexsp.compiler.dispatch import recipe_of
+            from flexsp.compiler.dispatch import executable_of
 
             given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
-            recipe = recipe_of(code, given, prev_s, cu_seqlens, group)
-        return _Call(T, states, wide, recipe)
+            executable = executable_of(code, given, prev_s, cu_seqlens, group)
+        return _Call(T, states, wide, executable)
 
     def _compile_ahead(self) -> None:
         if isinstance(self._generated, str):
@@ -407,7 +407,7 @@ class LinearAttention:
         return self.program
 
     def _kernels(
-        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], looks: dict[str, Looks],
+        self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], looks: dict[str, TensorSpec],
         group: SequenceParallel | None, given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
@@ -428,7 +428,7 @@ class LinearAttention:
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
         return None
 
-    def _refusal(self, names: dict[str, int], looks: dict[str, Looks], on_gpu: bool, ranks: bool) -> str | None:
+    def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool, ranks: bool) -> str | None:
         """Why no kernels run calls with inputs of these sizes, by name, that look so; or None."""
         code = self._generated
         if isinstance(code, str):
@@ -456,11 +456,11 @@ class LinearAttention:
         ranks = group is not None and group.world_size > 1
         reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda, ranks)
         asked = not reason and self.program.lowerings
-        recipe = self.checked(inputs, prev_s, None, group).recipe if asked else None
-        if recipe is None:
+        executable = self.checked(inputs, prev_s, None, group).executable if asked else None
+        if executable is None:
             return self._outcome(reason)
-        part = getattr(recipe.call, "lowering", None)
-        engine = recipe.engine if part is None else part.name
+        part = getattr(executable.call, "lowering", None)
+        engine = executable.engine if part is None else part.name
         return self._outcome(reason) if engine is None else f"runs kernels of the engine {engine}"
 
     def _outcome(self, reason: str | None) -> str:
@@ -578,12 +578,12 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class _Call:
-    """What all calls of one signature share: tokens of this rank, shape and dtype of states, the kernels' recipe."""
+    """What all calls of one signature share: tokens of this rank, the states' shape and dtype, the executable."""
 
     T: int
     states: tuple[int, ...]
     wide: torch.dtype
-    recipe: Recipe[Any] | None
+    executable: Executable[Any] | None
     tuned: bool = False
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.compiler import LinearAttention, graph
+from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
 from flexsp.ops import _programs as vectors
 from flexsp.ops import _validate as check
@@ -120,7 +120,7 @@ def compiled(
     key = _key(call, name, tokens, options)
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
-        return graph.call(made, [tokens[x] for x in inputs], initial, call.cu_seqlens, call.group)
+        return torch_compile.call(made, [tokens[x] for x in inputs], initial, call.cu_seqlens, call.group)
     group = False if call.group is None else call.group
     return _program(*key)(prev_s=initial, cu_seqlens=call.cu_seqlens, sp=group, **tokens)
 
@@ -144,4 +144,4 @@ def _program(name: str, sizes: tuple[Any, ...], options: tuple[tuple[str, float]
 @constant_in_graphs
 def _made_for_graphs(*key: Any) -> tuple[str, tuple[str, ...]]:
     """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _program(*key))
+    return torch_compile.kept(lambda: _program(*key))

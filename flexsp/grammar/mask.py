@@ -17,7 +17,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import CompileError
 from flexsp.grammar.symbols import ROLE, Expr, I, J, Symbols, T, evaluate, show, trace
 from flexsp.ops import _validate as check
-from flexsp.scan.sequence import positions, previous, running_sum
+from flexsp.scan.tokens import positions, previous, running_sum
 
 __all__ = ["Factors", "Mask", "make_mask"]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import SequenceParallel, ranks_call, resolve_sp
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.compiler import LinearAttention, graph
+from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
@@ -281,7 +281,7 @@ class FlexLinearAttention:
         key = self._key(tokens, call.sizes, scale, _clamped(gate, per_head, q), column, factors)
         if torch.compiler.is_compiling():
             name, inputs = _made_for_graphs(self._name, *key)
-            return graph.call(name, [tokens[x] for x in inputs], call.initial, call.cu_seqlens, call.group)
+            return torch_compile.call(name, [tokens[x] for x in inputs], call.initial, call.cu_seqlens, call.group)
         return self.make(*key)(prev_s=call.initial, **tokens, **common)
 
     def _operands(
@@ -413,7 +413,7 @@ def _named(model: FlexLinearAttention) -> str:
 @constant_in_graphs
 def _made_for_graphs(name: str, *key: Any) -> tuple[str, tuple[str, ...]]:
     """The variant's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _models[name].make(*key))
+    return torch_compile.kept(lambda: _models[name].make(*key))
 
 
 def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:

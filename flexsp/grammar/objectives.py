@@ -17,7 +17,7 @@ from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import following, last, previous, running_sum, without_tail
+from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
 if TYPE_CHECKING:
     from flexsp.grammar.decay import Decay

@@ -15,7 +15,7 @@ import torch
 
 from flexsp.ops._rotary import rotate
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import last, positions, running_sum
+from flexsp.scan.tokens import last, positions, running_sum
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

@@ -2,8 +2,8 @@
 
 An `Engine` says what is special about a set of kernels: the names of a call's tensors, its plan, and its `Call`,
 which is the list of its launches. The way from a call to these is here, and it is the same for all. Calls of plain
-tensors run a recipe that is looked up by what the tensors look like. Calls in graphs of torch.compile, in traces and
-under modes go through the operators of `flexsp.kernels.operators`, which find the engine by its key.
+tensors run an executable, which is looked up by what the tensors look like. Calls in graphs of torch.compile, in
+traces and under modes go through the operators of `flexsp.kernels.operators`, which find the engine by its key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
-from flexsp.kernels.operators import Asked, Kept, Shard
+from flexsp.kernels.operators import Asked, Saved, Shard
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
+    from flexsp.kernels.executable import Executable
     from flexsp.kernels.launches import Call
-    from flexsp.kernels.recipe import Recipe
 
     class EngineCall(Call, Protocol):
         @property
@@ -61,10 +61,10 @@ class Engine(ABC):
     names: tuple[str, ...]
     params: frozenset[str] = frozenset()
     rows: int = 1
-    _recipes: ClassVar[dict[Any, Recipe[Any]]]
+    _executables: ClassVar[dict[Any, Executable[Any]]]
 
     def __init_subclass__(cls) -> None:
-        cls._recipes = {}
+        cls._executables = {}
 
     @abstractmethod
     def __init__(self, form: str) -> None: ...
@@ -80,10 +80,10 @@ class Engine(ABC):
     # What the operators ask for
 
     def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
-        return operators.outputs(self.recipe(asked), asked, self._shard(asked))
+        return operators.outputs(self.executable(asked), asked, self._shard(asked))
 
-    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
-        return operators.gradients(self.recipe(asked), asked.tensors, asked.initial, kept, *others)
+    def backward(self, asked: Asked, kept: Saved, *others: Any) -> tuple[list[Optional], Optional]:
+        return operators.gradients(self.executable(asked), asked.tensors, asked.initial, kept, *others)
 
     def axes(self, first: torch.Tensor) -> int:
         return 2
@@ -123,9 +123,9 @@ class Engine(ABC):
         docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         group = sp if sp is not None and sp.world_size > 1 else None
         engine, asked = cls(form), Asked(tensors, initial, cu_seqlens, docs, scale, want_final, group)
-        return operators.run(engine.recipe(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
+        return operators.run(engine.executable(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
 
-    def recipe(self, asked: Asked) -> Recipe[Any]:
+    def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""
         plan, group = self.plan(asked), asked.group
         early = first_in_backward_chain(group)
@@ -138,20 +138,20 @@ class Engine(ABC):
             id(plan), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, early,
             -1 if group is None else group.id,
         )  # fmt: skip
-        found = self._recipes.get(key)
+        found = self._executables.get(key)
         if found is None:
             call = self.call(plan, asked, early)
             found = self._make(call, dict(zip(self.names, asked.tensors, strict=True)), asked.initial, group)
-            keep(self._recipes, key, found, _CALLS)
+            keep(self._executables, key, found, _CALLS)
         return found
 
     def _make(
         self, call: Call, given: dict[str, torch.Tensor], initial: Optional, sp: SequenceParallel | None
-    ) -> Recipe[Any]:  # fmt: skip
-        from flexsp.kernels.recipe import Given, Recipe  # they need Triton
+    ) -> Executable[Any]:  # fmt: skip
+        from flexsp.kernels.executable import CallSpec, Executable  # they need Triton
 
-        looks = Given([name for name in given if name not in self.params], 3, given, initial)
-        return Recipe(call, looks, sp, lambda others, state, group: self._make(call, others, state, group))
+        looks = CallSpec([name for name in given if name not in self.params], 3, given, initial)
+        return Executable(call, looks, sp, lambda others, state, group: self._make(call, others, state, group))
 
     def _shard(self, asked: Asked) -> Shard:
         """Which rows of how many these are; ranks tell each other where documents are packed."""

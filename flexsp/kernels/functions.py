@@ -14,8 +14,8 @@ import torch
 from flexsp.comm.derivatives import IN_PYTORCH
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels import operators
-from flexsp.kernels.operators import Asked, Kept
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.kernels.operators import Asked, Saved
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 __all__ = ["Like", "call", "define", "forward", "gradients", "in_graph"]
 
@@ -73,7 +73,7 @@ class _InPytorch:
     def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
         return forward(self.run, asked)
 
-    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
+    def backward(self, asked: Asked, kept: Saved, *others: Any) -> tuple[list[Optional], Optional]:
         return gradients(self.run, asked._replace(cu_seqlens=kept[1]), *others)
 
     def axes(self, first: torch.Tensor) -> int:
@@ -97,7 +97,7 @@ def forward(
 ) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
     """`Operation.forward` of what `run` computes."""
     x, cu_seqlens = asked.tensors[0], asked.cu_seqlens
-    o, final = elsewhere(x.device, torch.no_grad()(lambda: run(asked)))
+    o, final = run_in_clean_thread(x.device, torch.no_grad()(lambda: run(asked)))
     final = None if final is None else final.clone(memory_format=torch.contiguous_format)  # may be `initial` itself
     table = None if cu_seqlens is None else cu_seqlens.clone()
     return o.contiguous(), final, x.new_empty(0, dtype=torch.uint8), table
@@ -122,4 +122,4 @@ def gradients(
         found: list[Optional] = [g.clone(memory_format=torch.contiguous_format) for g in grads]
         return found[: len(leaves)], found[-1] if want_dinitial else None
 
-    return elsewhere(asked.tensors[0].device, again)  # type: ignore[no-any-return]
+    return run_in_clean_thread(asked.tensors[0].device, again)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """What an engine says of calls of one signature: their buffers, and their launches in order.
 
 An engine makes kernels for some operators or variants. It states a call as one list of `LaunchSpec`, forward and
-backward. `flexsp.kernels.recipe` runs the list: it puts strides and addresses in place of names.
+backward. `flexsp.kernels.executable` runs the list: it puts strides and addresses in place of names.
 
 Buffers have names: ``x`` an input, ``d.x`` its gradient, ``@x`` all others. Of these ``@o``, ``@initial``, ``@final``,
 ``@table`` (the chunks of packed documents) and, in backward passes, ``@do``, ``@dfinal`` and ``@dinitial`` are given or
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
-    "PROPAGATE", "Alike", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "check_order", "check_results", "copied",
-    "memory", "named", "nothing", "ones", "scan", "step", "unit", "zeroed",
+    "PROPAGATE", "Buffer", "Call", "Facts", "Launch", "LaunchSpec", "SameTokenStride", "check_order", "check_results",
+    "copied", "memory", "named", "nothing", "ones", "scan", "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -55,7 +55,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Alike:
+class SameTokenStride:
     """Whether inputs, and outputs whose strides are known, have one stride from token to token."""
 
     inputs: tuple[str, ...]
@@ -79,8 +79,8 @@ class LaunchSpec:
             packed documents, is left out.
         numbers: the arguments behind the pointers; an input's name, or "do", stands for its strides from sequence to
             sequence, token to token and head to head.
-        constants: the kernel's constexpr arguments, an `Alike` where strides decide; of the scan whether it goes from
-            right to left, REVERSE.
+        constants: the kernel's constexpr arguments, a `SameTokenStride` where strides decide; of the scan whether it
+            goes from right to left, REVERSE.
         options: of Triton.
         intrinsic: what is computed, where `kind` is the kernel of an intrinsic.
         host: the step of PyTorch, called with the buffers of `pointers`; None for kernels.

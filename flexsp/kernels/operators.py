@@ -1,8 +1,8 @@
 """Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators.
 
-Eager calls of tensors as they lie in memory run their recipe and do without the operators, which cost time of the host.
-All others go through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The
-operators know what they run by a `key`, "kind|name", and find its recipe when they run. Over ranks they also mutate the
+Eager calls of plain tensors run their executable and do without the operators, which cost host time. All others go
+through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The operators
+know what they run by a `key`, "kind|name", and find its executable when they run. Over ranks they also mutate the
 group's `order` tensor: nothing may delete, reorder or deduplicate them, since the neighbours wait for what they send.
 
 `saved`, what the forward operator keeps for the backward one, is memory of which kernels write what they read. In
@@ -22,20 +22,20 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, first_only_inside, same_place, untransformed
-from flexsp.comm.group import SequenceParallel, abandon, get_sp
+from flexsp.comm.group import SequenceParallel, count_failed_call, get_sp
 from flexsp.kernels.table import chunk_table
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 if TYPE_CHECKING:
-    from flexsp.kernels.recipe import Recipe
+    from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Kept", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "outputs", "plain", "run",
+    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "outputs", "plain", "run",
     "serve",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
-Kept = tuple[torch.Tensor, Optional]  # what `Operation.forward` says is kept, and the table
+Saved = tuple[torch.Tensor, Optional]  # what `Operation.forward` says is kept, and the table
 Shard = tuple[int, int, int]  # its first token, its end, of how many
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MANY_SIZES, _FILLED = "many sizes: ", "filled: "
@@ -65,7 +65,7 @@ class Operation(Protocol):
         """Outputs, final states, what is kept for the backward pass, and the table of packed documents."""
 
     def backward(
-        self, asked: Asked, kept: Kept, do: Optional, dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool
+        self, asked: Asked, kept: Saved, do: Optional, dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool
     ) -> tuple[list[Optional], Optional]:
         """Gradients of the tensors, and of the initial states."""
 
@@ -118,7 +118,7 @@ class _OfManySizes:
         o, final, saved, table = self.inner.forward(asked)
         return o, final, _shown(saved), None if table is None else _shown(table)
 
-    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
+    def backward(self, asked: Asked, kept: Saved, *others: Any) -> tuple[list[Optional], Optional]:
         saved, table = kept
         found = _hidden(saved), None if table is None else _hidden(table)
         return self.inner.backward(asked, found, *others)
@@ -141,7 +141,7 @@ class _OfManySizes:
                 call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, docs=docs)
                 return self.inner.like_forward(call)
 
-        o, final, saved, table = elsewhere(first.device, now)
+        o, final, saved, table = run_in_clean_thread(first.device, now)
         states = asked.docs if asked.cu_seqlens is not None else first.shape[0] if axes > 1 else 1
         return (
             first.new_empty((*first.shape[:axes], *o.shape[axes:]), dtype=o.dtype),
@@ -175,7 +175,7 @@ def _shown(x: torch.Tensor) -> torch.Tensor:
 def _hidden(first: torch.Tensor) -> torch.Tensor:
     """The tensor that begins with this number and fills its memory; of one number, none.
 
-    ValueError where hooks gave back a copy of a table's first number. Of other memory a recipe knows the size.
+    ValueError where hooks gave back a copy of a table's first number. Of other memory an executable knows the size.
     """
     numel = first.untyped_storage().nbytes() // first.itemsize
     numel = 0 if numel == 1 or first.storage_offset() else numel
@@ -187,30 +187,32 @@ def _hidden(first: torch.Tensor) -> torch.Tensor:
     return first.as_strided(shape, (shape[-1], 1)[-len(shape) :])
 
 
-def table_of(recipe: Recipe[Any], cu_seqlens: Optional, shard: Shard) -> Optional:
+def table_of(executable: Executable[Any], cu_seqlens: Optional, shard: Shard) -> Optional:
     """The chunks of packed documents."""
     if cu_seqlens is None:
         return None
-    last = recipe.sp_id < 0 or get_sp(recipe.sp_id).is_last
-    return chunk_table(cu_seqlens, *shard[:2], recipe.call.facts.chunk, last)
+    last = executable.sp_id < 0 or get_sp(executable.sp_id).is_last
+    return chunk_table(cu_seqlens, *shard[:2], executable.call.facts.chunk, last)
 
 
-def outputs(recipe: Recipe[Any], asked: Asked, shard: Shard) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
-    """`Operation.forward` with a recipe."""
-    table = table_of(recipe, asked.cu_seqlens, shard)
-    return *recipe.run_forward(asked.tensors, asked.initial, table, asked.filled), table
+def outputs(
+    executable: Executable[Any], asked: Asked, shard: Shard
+) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+    """`Operation.forward` with an executable."""
+    table = table_of(executable, asked.cu_seqlens, shard)
+    return *executable.run_forward(asked.tensors, asked.initial, table, asked.filled), table
 
 
 def gradients(
-    recipe: Recipe[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Kept, do: Optional,
+    executable: Executable[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Saved, do: Optional,
     dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
-    """`Operation.backward` with a recipe."""
+    """`Operation.backward` with an executable."""
     saved, table = kept
     if do is None:
-        do = recipe.empty(*recipe.out, dtype=recipe.dtype).zero_()
-    names = frozenset([name for name, wants in zip(recipe.names, wanted, strict=True) if wants])
-    return recipe.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names)
+        do = executable.empty(*executable.out, dtype=executable.dtype).zero_()
+    names = frozenset([name for name, wants in zip(executable.names, wanted, strict=True) if wants])
+    return executable.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def _forward(key, tensors, initial, cu_seqlens, scale, want_final, order=None, s
     try:
         o, final, saved, table = _operation(key).forward(asked)
     except Exception as error:
-        abandon(error, False if asked.group is None else asked.group)
+        count_failed_call(error, False if asked.group is None else asked.group)
         raise
     final = o.new_empty(0, dtype=_wide(tensors)) if final is None else final
     return o, final, saved, o.new_empty(0, dtype=torch.int32) if table is None else table
@@ -323,7 +325,7 @@ def _dtypes(tensors: Sequence[torch.Tensor], initial: Optional) -> list[torch.dt
 
 
 class _Function(torch.autograd.Function):
-    """A call; `direct` is its recipe and table, None where the operators find them.
+    """A call; `direct` is its executable and table, None where the operators find them.
 
     `anchor` makes autograd record the node on every rank under `sp`.
     """
@@ -337,10 +339,10 @@ class _Function(torch.autograd.Function):
             table = table if docs else None
             final = final if want_final else None
         else:
-            recipe, table = direct
-            o, final, saved = recipe.run_forward(tensors, initial, table)
+            executable, table = direct
+            o, final, saved = executable.run_forward(tensors, initial, table)
         ctx.save_for_backward(*tensors, initial, saved, table)
-        ctx.recipe = None if direct is None else direct[0]
+        ctx.executable = None if direct is None else direct[0]
         if key is not None and not torch.compiler.is_compiling():
             ctx.operation = _operation(key)  # which must not end before the backward pass
         ctx.asked = asked
@@ -352,7 +354,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
         key, sp, docs, scale, want_final = ctx.asked
-        refusal = _refusal(key) if ctx.recipe is None else (ctx.recipe.call.facts.name, IN_PYTORCH)
+        refusal = _refusal(key) if ctx.executable is None else (ctx.executable.call.facts.name, IN_PYTORCH)
         first_only(*refusal)  # before a checkpoint computes anything again
         untransformed(*refusal, do, dfinal)
         *tensors, initial, saved, table = ctx.saved_tensors
@@ -364,10 +366,10 @@ class _Function(torch.autograd.Function):
         wanted = [*ctx.needs_input_grad[-len(tensors) :]]
         want_dinitial, kept = initial is not None and ctx.needs_input_grad[3], (saved, table)
         with contextlib.nullcontext() if sp < 0 else get_sp(sp).answering(ctx.number):
-            if ctx.recipe is not None and (key is None or plain(do, dfinal, *tensors)):
-                recipe = ctx.recipe.of(tensors, initial)
+            if ctx.executable is not None and (key is None or plain(do, dfinal, *tensors)):
+                executable = ctx.executable.of(tensors, initial)
                 do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
-                grads, dinitial = gradients(recipe, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
+                grads, dinitial = gradients(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
             else:
                 given = key, tensors, initial, *kept, do, dfinal, docs, scale, want_final, wanted, want_dinitial
                 *grads, dinitial = _call(_backwards[len(tensors)], sp, *given)
@@ -407,22 +409,22 @@ def _sizes_known(*tensors: Optional) -> bool:
 
 
 def run(
-    recipe: Recipe[Any], key: str | None, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional,
-    shard: Shard, scale: float = 1.0,
+    executable: Executable[Any], key: str | None, tensors: Sequence[torch.Tensor], initial: Optional,
+    cu_seqlens: Optional, shard: Shard, scale: float = 1.0,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of a call of `plain` tensors with this recipe, differentiable.
+    """Outputs and final states of a call of `plain` tensors with this executable, differentiable.
 
-    `key`: what stands for the call in operators; None where they would not find this recipe.
+    `key`: what stands for the call in operators; None where they would not find this executable.
     """
-    sp = get_sp(recipe.sp_id) if recipe.chained else None
-    table, facts = table_of(recipe, cu_seqlens, shard), recipe.call.facts
+    sp = get_sp(executable.sp_id) if executable.chained else None
+    table, facts = table_of(executable, cu_seqlens, shard), executable.call.facts
     backward = torch.is_grad_enabled() and (
-        recipe.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
+        executable.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
     )
     if backward or not facts.sure:
-        recipe.precompile(tensors, initial, backward)
+        executable.precompile(tensors, initial, backward)
     if not backward:
-        return recipe.run_forward(tensors, initial, table)[:2]
+        return executable.run_forward(tensors, initial, table)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, facts.docs, scale, facts.ends
-    return _Function.apply((recipe, table), asked, anchor, initial, None, *tensors)
+    return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)

@@ -79,7 +79,7 @@ def triton_advice(triton: str | None, numpy: str | None, hopper: bool, wanted: s
 
 def coverage(report: dict[str, Any], triton: str | None) -> list[Finding]:
     """Whether the GPU tests have run with this Triton on these GPUs."""
-    from flexsp.runtime.covered import uncovered
+    from flexsp.runtime.tested_versions import uncovered
 
     found = []
     for name, capability in dict.fromkeys((gpu["name"], tuple(gpu["capability"])) for gpu in report["gpus"]):

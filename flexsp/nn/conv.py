@@ -15,7 +15,7 @@ from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
-from flexsp.scan.sequence import tokens_before
+from flexsp.scan.tokens import tokens_before
 
 
 def tokens_since_start(

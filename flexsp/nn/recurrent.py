@@ -14,7 +14,7 @@ from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution, SideBySide
 from flexsp.nn.norm import accumulation_dtype, check_input
 from flexsp.ops._validate import MAX_HEAD_DIM
-from flexsp.scan.sequence import without_tail
+from flexsp.scan.tokens import without_tail
 
 Op = Callable[..., tuple[Tensor, Any]]
 

@@ -19,7 +19,7 @@ from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _project, _wide
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
 from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
-from flexsp.scan.sequence import tokens_before
+from flexsp.scan.tokens import tokens_before
 
 __all__ = ["RWKV7"]
 

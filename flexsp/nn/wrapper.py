@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from flexsp.comm.group import SequenceParallel, abandon, current_sp, sequence_parallel
+from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks, unseen
 
@@ -97,7 +97,7 @@ class SequenceParallelLA(nn.Module):
             try:
                 return super().forward(*args, **kwargs)
             except Exception as error:
-                abandon(error, self._flexsp_sp)  # the other ranks go on to the exchanges that come after it
+                count_failed_call(error, self._flexsp_sp)  # the other ranks go on to the exchanges that come after it
                 raise
 
 

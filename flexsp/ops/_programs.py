@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.compiler import graph
+from flexsp.compiler import torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -107,19 +107,19 @@ def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
     H, K, V, scale, steps, shared, rows = sizes
     options = {} if scale is None else {"scale": scale}
-    made: LinearAttention = elsewhere(torch.device("cpu"), lambda: module.make(H, K, V, **options))
+    made: LinearAttention = run_in_clean_thread(torch.device("cpu"), lambda: module.make(H, K, V, **options))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     if steps > 1 or shared > 1:
         made.rows, made.groups = steps, {} if shared == 1 else {"q": shared, "k": shared}
         made.every = {} if rows == 1 else {x: rows for x in ("q", "g") if x in made.names}
-        made.graph_name = graph.name_of(made)
+        made.graph_name = torch_compile.name_of(made)
     return made
 
 
 @constant_in_graphs
 def _made_for_graphs(name: str, *sizes: Any) -> tuple[str, tuple[str, ...]]:
     """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
-    return graph.kept(lambda: _program(name, Sizes(*sizes)))
+    return torch_compile.kept(lambda: _program(name, Sizes(*sizes)))
 
 
 def run_program(
@@ -129,7 +129,7 @@ def run_program(
     """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``."""
     if torch.compiler.is_compiling():
         made, names = _made_for_graphs(name, *sizes)
-        return graph.call(made, [inputs[x] for x in names], initial, cu_seqlens, group)
+        return torch_compile.call(made, [inputs[x] for x in names], initial, cu_seqlens, group)
     program = _program(name, sizes)
     return program(prev_s=initial, cu_seqlens=cu_seqlens, sp=False if group is None else group, **inputs)
 

@@ -12,7 +12,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-from flexsp.scan.sequence import without_tail
+from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

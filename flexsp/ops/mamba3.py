@@ -20,7 +20,7 @@ from flexsp.ops._programs import token_loop
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import tie
-from flexsp.scan.sequence import (
+from flexsp.scan.tokens import (
     arriving,
     begins,
     ended,

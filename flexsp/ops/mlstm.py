@@ -17,7 +17,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.scan import max_plus
-from flexsp.scan.sequence import read_here
+from flexsp.scan.tokens import read_here
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -70,7 +70,7 @@ def chunk_mlstm(
             is less than e^-104, e^-800 for float64 inputs, it acts as that and has no gradient.
         head_first: True where heads come before tokens in q, k, v, i and f, and then in h too: [B, H, T, ...].
         scale: factor on q; None means K**-0.5.
-        c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. Given
+        c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. CallSpec
             together with the other two, or None for zeros.
         n_initial: n [N, H, K] in the same dtype.
         m_initial: m [N, H, 1] in the same dtype.

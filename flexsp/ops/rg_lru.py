@@ -12,7 +12,7 @@ from flexsp.exceptions import check_number
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-from flexsp.scan.sequence import begins, positions
+from flexsp.scan.tokens import begins, positions
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

@@ -14,7 +14,7 @@ from flexsp.kernels.selective.op import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-from flexsp.scan.sequence import without_tail
+from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

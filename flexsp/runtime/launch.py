@@ -32,9 +32,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import REGISTERS, check_shared, reads_shared
-from flexsp.runtime import lanes, machine_code
+from flexsp.runtime import llvm_workaround, machine_code
 from flexsp.runtime import triton_private as private
-from flexsp.runtime.covered import warn_if_uncovered
+from flexsp.runtime.tested_versions import warn_if_uncovered
 from flexsp.runtime.triton_private import current_target, make_launcher
 
 __all__ = [
@@ -172,7 +172,8 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
             divisible.append(i)
     if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
         options = {"maxnreg": min(255, REGISTERS // (32 * options.get("num_warps", 4)))} | options
-    edited, checked = private.editing_llvm(lanes.drop_lane_flags), private.assembling_by(machine_code.assembled)
+    edited = private.editing_llvm(llvm_workaround.drop_lane_flags)
+    checked = private.assembling_by(machine_code.assembled)
     with _assembler(target.arch) as told, edited, checked:
         told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": machine_code.rules()}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)

@@ -37,7 +37,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
-from flexsp.runtime import covered
+from flexsp.runtime import tested_versions
 
 __all__ = [
     "FENCES_COPIES",
@@ -136,7 +136,7 @@ def gpu_target(arch: int) -> Any:
 
 def runs_gluon() -> bool:
     """Whether kernels in Gluon may be launched: the interpreter has none, and its language changes with releases."""
-    return not knobs.runtime.interpret and ".".join(map(str, RELEASE[:2])) in covered.GLUON
+    return not knobs.runtime.interpret and ".".join(map(str, RELEASE[:2])) in tested_versions.GLUON
 
 
 def current_target() -> Any:

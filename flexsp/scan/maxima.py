@@ -22,7 +22,7 @@ Optional = torch.Tensor | None
 
 class Maxima(NamedTuple):
     """Values of the states that enter chunks [B, H, chunks, *state], and of those before and after all of them, both
-    without derivatives, as `flexsp.kernels.executor.States`; and w and w a + (1 - w) F of every chunk."""
+    without derivatives, as `flexsp.kernels.reference.States`; and w and w a + (1 - w) F of every chunk."""
 
     before: torch.Tensor
     around: torch.Tensor

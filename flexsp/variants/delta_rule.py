@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
-    from flexsp.compiler.planning.lowering import Looks
+    from flexsp.compiler.planning.lowering import TensorSpec
+    from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launches import Call
-    from flexsp.kernels.recipe import Given
 
 __all__ = ["DELTA_RULE"]
 
@@ -33,7 +33,7 @@ class _DeltaRule(Lowering):
     name = "delta_rule"
 
     def call(
-        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         from flexsp.kernels.delta.calls import call_of
 
@@ -47,7 +47,7 @@ class _DeltaRule(Lowering):
         chained = sp is not None and sp.world_size > 1
         return call_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
 
-    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+    def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         return _runs(code, inputs, None)
 
     def refuses(self, call: GeneratedCall) -> str | None:
@@ -60,7 +60,7 @@ def _names(code: Generated) -> tuple[str, str | None]:
     return "beta" if "beta" in arguments else "b", "g" if "g" in arguments else None
 
 
-def _runs(code: Generated, inputs: Mapping[str, Looks], device: torch.device | None) -> bool:
+def _runs(code: Generated, inputs: Mapping[str, TensorSpec], device: torch.device | None) -> bool:
     """Whether calls with such inputs are run; not those of other kinds than the shipped variants have."""
     from flexsp.kernels.delta.plan import engine_runs
 

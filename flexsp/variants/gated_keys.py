@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launches import Call, LaunchSpec
-    from flexsp.kernels.recipe import Given
 
 __all__ = ["GATED_KEYS"]
 
@@ -51,7 +51,7 @@ class _GatedKeys(Lowering):
     saved = frozenset({_MILD})
 
     def call(
-        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         """A generated call in chunks that the kernels here are made for."""
         from flexsp.compiler.planning.launches import GeneratedCall

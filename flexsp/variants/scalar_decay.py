@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.compiler import Lowering
-from flexsp.compiler.planning.lowering import Looks
+from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.kernels.diagonal import in_pytorch
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launches import Call
-    from flexsp.kernels.recipe import Given
 
 __all__ = ["SCALAR_DECAY"]
 
@@ -45,7 +45,7 @@ class _ScalarDecay(Lowering):
     name = "scalar_decay"
 
     def call(
-        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         from flexsp.devices import of_device
         from flexsp.kernels.diagonal.launches import DiagonalCall
@@ -72,7 +72,7 @@ class _ScalarDecay(Lowering):
         scale = program.meta.numbers["scale"]
         return in_pytorch.run(q, k, v, g, log_gamma, scale, initial, cu_seqlens, sp, text, True)
 
-    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+    def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         gate = _gate(code.program)
         if code.chunk is not None or {name: len(shape) for name, (_, shape) in inputs.items()} != _dims(gate):
             return False

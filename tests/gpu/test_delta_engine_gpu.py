@@ -11,7 +11,7 @@ import torch
 from flexsp.compiler.backend import generated_kernels
 from flexsp.kernels.delta import plan
 from flexsp.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
-from flexsp.runtime import covered
+from flexsp.runtime import tested_versions
 from tests.gpu.judge import check_variant
 
 BF16 = torch.bfloat16
@@ -23,7 +23,7 @@ DOCUMENTS = (61, 0, 64, 1, 200, 77, 130)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generated_kernels, "_made", {})  # what was worked out for the other kernels is not kept
     if request.param == "in Triton":
-        monkeypatch.setattr(covered, "GLUON", frozenset())
+        monkeypatch.setattr(tested_versions, "GLUON", frozenset())
 
 
 @pytest.fixture

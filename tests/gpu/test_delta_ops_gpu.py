@@ -100,7 +100,7 @@ def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.Mon
             seen.append(len(made.parts))
             return made
 
-        _delta._program.cache_clear()  # its recipes have the plan
+        _delta._program.cache_clear()  # its executables have the plan
         monkeypatch.setattr(calls, "plan_of", planned)
         found.append(passes(chunk_gated_delta_product, given, num_householder=n, cu_seqlens=bounds))
     _delta._program.cache_clear()

@@ -26,8 +26,8 @@ from flexsp.compiler.backend.exact import EXACT, exact_kernels
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
-from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.meta import ConstExpr
+from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
@@ -256,7 +256,7 @@ class Generated:
         return made | exact_kernels(step, self.layout, walks, gradients, self.program.transition)
 
     def _saved(self, step: Step) -> tuple[str, ...]:
-        """Kept values that the forward leaves for the walks and the backward."""
+        """Saved values that the forward leaves for the walks and the backward."""
         for_backward = {name for x in step.intrinsics if x.backward for name in x.args}
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward

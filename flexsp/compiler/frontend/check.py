@@ -17,10 +17,10 @@ from torch.fx import Node
 
 from flexsp.comm.derivatives import untransformed
 from flexsp.compiler.frontend import functions, primitives
-from flexsp.compiler.frontend.elsewhere import one_at_a_time
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program, Transition, call, has_parts
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
 

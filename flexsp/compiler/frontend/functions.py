@@ -1,4 +1,4 @@
-"""The three functions in PyTorch: a step of the executor (`flexsp.kernels.executor`), all chunks of one length at once.
+"""The three functions in PyTorch: a step of `flexsp.kernels.reference`, all chunks of one length at once.
 
 Every chunk has its true length, so the functions never see padding.
 """
@@ -20,8 +20,8 @@ from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.program import Program, call, has_parts, widths
 from flexsp.compiler.frontend.running_sums import NARROW
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
-from flexsp.kernels import executor
-from flexsp.kernels.executor import Documents, States
+from flexsp.kernels import reference
+from flexsp.kernels.reference import Documents, States
 from flexsp.kernels.table import chunk_table
 from flexsp.scan.chunks import states_between
 from flexsp.scan.maxima import Maxima, finite, maxima_of, settled
@@ -193,7 +193,7 @@ class _Local:
         """Phase 2. A dense A would round what decay_mode does not, so those are walked."""
         if self.program.transition in ("dense", "not affine"):
             return functools.partial(self.walk, initial)
-        return executor.states_of(self.factors, self._added(), initial, self.documents if self.begins else None)
+        return reference.states_of(self.factors, self._added(), initial, self.documents if self.begins else None)
 
     def _added(self) -> torch.Tensor:
         """F of every chunk: the state after it where it is 0 before."""
@@ -336,7 +336,7 @@ def run(
     if program.transition == "max-plus":
         local.find_maxima(initial, sp)
         initial = None if initial is None else finite(initial)
-    o, final = executor.run(local, zero, initial, documents, sp, anchor, call_text)
+    o, final = reference.run(local, zero, initial, documents, sp, anchor, call_text)
     if local.maxima is not None and final is not None:
-        final = settled(final, executor.final_states(local.maxima.around, documents))
+        final = settled(final, reference.final_states(local.maxima.around, documents))
     return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, tail)) if tail else o, final

@@ -76,7 +76,7 @@ class Intrinsic:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Saved:
     """A value of every chunk that one kernel leaves in memory for others.
 
     Attributes:
@@ -124,7 +124,7 @@ class Step:
     tokens: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
-    kept: dict[str, Kept]
+    kept: dict[str, Saved]
     intrinsics: tuple[Intrinsic, ...]
     condition: str
 
@@ -396,10 +396,10 @@ class _Keeper:
         self.levels: dict[Any, int] = {}
         self.grad_levels: dict[Any, int] = {}
 
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, Saved]:
         """What `run` found."""
         return {
-            name: Kept(name, dims(node), self.roles[name], name in self.wide or len(dims(node)) < 2)
+            name: Saved(name, dims(node), self.roles[name], name in self.wide or len(dims(node)) < 2)
             for name, node in self.found.items()
         }
 

@@ -1,6 +1,6 @@
 """Stage 4a: a plan, and the launches of a call that follow from it, in order.
 
-This is the one list of them. The runner (`flexsp.kernels.recipe`) puts strides and addresses in place of names. The
+This is the one list of them. The runner (`flexsp.kernels.executable`) puts strides and addresses in place of names. The
 cost model (`flexsp.compiler.planning.model`) adds up what each reads and writes; plans, `explain` and the traffic check
 use it.
 
@@ -21,7 +21,7 @@ from flexsp.compiler.backend.body import Kernel
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import HELD, WALKS
-from flexsp.compiler.graphs.differentiate import Intrinsic, Kept
+from flexsp.compiler.graphs.differentiate import Intrinsic, Saved
 from flexsp.compiler.graphs.stages import Stage
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
@@ -171,7 +171,7 @@ class GeneratedCall:
         sizes = [self.sizes[s] for s in layout.tokens[source][1:]]
         return Buffer(self._dtype(source), (self.B, self.T, self.H, *sizes))
 
-    def _kept(self, name: str) -> Kept:
+    def _kept(self, name: str) -> Saved:
         """Of the gradients of an intrinsic some may be those of constants, which nothing reads."""
         kept = self.code.layout.kept
         return kept[name] if name in kept else next(kept[x] for x in _gradients(name[:-1]) if x in kept)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.launches import GeneratedCall
-    from flexsp.kernels.recipe import Given
+    from flexsp.kernels.executable import CallSpec
 
-__all__ = ["Looks", "Lowering", "in_order", "replaced"]
+__all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
 
-Looks = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of an input, without the sequences."""
 
 
@@ -41,7 +41,7 @@ class Lowering:
     saved: frozenset[str] = frozenset()
 
     def call(
-        self, code: Generated, given: Given, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> Call | None:  # fmt: skip
         """A call with a plan, buffers and launches of its own; None where it has none for such a call.
 
@@ -67,7 +67,7 @@ class Lowering:
         """
         return None
 
-    def serves(self, code: Generated, inputs: Mapping[str, Looks]) -> bool:
+    def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         """Whether `call` runs all calls with such inputs, by name, where no kernels are generated for their sizes."""
         return False
 

@@ -21,7 +21,7 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
 from flexsp.compiler.planning.launches import Plan
-from flexsp.compiler.planning.lowering import Looks
+from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
 from flexsp.kernels.launches import Launch
@@ -75,7 +75,7 @@ def choose_plan(
 
 
 def refusal(
-    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, Looks], on_gpu: bool, ranks: bool = False
+    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
 ) -> str | None:  # fmt: skip
     """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
     if code.layout.parts:

@@ -13,7 +13,7 @@ import torch
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
-from flexsp.kernels.recipe import Recipe
+from flexsp.kernels.executable import Executable
 from flexsp.runtime.triton_private import OutOfResources, PTXASError
 
 __all__ = ["Tuned", "tune"]
@@ -54,19 +54,19 @@ def _others(plan: Plan) -> Iterator[Plan]:
 
 
 def time_us(
-    recipe: Recipe[GeneratedCall], tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool
+    executable: Executable[GeneratedCall], tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool
 ) -> float:
     """Median microseconds on the device of a forward, or of a forward and backward pass."""
-    do = torch.ones(recipe.out, dtype=recipe.dtype, device=recipe.device)
+    do = torch.ones(executable.out, dtype=executable.dtype, device=executable.device)
     times = []
     for i in range(_WARMUP + _RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        _, _, saved = recipe.run_forward(tensors, initial, table)
+        _, _, saved = executable.run_forward(tensors, initial, table)
         if backward:
-            recipe.run_backward(tensors, initial, saved, table, do, None, False)
+            executable.run_backward(tensors, initial, saved, table, do, None, False)
         end.record()
-        torch.cuda.synchronize(recipe.device)
+        torch.cuda.synchronize(executable.device)
         if i >= _WARMUP:
             times.append(1e3 * begin.elapsed_time(end))
     return statistics.median(times)
@@ -74,32 +74,32 @@ def time_us(
 
 @torch.no_grad()
 def tune(
-    make: Callable[[Plan | None], Recipe[GeneratedCall]], tensors: Sequence[torch.Tensor],
+    make: Callable[[Plan | None], Executable[GeneratedCall]], tensors: Sequence[torch.Tensor],
     initial: torch.Tensor | None, table_for: Callable[[int], torch.Tensor | None], backward: bool,
     time: Callable[..., float] = time_us,
 ) -> Tuned:  # fmt: skip
     """Times plans for one call on this rank alone.
 
     Args:
-        make: the recipe for a plan, or for the predicted one.
+        make: the executable for a plan, or for the predicted one.
         table_for: the chunk table for a chunk size, None if nothing is packed.
         backward: a backward pass counts too.
     """
     usual = make(None)
-    recipes: dict[Plan, Recipe[GeneratedCall]] = {usual.call.plan: usual}
+    executables: dict[Plan, Executable[GeneratedCall]] = {usual.call.plan: usual}
     seen: dict[Plan, float] = {}
 
     def of(plan: Plan) -> float:
         if plan not in seen:
             try:
-                seen[plan] = time(recipes[plan], tensors, initial, table_for(plan.chunk), backward)
+                seen[plan] = time(executables[plan], tensors, initial, table_for(plan.chunk), backward)
             except (ValueError, OutOfResources, PTXASError):  # what a block does not have
                 seen[plan] = float("inf")
         return seen[plan]
 
     def quickest(plans: list[Plan]) -> Plan:
-        recipes.update((plan, make(plan)) for plan in plans if plan not in recipes)
-        wait([job for plan in plans if plan.sure for job in recipes[plan].precompile(tensors, initial, backward)])
+        executables.update((plan, make(plan)) for plan in plans if plan not in executables)
+        wait([job for plan in plans if plan.sure for job in executables[plan].precompile(tensors, initial, backward)])
         return min(plans, key=of)
 
     call, device = usual.call, of_device(usual.device)

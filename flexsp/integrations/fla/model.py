@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from flexsp.comm.group import SequenceParallel, abandon
+from flexsp.comm.group import SequenceParallel, count_failed_call
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.fla.check import came_later, check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
@@ -118,7 +118,7 @@ def _layer_forward(
         with on_ranks(sp, cu_seqlens):
             return over_ranks(module, hidden_states)
     except Exception as error:
-        abandon(error, sp)  # the other ranks go on to the exchanges that come after it
+        count_failed_call(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexsp.comm.group import SequenceParallel, abandon
+from flexsp.comm.group import SequenceParallel, count_failed_call
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.transformers.batch import KEY, Running, Shard
 from flexsp.integrations.transformers.forwards import is_replaced
@@ -111,7 +111,7 @@ def forward_on_shard(
             raise FlexspError(f"{', '.join(came)} {LATER}")
         return _run(causal, model, shard, call)
     except Exception as error:
-        abandon(error, sp)  # the other ranks go on to the exchanges that come after it
+        count_failed_call(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
 
 

@@ -8,14 +8,14 @@ from flexsp.devices import of_device
 from flexsp.kernels.delta.channel_launches import ChannelCall
 from flexsp.kernels.delta.launches import DeltaCall
 from flexsp.kernels.delta.plan import plan_of
-from flexsp.kernels.recipe import Given
+from flexsp.kernels.executable import CallSpec
 from flexsp.runtime.triton_private import runs_gluon
 
 __all__ = ["call_of"]
 
 
 def call_of(
-    given: Given, beta: str, gate: str | None, scale: float, initial: bool, docs: int, ends: bool, chained: bool,
+    given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, docs: int, ends: bool, chained: bool,
     text: str, name: str,
 ) -> DeltaCall:  # fmt: skip
     """The call of inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaCall`.

@@ -1,7 +1,7 @@
 """Diagonal engine in plain PyTorch: chunked, differentiable by autograd, any float dtype, CPU or GPU.
 
 Defines what the Triton kernels compute (docs/math.md, section 2) and runs where they cannot. All chunks are computed
-at once with batched matrix products, by a step of the executor (`flexsp.kernels.executor`).
+at once with batched matrix products, by a step of the reference (`flexsp.kernels.reference`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import joined
-from flexsp.kernels import executor
-from flexsp.kernels.executor import Documents, States
+from flexsp.kernels import reference
 from flexsp.kernels.gates import clamped
+from flexsp.kernels.reference import Documents, States
 from flexsp.kernels.table import chunk_table
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
     step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
     zero = torch.zeros_like(step.summaries[:, :, 0])
-    o, final = executor.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
+    o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
     return o.to(v.dtype), final
 
 
@@ -80,7 +80,7 @@ class _Step:
 
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
         A = None if self.log_a is None else self.log_a.exp()[..., None, None]
-        return executor.states_of(A, self.summaries, initial, self.layout.documents)
+        return reference.states_of(A, self.summaries, initial, self.layout.documents)
 
     def through(self) -> Transition:
         from flexsp.scan.transitions import Transition

@@ -13,7 +13,7 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Plan, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.launches import Alike, Buffer, Facts, Launch, LaunchSpec, copied, named, scan, zeroed
+from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, SameTokenStride, copied, named, scan, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DiagonalCall"]
@@ -198,8 +198,8 @@ class DiagonalCall:
         rows = [(self._row_of(name), self.buffer(name).shape[-1]) for name in outputs]
         return tuple([n for row, width in rows for n in (self.plan.T * row, row, width)])
 
-    def _alike(self, inputs: Sequence[str], *outputs: str) -> Alike:
-        return Alike(tuple(inputs), tuple(map(self._row_of, outputs)))
+    def _alike(self, inputs: Sequence[str], *outputs: str) -> SameTokenStride:
+        return SameTokenStride(tuple(inputs), tuple(map(self._row_of, outputs)))
 
     def _walk(
         self, kind: str, tile: Tile, programs: int, pointers: Sequence[str | None], reads: Sequence[str],

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.derivatives import joined, transformed
-from flexsp.kernels import executor
+from flexsp.kernels import reference
 from flexsp.kernels.diagonal.in_pytorch import chunk_layout
-from flexsp.kernels.executor import States
+from flexsp.kernels.reference import States
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -56,7 +56,7 @@ def run(
     step = _Step(layout, tokens, A, zoh)
     zero = torch.zeros_like(step.summaries[:, :, 0])
     start = None if initial is None else initial.unsqueeze(1)
-    y, final = executor.run(step, zero, start, layout.documents, sp, anchor, call, want_final)
+    y, final = reference.run(step, zero, start, layout.documents, sp, anchor, call, want_final)
     return y.squeeze(2), None if final is None else final.squeeze(1)
 
 
@@ -79,7 +79,7 @@ class _Step:
 
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
         passed = (self.stretch.unsqueeze(-1) * self.A).exp().unsqueeze(1)
-        return executor.states_of(passed, self.summaries, initial, self.layout.documents)
+        return reference.states_of(passed, self.summaries, initial, self.layout.documents)
 
     def through(self) -> Transition:
         from flexsp.scan.transitions import Transition

@@ -12,7 +12,7 @@ from flexsp.kernels.engine import Engine, asks_for_kernels, register
 from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked
 from flexsp.kernels.selective import in_pytorch
-from flexsp.scan.sequence import without_tail
+from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

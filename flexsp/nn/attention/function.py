@@ -12,7 +12,7 @@ from flexsp.nn.attention.local import BACKENDS, Sight, attend
 from flexsp.nn.attention.over_ranks import EXCHANGES, attend_over_ranks, choose_exchange
 from flexsp.nn.norm import check_choice
 from flexsp.ops import _validate as check
-from flexsp.scan.sequence import without_tail
+from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel

@@ -10,19 +10,19 @@ import torch
 
 from flexsp.exceptions import UncoveredWarning
 from flexsp.launch import cli, doctor
-from flexsp.runtime import covered
-from flexsp.runtime.covered import Run, uncovered, warn_if_uncovered
+from flexsp.runtime import tested_versions
+from flexsp.runtime.tested_versions import Run, uncovered, warn_if_uncovered
 
 RUNS = (Run("3.6.0", (9, 0), "NVIDIA H200", "0123abc", 324), Run("3.9.0", (9, 0), "NVIDIA H200", "0123abc", 324))
 
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(covered, "COVERED", RUNS)
+    monkeypatch.setattr(tested_versions, "COVERED", RUNS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device < 2 else (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100" if device < 2 else "NVIDIA A100")
     warn_if_uncovered.cache_clear()
-    covered._warn.cache_clear()
+    tested_versions._warn.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_the_doctor_prints_the_warning(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_runs_are_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for run in covered.COVERED:
+    for run in tested_versions.COVERED:
         assert all(part.isdigit() for part in run.triton.split(".")) and len(run.capability) == 2
         assert run.gpu and run.passed > 0 and set(run.commit) <= set("0123456789abcdef") and len(run.commit) >= 7

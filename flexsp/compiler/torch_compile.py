@@ -19,8 +19,8 @@ from flexsp.comm.derivatives import IN_PYTORCH
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.program import Program
 from flexsp.kernels import functions, operators
-from flexsp.kernels.operators import Asked, Kept
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.kernels.operators import Asked, Saved
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 __all__ = ["Variant", "call", "call_now", "kept", "name_of"]
 
@@ -86,7 +86,7 @@ def _package() -> str:
 
 def kept(make: Callable[[], Variant]) -> tuple[str, tuple[str, ...]]:
     """The name of a variant that lives as long as this process, and the names of its inputs in order."""
-    variant = elsewhere(torch.device("cpu"), make)
+    variant = run_in_clean_thread(torch.device("cpu"), make)
     _lasting.add(variant)
     return variant.graph_name, variant.names
 
@@ -100,14 +100,14 @@ class _Variant:
     def forward(self, asked: Asked) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
         model, tensors, initial, bounds = self.model, *asked[:3]
         call, shard, values = model.prepared(tensors, initial, bounds, asked.group)
-        if call.recipe is not None:
-            return operators.outputs(call.recipe, asked, shard)
+        if call.executable is not None:
+            return operators.outputs(call.executable, asked, shard)
         return functions.forward(lambda x: self.in_pytorch(call, x, values), asked)
 
-    def backward(self, asked: Asked, kept: Kept, *others: Any) -> tuple[list[Optional], Optional]:
+    def backward(self, asked: Asked, kept: Saved, *others: Any) -> tuple[list[Optional], Optional]:
         call, table = self.model.again(asked.tensors, asked.initial, asked.docs, asked.group), kept[1]
-        if call.recipe is not None:
-            return operators.gradients(call.recipe, asked.tensors, asked.initial, kept, *others)
+        if call.executable is not None:
+            return operators.gradients(call.executable, asked.tensors, asked.initial, kept, *others)
         values = None if table is None else [int(n) for n in table.tolist()]
         return functions.gradients(lambda x: self.in_pytorch(call, x, values), asked, *others)
 
@@ -132,21 +132,21 @@ class _Variant:
                 state, cu = (None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others)
                 inputs = dict(zip(model.names, made, strict=True))
                 call = model.checked(inputs, state, cu, group)
-                if call.recipe is not None:
-                    return call, call.recipe.out
+                if call.executable is not None:
+                    return call, call.executable.out
                 heads = made[0].dim() - len(model.program.meta.tokens[model.names[0]].shape) + 2
                 return call, (*made[0].shape[:heads], model.width(inputs, state))
 
-        call, out = elsewhere(first.device, planned)
-        recipe = call.recipe
+        call, out = run_in_clean_thread(first.device, planned)
+        executable = call.executable
         table = first.new_empty(0, dtype=torch.int32)
         if cu_seqlens is not None:
-            chunks = None if recipe is None else recipe.call.facts.n_chunks
+            chunks = None if executable is None else executable.call.facts.n_chunks
             table = torch.empty_like(cu_seqlens) if chunks is None else first.new_empty(chunks, 5, dtype=torch.int32)
         return (
             first.new_empty(out),
             first.new_empty(call.states if asked.want_final else 0, dtype=call.wide),
-            first.new_empty(0 if recipe is None else recipe.saved.nbytes, dtype=torch.uint8),
+            first.new_empty(0 if executable is None else executable.saved.nbytes, dtype=torch.uint8),
             table,
         )
 

@@ -1,8 +1,8 @@
 """A call worked out once for its signature (buffers, launches), then run with little host time.
 
-A signature is what a call's tensors look like: shapes, strides, dtypes, alignment. For each there is a `Recipe`: where
-every buffer lies in one allocation, and the launches with their numbers. A repeated call fills in addresses. All
-engines come here with a `flexsp.kernels.launches.Call`.
+A signature is what a call's tensors look like: shapes, strides, dtypes, alignment. For each there is an `Executable`:
+where every buffer lies in one allocation, and the launches with their numbers. A repeated call fills in addresses.
+All engines come here with a `flexsp.kernels.launches.Call`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
-from flexsp.kernels.launches import PROPAGATE, Alike, Call, LaunchSpec, check_order, check_results, memory
+from flexsp.kernels.launches import PROPAGATE, Call, LaunchSpec, SameTokenStride, check_order, check_results, memory
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
 
-__all__ = ["Given", "Recipe", "in_vectors"]
+__all__ = ["CallSpec", "Executable", "aligned_16"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -35,7 +35,7 @@ _F32 = torch.float32
 _C = TypeVar("_C", bound=Call)
 
 
-class Given:
+class CallSpec:
     """What a call is given, as kernels see it.
 
     Heads are those of the input that has most, and so are tokens; others may have a part of them, where an engine takes
@@ -77,11 +77,11 @@ class Given:
         return self.T // rows if rows else 1
 
     def require_vectors(self, *tokens: str) -> None:
-        """Has kernels read contiguous copies of those inputs with a row a token that do not lie `in_vectors`."""
+        """Has kernels read contiguous copies of those inputs with a row a token that do not lie `aligned_16`."""
         for name in tokens:
             at = None if self.layout is None else self.layout[self.names.index(name)]
             aligned = at is None or at[1]
-            if name not in self.copied and not (aligned and in_vectors(self.strides[name])):
+            if name not in self.copied and not (aligned and aligned_16(self.strides[name])):
                 rows, heads, width = self.shapes[name]
                 self.copied.append(name)
                 self.strides[name] = (rows * heads * width if self.B > 1 else 0, heads * width, width)
@@ -92,7 +92,7 @@ class Given:
         return (b if self.B > 1 else 0, t, h)
 
 
-def in_vectors(strides: Sequence[int]) -> bool:
+def aligned_16(strides: Sequence[int]) -> bool:
     """Whether rows of half precision at an address that 16 divides begin at one that Triton knows to be such, too."""
     return all(n % 16 == 0 for n in strides)
 
@@ -106,21 +106,21 @@ class Backward:
     makes: frozenset[str]
 
 
-class Recipe(Generic[_C]):
+class Executable(Generic[_C]):
     """How calls of one signature run: the launches of `call`, with the strides of their tensors and with memory.
 
-    `remake` gives the recipe for inputs and initial states of the same shapes that lie otherwise, and a group of ranks.
-    It keeps none of these alive. `engine` is the name of the lowering that states the whole call.
+    `remake` gives the executable for inputs and initial states of the same shapes and other strides, and for a group
+    of ranks. It keeps none of these alive. `engine` is the name of the lowering that states the whole call.
     """
 
     def __init__(
-        self, call: _C, given: Given, sp: SequenceParallel | None,
-        remake: Callable[[Tensors, Optional, SequenceParallel | None], Recipe[_C]], engine: str | None = None,
+        self, call: _C, given: CallSpec, sp: SequenceParallel | None,
+        remake: Callable[[Tensors, Optional, SequenceParallel | None], Executable[_C]], engine: str | None = None,
     ) -> None:  # fmt: skip
         self.call, self.given, self.remake, self.engine = call, given, remake, engine
         self.device, self.dtype, self.names = given.device, call.buffer("@o").dtype, given.names
         self.gradients = [(name, f"d.{name}") for name in self.names]
-        self.others: dict[Any, Recipe[_C]] = {}
+        self.others: dict[Any, Executable[_C]] = {}
         self.sp_id = -1 if sp is None else sp.id
         self.chained = sp is not None and sp.world_size > 1
         self.out = (*given.lead, call.buffer("@o").shape[-1])
@@ -156,7 +156,7 @@ class Recipe(Generic[_C]):
         if spec.kind == PROPAGATE:
             return self._propagate(spec)
         numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
-        constants = {name: x.of(strides) if isinstance(x, Alike) else x for name, x in spec.constants.items()}
+        constants = {name: x.of(strides) if isinstance(x, SameTokenStride) else x for name, x in spec.constants.items()}
         kernel = self.call.kernel(spec) if spec.kernel is None else spec.kernel
         return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, dict(spec.options))
 
@@ -184,8 +184,8 @@ class Recipe(Generic[_C]):
             return []
         return [*tail_launches(facts.n_chunks, [(name, x, facts.T // x[1]) for name, x in tensors.items()])]
 
-    def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Recipe[_C]:
-        """The recipe to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
+    def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Executable[_C]:
+        """The executable to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
         layout = _layout_of(tensors, initial)
         if layout == self.given.layout:
             return self
@@ -317,7 +317,7 @@ class Recipe(Generic[_C]):
         """
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.call.facts.vectors:
-            well = well and do.data_ptr() % 16 == 0 and in_vectors(self.given.strides_of(do))
+            well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
         do = do if well else do.clone(memory_format=torch.contiguous_format)
         saved, table = self._as_kept(saved, initial, table)
         given = self.inputs(tensors, initial, table) | {"@do": do}

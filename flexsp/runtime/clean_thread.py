@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["elsewhere"]
+__all__ = ["run_in_clean_thread"]
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def _outlive_threads() -> None:
     entered.wait()
 
 
-def elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
+def run_in_clean_thread(device: torch.device, work: Callable[[], Any]) -> Any:
     """What `work` returns in a thread of its own, on the current stream of `device`.
 
     There no tracer, mode, transform or hook of the caller's thread is in force: inference mode, autocast, what compiles

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from flexsp.runtime.lanes import drop_lane_flags, packed_carries
+from flexsp.runtime.llvm_workaround import drop_lane_flags, packed_carries
 from tests.harness.compiling import in_child
 
 
@@ -34,10 +34,10 @@ def compile_scores(plain: bool) -> list[str]:
 
     from flexsp.compiler.backend.intrinsic_kernels import scores_kernel
     from flexsp.kernels.primitives import dots
-    from flexsp.runtime import lanes, launch
+    from flexsp.runtime import launch, llvm_workaround
 
     if plain:
-        lanes.drop_lane_flags = lambda text: text
+        llvm_workaround.drop_lane_flags = lambda text: text
     N, C = 64, 16
     x = torch.empty(16, device="meta")
     numbers = (300 * 3 * N, 3 * N, N, 300 * 3 * N, 3 * N, N, 300, 3)

@@ -9,12 +9,12 @@ import torch
 from flexsp.kernels.diagonal.op import Diagonal
 from flexsp.kernels.operators import Asked
 
-__all__ = ["scalar_decay_recipe"]
+__all__ = ["scalar_decay_executable"]
 
 
-def scalar_decay_recipe(
+def scalar_decay_executable(
     given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float
 ) -> Any:
     """Of the kernels for scalar decays: q, k, v and, where the state decays, "g" or "g_gamma"; final states leave."""
     gate = next((name for name in ("g", "g_gamma") if name in given), "")
-    return Diagonal(f"{gate}|1|").recipe(Asked([*given.values()], initial, None, docs, scale, True, None))
+    return Diagonal(f"{gate}|1|").executable(Asked([*given.values()], initial, None, docs, scale, True, None))

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from flexsp.compiler.frontend.trace import CompileError
-from flexsp.runtime.elsewhere import elsewhere
+from flexsp.runtime.clean_thread import run_in_clean_thread
 
 __all__ = ["one_at_a_time"]
 
@@ -31,4 +31,4 @@ def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
         return work()
 
     with _LOCK:
-        return elsewhere(torch.device("cpu"), marked)  # type: ignore[no-any-return]
+        return run_in_clean_thread(torch.device("cpu"), marked)  # type: ignore[no-any-return]

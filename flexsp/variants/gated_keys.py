@@ -139,7 +139,10 @@ def _launch(call: GeneratedCall, given: LaunchSpec, kernel: Any, how: _How, part
 def _gradients(call: GeneratedCall, given: LaunchSpec, kernel: Any, mild: bool) -> LaunchSpec:
     how, blocks, layout = _BACKWARD[mild], dict(call.plan.blocks), call.code.layout
     parts = -(-call.sizes[layout.rows] // min(how.channels, blocks[layout.rows])) + 1
-    sizes = {"V": call.sizes[layout.cols], "BV": min(how.columns, blocks[layout.cols]), "PARTS": parts}
+    # Two steps over columns even where one tile could hold them all. A loop of one step is unrolled, the loads that two
+    # such loops share become one, and the registers that hold its result from one loop to the other spill.
+    columns = min(how.columns, max(16, blocks[layout.cols] // 2))
+    sizes = {"V": call.sizes[layout.cols], "BV": columns, "PARTS": parts}
     launch = _launch(call, given, kernel, how, parts)
     return replace(launch, constants={**launch.constants, **sizes, "LEVELS": given.constants["LEVELS"]})
 

@@ -113,7 +113,7 @@ def test_one_graph_where_all_sizes_are_symbols(name: str) -> None:
         assert relative_error(step(inputs), case.op(**inputs)[0]) < EXACT
 
 
-def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int]]]:
+def lengths_in_kernels(sp: Any, packed: bool, inductor: bool) -> tuple[float, list[dict[str, int]]]:
     """The largest difference of a variant of generated kernels, and of an op, from the same in no graph."""
     model, found, worst = variants.load("deltanet").make(*SIZES), [], 0.0
 
@@ -124,7 +124,7 @@ def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int
         return ops.chunk_simple_gla(q, k, v, -b.abs(), output_final_state=True, cu_seqlens=cu)
 
     for f in (of_model, of_op):
-        step, made = counted(f)
+        step, made = counted(f, inductor)
         for B, T, cuts in ((2, 9, 1), (3, 40, 3), (4, 33, 2)):
             cu = torch.tensor([0, *range(1, cuts + 1), T]) if packed else None
             x = {key: of_many_sizes(y, *((1,) if packed else (0, 1)))
@@ -140,10 +140,10 @@ def lengths_in_kernels(sp: Any, packed: bool) -> tuple[float, list[dict[str, int
     return worst, found
 
 
-@pytest.mark.parametrize("packed", [*slow(False), True])
-def test_one_graph_of_kernels_of_all_lengths(packed: bool) -> None:
+@pytest.mark.parametrize(("packed", "inductor"), [*slow((False, False), (False, True), (True, True)), (True, False)])
+def test_one_graph_of_kernels_of_all_lengths(packed: bool, inductor: bool) -> None:
     """Whose plan, and the memory that they keep, depend on the length."""
-    assert run_ranks(lengths_in_kernels, 1, packed, env=INTERPRETED) == [(0.0, [ONE, ONE])]
+    assert run_ranks(lengths_in_kernels, 1, packed, inductor, env=INTERPRETED) == [(0.0, [ONE, ONE])]
 
 
 def test_decoding_step() -> None:

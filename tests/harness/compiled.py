@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def tensors(x: Any) -> list[torch.Tensor]:
     return [x] if isinstance(x, torch.Tensor) and x.is_floating_point() else []
 
 
-def counted(f: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, int]]:
-    """A compiled function, and the graphs that are made of it."""
+def counted(f: Callable[..., Any], inductor: bool = False) -> tuple[Callable[..., Any], dict[str, int]]:
+    """A compiled function, and the graphs that are made of it; Inductor compiles their operators too, if asked to."""
     made = {"traced": 0, "forward": 0, "backward": 0}
 
     def compiler(way: str) -> Callable[..., Any]:
@@ -42,7 +43,16 @@ def counted(f: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, int]]:
 
         return count
 
-    inner = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    def by_inductor(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        made["backward" if options.get("is_backward") else "forward"] += 1
+        return compile_fx_inner(module, inputs, **options)
+
+    if inductor:
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        inner: Callable[..., Any] = partial(compile_fx, inner_compile=by_inductor)
+    else:
+        inner = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         made["traced"] += 1

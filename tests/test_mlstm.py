@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flexsp.comm.group import SequenceParallel
 from flexsp.nn import MLSTM, SequenceParallelLA
 from flexsp.scan import max_plus
-from flexsp.testing.compare import check_op, relative_error
+from flexsp.testing.compare import DRAWS, check_op, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.mlstm import (
@@ -57,11 +57,14 @@ def assert_alike(got: Tensors, want: Tensors, bound: float = EXACT) -> None:
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64, torch.float32))
 @pytest.mark.parametrize("states", [2, 0])
 def test_against_the_token_loop(dtype: torch.dtype, states: int) -> None:
-    """Without a state, the first token reads its own value whatever q is, so that one alone has a dq of 0."""
+    """Without a state, the first token reads its own value whatever q is, so that one alone has a dq of 0.
+
+    Texts of few tokens have few numbers: the reference answers more cotangents, since it may be near the loop by luck.
+    """
     for T, K, V in ((random.choice((67, 131)), 20, 11), (2, 16, 5), (1, 16, 5)):
         inputs = conditioned(draw(2, T, states, K, V), dtype)
-        alone = T == 1 and not states
-        check_op(chunk, oracle, inputs, dtype=dtype, wide=KEPT_WIDE, gradients=not alone)
+        alone, draws = T == 1 and not states, DRAWS if T > 2 else 4 * DRAWS
+        check_op(chunk, oracle, inputs, dtype=dtype, wide=KEPT_WIDE, gradients=not alone, draws=draws)
 
 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
@@ -218,11 +221,11 @@ def test_the_stabiliser_is_right_over_long_sequences() -> None:
 
 def test_a_large_maximum() -> None:
     """C and n belong to the m that is returned, which float32 rounds by 1e-4 and more here."""
-    inputs = {key: x.float() for key, x in draw(1, 300, 1, K=4, V=3).items()}
+    inputs = {key: x.float() for key, x in conditioned(draw(1, 300, 1, K=4, V=3), torch.float32).items()}
     inputs["i"] += 5000
     want = recurrent_mlstm(**{key: x.double() for key, x in inputs.items()}, return_last_states=True)
     got = chunk_mlstm(**inputs, return_last_states=True)
-    assert relative_error(got[0], want[0]) < 1e-3  # of a small q n
+    assert relative_error(got[0], want[0]) < 1e-6
     (C, n, m), (C_want, n_want, m_want) = got[1], want[1]
     apart = (m - m_want).exp()
     assert relative_error(C * apart[..., None], C_want) < 1e-6 and relative_error(n * apart, n_want) < 1e-6

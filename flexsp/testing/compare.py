@@ -172,7 +172,7 @@ def check_op(
     op_kwargs = {"output_final_state": True, **(op_kwargs or {})}
 
     runs = partial(_run, inputs=rounded, gradients=gradients)
-    seeds = [seed] if dtype == torch.float64 else [seed + i for i in range(draws if gradients else 1)]
+    seeds = [seed] if dtype == torch.float64 else [seed + i for i in range(draws)]
     gots = runs(lambda **kw: op(**kw, **op_kwargs), None, device, arrange, seeds[:DRAWS])
     want = runs(lambda **kw: oracle(**kw, engine=token_loop), torch.float64, "cpu", None, seeds)
     lows: list[dict[str, torch.Tensor]] = []

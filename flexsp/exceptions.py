@@ -14,9 +14,9 @@ import torch
 
 __all__ = [
     "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
-    "check_dense", "check_flag", "check_integer", "check_number", "checks_wanted", "fail", "kernels_on_cpu",
+    "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted", "fail",
+    "kernels_on_cpu",
 ]  # fmt: skip
-
 
 
 class FlexspError(Exception):
@@ -128,6 +128,12 @@ def check_dense(name: str, x: Any, what: str = "a tensor") -> None:
 def check_flag(name: str, x: Any) -> None:
     if not isinstance(x, bool):
         fail(name, "True or False", repr(x))
+
+
+def check_flags(**flags: Any) -> None:
+    """`check_flag` of several arguments, by their names."""
+    for name, x in flags.items():
+        check_flag(name, x)
 
 
 def check_integer(name: str, x: Any, least: int = 0, most: int | None = None) -> int:

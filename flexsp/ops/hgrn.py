@@ -88,9 +88,7 @@ def recurrent_hgrn(
         )  # fmt: skip
     check_inputs(x, g)
     call = programs.Call(initial_state, output_final_state)
-    state = programs.initial_state((x.shape[2],), "D", call, None, x)
-    o, state = programs.vector_loop(programs.wide(x, x), programs.clamped(g, x).exp(), state)
-    return o.to(x.dtype), programs.final_state(state, call)
+    return programs.recur_vector(x, programs.wide(x), programs.clamped(g, x), call)
 
 
 def check_inputs(x: torch.Tensor, g: torch.Tensor) -> None:

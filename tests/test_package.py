@@ -41,7 +41,7 @@ BELOW = {
     "nn": {"exceptions", "comm", "scan", "kernels", "compiler", "variants", "ops"},
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
-    "integrations": {"exceptions", "comm", "ops", "nn"},
+    "integrations": {"exceptions", "comm", "scan", "ops", "nn"},
     "planner": {"exceptions", "devices", "scan", "nn", "integrations"},
     "launch": {"exceptions", "comm", "scan"},
 }

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import flexsp.variants
 from flexsp.testing.ranks import _FOR_KERNELS
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.jobs import LONGEST, TOOLS
+from tests.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -368,6 +370,11 @@ def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
     (tmp_path / "keeping.py").write_text(code.replace("K * V, S, 0, v0, True, K", "K * V, 2 * S, 0, v0, True, K"))
     with pytest.raises(AssertionError, match="1e-5"):
         run_script(tmp_path / "compare.py", 1, **interpreted)
+
+
+def test_every_variant_has_a_token_loop() -> None:
+    files = {path.stem for path in (ROOT / "flexsp" / "variants").glob("*.py") if "def make(" in path.read_text()}
+    assert files == {*flexsp.variants.__all__} == {*VARIANTS}
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexsp.bench.sizes import DEFAULTS
+from flexsp.comm.transport import transports
 
 __all__ = ["main", "parser"]
 
@@ -119,9 +120,8 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _by_device(parser, "--T-local", "tokens a rank", type=_listed(int), metavar="N,N")
     text = f"of {','.join(SCHEDULES)}; chain:put names the transport too (default all)"
     _names_argument(parser, "--schedules", SCHEDULES, text, SCHEDULES)
-    kinds = ("auto", "peer", "put", "posix", "process_group")
     text = "of chain; the other schedules are torch send/recv (default auto)"
-    parser.add_argument("--transport", default="auto", choices=kinds, help=text)
+    parser.add_argument("--transport", default="auto", choices=("auto", *transports()), help=text)
     text = f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)"
     _names_argument(parser, "--peers", PEERS, text, [])
     _ranks_argument(parser)

@@ -7,6 +7,7 @@ token by token.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -322,14 +323,6 @@ class _RealGates(nn.Module):
         return r.flatten(-2), i.flatten(-2)
 
 
-def _whole_text(**given: Any) -> tuple[Tensor, Any]:
-    return _from_state(rg_lru, **given)
-
-
-def _next_token(**given: Any) -> tuple[Tensor, Any]:
-    return _from_state(recurrent_rg_lru, **given)
-
-
 def _from_state(op: Any, initial_state: Any, unit_start: bool, **given: Any) -> tuple[Tensor, Any]:
     """The op on states of an `RGLRU` cache, which says of each text whether it has begun."""
     if initial_state is None:
@@ -362,7 +355,7 @@ class RGLRU(RecurrentLayer):
         ValueError: an argument that is none of these, which the message names.
     """
 
-    _ops = (_whole_text, _next_token)
+    _ops = (functools.partial(_from_state, rg_lru), functools.partial(_from_state, recurrent_rg_lru))
     _projection_names = ("linear_x",)
     _convolution_names = ("conv_1d",)
 

@@ -136,7 +136,7 @@ class Mamba2(RecurrentLayer):
         conv_bias: whether it has a bias.
         dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
         dt_max: see ``dt_min``.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         A_init_range: -A is initialised uniformly in this pair of numbers > 0.
         norm_eps: of the gated norm, over each group's channels; at least 0.
         use_bias: biases of W_in and W_out.

@@ -38,7 +38,7 @@ class Mamba(RecurrentLayer):
         dt_max: see ``dt_min``.
         dt_init: of W_dt: "random", uniform in +- dt_scale / sqrt(dt_rank), or "constant", that number.
         dt_scale: above 0.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         discretization: of B, "euler" or "zoh", as in `flexsp.ops.selective_scan`.
 
     Raises:

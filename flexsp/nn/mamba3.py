@@ -36,7 +36,7 @@ class Mamba3(RecurrentLayer):
         rope_fraction: the part of state_size that is rotated, 0.5 or 1.
         dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
         dt_max: see ``dt_min``.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         A_floor: the least -A, at least 0.
         is_outproj_norm: a norm over each head's channels between y and the gate.
         is_mimo: see above.

@@ -22,16 +22,8 @@ def _with_states(op: Any, initial_state: Any, output_final_state: bool, **given:
     return op(**given, **states, head_first=False)  # type: ignore[no-any-return]
 
 
-def _chunk(**given: Any) -> tuple[Tensor, Any]:
-    return _with_states(chunk_mlstm, **given)
-
-
-def _recurrent(**given: Any) -> tuple[Tensor, Any]:
-    return _with_states(recurrent_mlstm, **given)
-
-
 def _start_forget_gates(bias: Tensor) -> None:
-    """From 3 to 6 over the heads, as in xLSTM."""
+    """The biases go from 3 to 6 over the heads, as in xLSTM."""
     assign(bias, torch.linspace(3.0, 6.0, len(bias), dtype=bias.dtype, device=bias.device))
 
 
@@ -64,7 +56,7 @@ class MLSTM(RecurrentLayer):
         ValueError: an argument that is none of these, which the message names.
     """
 
-    _ops = (_chunk, _recurrent)
+    _ops = (functools.partial(_with_states, chunk_mlstm), functools.partial(_with_states, recurrent_mlstm))
     _branches = _projection_names = ("q", "k", "v")
 
     def __init__(

@@ -53,21 +53,16 @@ class Heads(NamedTuple):
 def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, steps: int, by_channel: bool) -> Heads:
     """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV] and, unless
     it is None, g [B, T, HV] or [B, T, HV, K]."""
-    check.check_tensor("q", q, None, "[B, T, H, K]", dtypes=check.FLOAT_DTYPES)
-    B, T, H, K = q.shape
+    B, T, H, K = check.check_first("q", q, "[B, T, H, K]")
     tokens = "T" if steps == 1 else "T n"
     shape = (B, T * steps, H, K)
     check.check_tensor("k", k, shape, f"[B, {tokens}, H, K]", dtypes=(q.dtype,), device=q.device)
     check.check_tensor("v", v, None, f"[B, {tokens}, HV, V]", dtypes=(q.dtype,), device=q.device)
     HV, V = v.shape[2:]
-    if B < 1 or H < 1:
-        check.fail("q", "at least one batch row and one head", list(q.shape))
     if tuple(v.shape[:2]) != (B, T * steps) or HV < 1 or HV % H:
         expected = f"shape [B, {tokens}, HV, V] = [{B}, {T * steps}, HV, V], HV a multiple of the {H} heads of q"
         check.fail("v", expected, list(v.shape))
-    for name, size in (("q", K), ("v", V)):
-        if not 1 <= size <= check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_head_sizes(q=K, v=V)
     strengths = (q.dtype, torch.float32)
     check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
     if g is not None:

@@ -93,7 +93,5 @@ def recurrent_hgrn(
 
 def check_inputs(x: torch.Tensor, g: torch.Tensor) -> None:
     """Shapes, dtypes and device of x and gates [B, T, D], and gates <= 0."""
-    check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
-    if x.shape[0] < 1 or x.shape[2] < 1:
-        check.fail("x", "at least one batch row and one channel", list(x.shape))
+    check.check_first("x", x, "[B, T, D]")
     check.check_gate("g", g, tuple(x.shape), "[B, T, D]", x)

@@ -418,10 +418,7 @@ def _check_shapes(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor, D: Optional, B_bias: Optional,
     C_bias: Optional, mimo_x: Optional,
 ) -> _Sizes:  # fmt: skip
-    check.check_tensor("x", x, None, "[B, T, H, P]", dtypes=check.FLOAT_DTYPES)
-    batch, T, H, P = x.shape
-    if batch < 1 or H < 1:
-        check.fail("x", "at least one batch row and one head", list(x.shape))
+    batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     params = (x.dtype, torch.float32)
     R, rows = 1, ""
     if mimo_x is not None:
@@ -434,11 +431,8 @@ def _check_shapes(
     outer = (batch, T) if mimo_x is None else (batch, T, R)
     if tuple(B.shape[:-2]) != outer:
         check.fail("B", f"shape [B, T, {rows}G, K] = [{', '.join(map(str, outer))}, G, K]", list(B.shape))
-    if G < 1 or H % G:
-        check.fail("B", f"a number of groups G that divides the {H} heads", G)
-    for name, size in (("x", P), ("B", K)):
-        if not 1 <= size <= check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_groups("B", G, H, "heads")
+    check.check_head_sizes(x=P, B=K)
     check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
     for name, each in (("dt", dt), ("A", A), ("trap", trap)):
         check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)

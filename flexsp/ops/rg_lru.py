@@ -107,10 +107,7 @@ def recurrent_rg_lru(
 
 
 def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float) -> None:
-    check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
-    B, _, D = x.shape
-    if B < 1 or D < 1:
-        check.fail("x", "at least one batch row and one channel", list(x.shape))
+    _, _, D = check.check_first("x", x, "[B, T, D]")
     dtypes = (x.dtype, torch.float32)
     for name, gate in (("r", r), ("i", i)):
         check.check_tensor(name, gate, tuple(x.shape), "[B, T, D]", dtypes=dtypes, device=x.device)

@@ -219,8 +219,7 @@ def _by_groups(
     """A call with B and C of [batch, T, G, N], by one call for each group of channels."""
     check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
     (batch, T, width), (G, N) = u.shape, B.shape[2:]
-    if G < 1 or width % G:
-        check.fail("B", f"a number of groups G that divides the {width} channels", G)
+    check.check_groups("B", G, width, "channels")
     for name, x in (("B", B), ("C", C)):
         check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
     wholes: dict[str, tuple[Optional, int]] = {
@@ -246,10 +245,7 @@ def _checked(
     delta_bias: Optional, delta_softplus: bool, return_last_state: bool, discretization: str,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Checks shapes, dtypes, devices and values; returns (batch, D, N)."""
-    check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
-    batch, T, width = u.shape
-    if batch < 1 or width < 1:
-        check.fail("u", "at least one batch row and one channel", list(u.shape))
+    batch, T, width = check.check_first("u", u, "[batch, T, D]")
     params = (u.dtype, torch.float32)
     check.check_tensor("delta", delta, (batch, T, width), "[batch, T, D]", dtypes=params, device=u.device)
     check.check_tensor("A", A, None, "[D, N]", dtypes=params, device=u.device)
@@ -262,8 +258,7 @@ def _checked(
             check.check_tensor(name, x, (width, N), "[D, N]", dtypes=params, device=u.device)
         elif _has_axes(x, 4) and _constant(B, C):
             G = x.shape[2]
-            if G < 1 or width % G:
-                check.fail(name, f"a number of groups G that divides the {width} channels", G)
+            check.check_groups(name, G, width, "channels")
             check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
         else:
             check.check_tensor(name, x, (batch, T, N), "[batch, T, N]", dtypes=(u.dtype,), device=u.device)

@@ -1,7 +1,7 @@
 """Softmax attention in PyTorch, a block of queries at a time, with its backward pass.
 
-Scores of one block are in memory at once. None are kept for the backward pass, which computes them again. Sums and
-softmax are in float32 (float64 for float64 inputs), whatever the inputs' dtype.
+Only one block's scores are in memory at a time. The backward pass computes them again. Sums and softmax are in float32
+(float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flexsp.ops._validate import accumulation_dtype
 
 __all__ = ["attend_in_blocks"]
 
-_SCORES = 1 << 22  # numbers in a block of scores
-_ROWS = 256  # queries in a block
+_SCORES = 1 << 22  # scores in a block at most: 16 MiB in float32
+_ROWS = 256  # queries in a block at most
 _NAME = "scaled_dot_product_attention"
 _INSTEAD = "torch.nn.functional.scaled_dot_product_attention has them, on one rank"
 
@@ -36,9 +36,9 @@ def attend_in_blocks(
     """softmax(scale q k^T) v of q [B, TQ, H, K], k [B, TK, HK, K] and v [B, TK, HK, V], as [B, TQ, H, V].
 
     Args:
-        ranges: int64 [2, TQ]; query t sees the keys ``ranges[0, t]`` to ``ranges[1, t] - 1``. Neither ever decreases.
-        offset: place of the first query among the keys.
-        causal: with ``offset`` and ``window``, bounds of ``ranges`` that are known without reading it.
+        ranges: int64 [2, TQ]; query t sees the keys ``ranges[0, t]`` to ``ranges[1, t] - 1``. Neither decreases with t.
+        offset: the first query's place among the keys.
+        causal: with ``offset`` and ``window`` it bounds ``ranges`` on the host, where its values are not known.
     """
     untransformed(_NAME, _INSTEAD, q, k, v)
     return _BlocksFunction.apply(q, k, v, ranges, scale, offset, causal, -1 if window is None else window)

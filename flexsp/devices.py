@@ -1,7 +1,7 @@
-"""What a GPU offers to kernels. Plans, predicted times and messages are made of it; offline planning takes a known one.
+"""The properties of GPUs that plans, predicted times and messages depend on.
 
-Only the H200 was measured. The rates of the others are nine tenths of their memory's bandwidth and four fifths of their
-matrix products' peak, which is how the H200 compares with its own data sheet.
+Only the H200 was measured: it reaches nine tenths of its data sheet's memory bandwidth and four fifths of its peak of
+matrix products. The rates of the other GPUs are these shares of their data sheets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_HEADS = 65535
-"""B * H that a call may have: they are the second axis of the kernels' grids."""
+"""The largest B * H of a call. It is the second axis of the kernels' grids, and CUDA allows 65535 there."""
 REGISTERS = 64 * 1024
-"""Of a multiprocessor."""
+"""32-bit registers of a multiprocessor."""
 _KIB = 1024
 _SHARED = {
     80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227, 120: 99, 121: 99,
@@ -33,7 +33,7 @@ _SHARED = {
 """KiB of shared memory that a block may have, by compute capability."""
 _OLDEST = 80
 _ADVICE = "use smaller K or V, or a smaller chunk_size where one was given"
-_COPIED = 0.9  # of the memory's peak, that a copy takes
+_COPIED = 0.9  # the share of the memory's peak bandwidth that a copy reaches
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Device:
 
 
 def _filling(multiprocessors: int) -> int:
-    """Programs that fill so many multiprocessors: a multiple of what heads usually come in."""
+    """The number of programs that fills the multiprocessors: a multiple of 16 or 32, because B * H usually is one."""
     step = 32 if multiprocessors >= 64 else 16
     return max(step, multiprocessors // step * step)
 
@@ -112,7 +112,8 @@ _planned: ContextVar[Device] = ContextVar("planned", default=H200)
 
 @contextmanager
 def planned_for(device: Device) -> Iterator[None]:
-    """Plans of tensors that are on no GPU (meta tensors, the interpreter's) are made for `device`; else for an H200."""
+    """Inside, plans for tensors that are not on a GPU (meta tensors, the interpreter's) are made for `device`; outside
+    for an H200."""
     token = _planned.set(device)
     try:
         yield
@@ -121,10 +122,11 @@ def planned_for(device: Device) -> Iterator[None]:
 
 
 def of_device(device: torch.device | None = None) -> Device:
-    """What the GPU `device` offers; for others, or None where no GPU is there, what is planned for.
+    """The properties of the GPU `device`, by default of the current one. For a device that is no GPU, those of the GPU
+    that plans are made for.
 
     Raises:
-        ValueError: kernels are not made for a GPU as old as this.
+        ValueError: the GPU is older than all that kernels are made for.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,17 +141,17 @@ def _of_index(index: int) -> Device:
 
 
 def of_properties(found: Any) -> Device:
-    """What a GPU offers, from what `torch.cuda.get_device_properties` says of it.
+    """A GPU's properties, from `torch.cuda.get_device_properties`.
 
-    The rates of matrix products are those of the known GPU of its capability, by multiprocessors; so is the memory's
-    bandwidth where torch does not say it.
+    Torch does not give rates of matrix products: they are those of the known GPU of the same capability, scaled by the
+    number of multiprocessors. The memory's bandwidth is that GPU's if torch does not give it.
     """
     arch = 10 * found.major + found.minor
     like, count = of_arch(arch, found.name), found.multi_processor_count
     if re.search(r"\bH200\b", found.name) and count == H200.multiprocessors:
         return H200
     clock, width = (getattr(found, key, 0) or 0 for key in ("memory_clock_rate", "memory_bus_width"))
-    # kHz of a memory that sends twice a clock, bits
+    # clock in kHz, of memory that transfers twice a clock; width in bits
     bandwidth = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else like.bandwidth
     more = count / like.multiprocessors
     return Device(
@@ -160,10 +162,10 @@ def of_properties(found: Any) -> Device:
 
 
 def of_arch(arch: int, name: str = "") -> Device:
-    """The known GPU of a compute capability, 90 for Hopper; where there is none, rates of a near one.
+    """The known GPU of a compute capability, 90 for Hopper. If none is known, one with the rates of the nearest older.
 
     Raises:
-        ValueError: kernels are not made for a GPU as old as this.
+        ValueError: the GPU is older than all that kernels are made for.
     """
     if arch < _OLDEST:
         called = f"{name} of " if name else ""
@@ -178,20 +180,20 @@ def of_arch(arch: int, name: str = "") -> Device:
 
 
 def reads_shared(arch: int) -> bool:
-    """Whether matrix products of a compute capability read their operands from shared memory, not from registers.
+    """Whether matrix products read their operands from shared memory instead of registers.
 
-    wgmma and tcgen05 do, on Hopper and data-center Blackwell; GPUs of capability 12 have neither.
+    The instructions wgmma (Hopper) and tcgen05 (data-center Blackwell) do. GPUs of capability 12 have neither.
     """
     return 90 <= arch < 120
 
 
 def shared_of_arch(arch: int) -> int:
-    """Bytes of shared memory that a block may have; of a capability that is not known yet, the least of all."""
+    """Bytes of shared memory that a block may have; for a capability that is not in the table, the least of all."""
     return _SHARED.get(arch, min(_SHARED.values())) * _KIB
 
 
 def check_heads(name: str, B: int, H: int) -> None:
-    """ValueError where there are more than `MOST_HEADS`."""
+    """ValueError if B * H is more than `MOST_HEADS`."""
     if B * H > MOST_HEADS:
         limit = f"B * H <= {MOST_HEADS} (a grid's second axis)"
         raise ValueError(f"{name}: expected {limit}, got {B * H}. Pack the sequences, with cu_seqlens.")

@@ -1,4 +1,4 @@
-"""Every error flexsp raises on its own, and the checks of arguments that all folders share.
+"""flexsp's own errors, and the checks of arguments that all folders share.
 
 Bad arguments are plain ``ValueError`` "name: expected ..., got ...", raised before anything is launched.
 """
@@ -14,9 +14,9 @@ import torch
 
 __all__ = [
     "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
-    "check_dense", "check_flag", "check_integer", "check_number", "checks_wanted", "fail", "kernels_on_cpu",
+    "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted", "fail",
+    "kernels_on_cpu",
 ]  # fmt: skip
-
 
 
 class FlexspError(Exception):
@@ -116,7 +116,7 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
 
 
 def check_dense(name: str, x: Any, what: str = "a tensor") -> None:
-    """A tensor with strides and values; while tracing, fake ones will do."""
+    """ValueError unless x is a dense tensor with values. While torch.compile traces, fake tensors pass."""
     if not isinstance(x, torch.Tensor):
         fail(name, what, type(x).__name__)
     if x.is_nested or x.layout != torch.strided:
@@ -130,8 +130,14 @@ def check_flag(name: str, x: Any) -> None:
         fail(name, "True or False", repr(x))
 
 
+def check_flags(**flags: Any) -> None:
+    """`check_flag` of several arguments, by their names."""
+    for name, x in flags.items():
+        check_flag(name, x)
+
+
 def check_integer(name: str, x: Any, least: int = 0, most: int | None = None) -> int:
-    """``x`` as an integer of ``least``.. ``most``; booleans are none, floats neither."""
+    """``x`` as an integer of ``least``..``most``. Booleans and floats are refused."""
     expected = f"an integer >= {least}" if most is None else f"{least}..{most}, an integer"
     try:
         value = operator.index(x)
@@ -143,7 +149,7 @@ def check_integer(name: str, x: Any, least: int = 0, most: int | None = None) ->
 
 
 def check_number(name: str, x: Any, above: float | None = None) -> float:
-    """``x`` as a finite float, larger than ``above``."""
+    """``x`` as a finite float, larger than ``above`` if that is given."""
     expected = "a finite number" if above is None else f"a finite number > {above:g}"
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         fail(name, expected, f"{type(x).__name__} {x!r}")
@@ -151,7 +157,7 @@ def check_number(name: str, x: Any, above: float | None = None) -> float:
         value = float(x)
     except OverflowError:
         fail(name, expected, f"an int of {int(x).bit_length()} bits")
-    finite = -math.inf < value < math.inf  # also of symbols of torch.compile, which math.isfinite does not take
+    finite = -math.inf < value < math.inf  # math.isfinite takes no symbols of torch.compile
     if not finite or (above is not None and not value > above):
         fail(name, expected, repr(x))
     return value
@@ -161,7 +167,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def _environment_flag(name: str) -> bool:
-    """Whether a variable of the environment is on; not set and empty are off."""
+    """Whether an environment variable is on. One that is empty or not set is off."""
     given = os.environ.get(name, "")
     word = given.strip().lower()
     if word and word not in _WORDS:
@@ -173,7 +179,7 @@ def checks_wanted() -> bool:
     """Whether FLEXSP_CHECK is on.
 
     Raises:
-        ValueError: it is no word for on or off.
+        ValueError: its value is no word for on or off.
     """
     return _environment_flag("FLEXSP_CHECK")
 

@@ -397,7 +397,7 @@ _FACES = [
     ),
     *_in(
         "flexsp/ops/simple_gla.py",
-        ("clamped(gates.to(dtype)).exp()", "gates.to(dtype).clamp(min=-50.0).exp()", "a closed gate in decoding is not closed",
+        ("programs.clamped(g, q)", "programs.wide(g, q).clamp(min=-50.0)", "a closed gate in decoding is not closed",
          "tests/test_ops.py::test_a_nearly_closed_gate_in_decoding"),
     ),
     *_in(

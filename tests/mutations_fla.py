@@ -20,7 +20,7 @@ FLA = [
          "convolutions reach into another document", _FUNCTIONS + "test_two_ranks_equal_one[documents]"),
         ("with sequence_parallel(sequence.sp):", "with sequence_parallel(None):", "convolutions begin at the shard",
          _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
-        ("positions(q.shape[1], sequence.cu_seqlens, sequence.sp, q.device)", "positions(q.shape[1], None, None, q.device)",
+        ("positions(q.shape[1], q.device, sequence.cu_seqlens, sequence.sp)", "positions(q.shape[1], q.device, None, None)",
          "positions begin at the shard", _FUNCTIONS + "test_two_ranks_equal_one[one text]"),
         ("window=None if before < 0 else before + 1", "window=None if before < 0 else before", "windows are a token short",
          _FUNCTIONS + "test_they_do_what_they_replace"),

@@ -28,9 +28,9 @@ GATES = [
         "flexsp/ops/_delta.py",
         ("slope.clamp(max=_MOST_LOG[slope.dtype]).exp()", "slope.exp()", "gradients of steep raw gates are NaN",
          "tests/test_ops.py::test_raw_gates_of_any_steepness"),
-        ("found = _wide(beta).sigmoid()", "found = beta.sigmoid()", "step sizes of half precision are rounded",
+        ("found = wide(beta).sigmoid()", "found = beta.sigmoid()", "step sizes of half precision are rounded",
          "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
-        ("raw = _wide(g, like) if dt_bias", "raw = g if dt_bias", "raw gates are activated in half precision",
+        ("raw = wide(g, like) if dt_bias", "raw = g if dt_bias", "raw gates are activated in half precision",
          "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
     ),
     *_in(
@@ -125,7 +125,7 @@ GATES = [
          "convolutions reach across documents", "tests/test_gated_layers.py::test_documents_are_separate"),
         ("**arguments, initial_state=state)", "**arguments, initial_state=None if state is None else state.detach())",
          "a step has no gradient through the state", "tests/test_layers.py::test_decoding_equals_parallel[hgrn]"),
-        ("return convolution.prefill(x, kept)", "return convolution.prefill(x, kept)[0], kept",
+        ("return convolution.prefill(x, conv_cache)", "return convolution.prefill(x, conv_cache)[0], conv_cache",
          "a prompt leaves no inputs to the convolutions", "tests/test_gated_layers.py::test_decoding"),
     ),
     *_in(

@@ -39,7 +39,9 @@ from flexsp.nn import (
     unwrap,
 )
 from flexsp.nn.attention import scaled_dot_product_attention
+from flexsp.testing.cases import Case, Shape
 from tests.harness.layers import OF_EACH
+from tests.harness.ops import ALL
 from tests.variants import load
 
 B, T, H, K, V, D = 1, 6, 2, 4, 3, 32
@@ -97,9 +99,7 @@ def bounds() -> torch.Tensor:
 
 
 COMMON = {"scale": "number", "output_final_state": "flag", "sp": "sp"}
-OF_CHANNELS = {**COMMON, "state_v_first": "flag"}
 PACKED = {"initial_state": torch.zeros(2, H, K, V), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
-VECTOR = {"initial_state": torch.zeros(2, D), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
 SSD = {
     "x": torch.rand(B, T, H, V), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.rand(B, T, 1, K),
     "C": torch.rand(B, T, 1, K), "D": torch.rand(H), "dt_bias": torch.rand(H),
@@ -126,13 +126,7 @@ ROWS_GIVEN |= {name: torch.rand(B, T, 2, H, K) for name in "qk"}
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
 NORM = {"use_qk_l2norm_in_kernel": "flag"}
-IN_KERNEL = dict.fromkeys(
-    ("state_v_first", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel"), "flag"
-)
 RECURRENT = {"scale": "number", "output_final_state": "flag", "cu_seqlens": "none"}
-RWKV6 = {"r": qkv()["q"], "k": qkv()["k"], "v": qkv()["v"], "w": -torch.rand(B, T, H, K), "u": torch.rand(H, K)}
-RWKV7_GIVEN = {**{x: RWKV6[x] for x in "rwkv"}, "a": torch.rand(B, T, H, K), "b": torch.rand(B, T, H, K)}
-LRU = {"x": torch.rand(B, T, D), "r": torch.rand(B, T, D), "i": torch.rand(B, T, D), "Lambda": torch.rand(D)}
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
 GROUPED = {
     "hidden_size": "size", "num_heads": "size", "head_dim": "head size", "num_v_heads": "value heads",
@@ -142,35 +136,29 @@ HEADS = {"hidden_size": D, "num_heads": 2, "head_dim": 4}
 CONV = ShortConvolution(D)
 ONE, X = torch.rand(3, D), torch.rand(B, T, D)
 
+# The kind of an argument by its name, for ops and layers that have no row in CALLS.
+KINDS = {
+    "scale": "number", "sp": "sp", "c": "positive", "hidden_size": "size", "num_heads": "size", **CONVOLVED,
+    **dict.fromkeys((
+        "allow_neg_eigval", "output_final_state", "reverse", "safe_gate", "state_v_first", "unit_start",
+        "use_beta_sigmoid_in_kernel", "use_gate_in_kernel", "use_output_gate", "use_qk_l2norm_in_kernel",
+    ), "flag"),
+}  # fmt: skip
+
 # name: (callable, its good tensors, kinds of its other arguments, other good values)
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[str, Any]]] = {
-    "chunk_simple_gla": (ops.chunk_simple_gla, {**qkv(), "g": -torch.rand(B, T, H), **PACKED}, COMMON, {}),
     "g_gamma": (ops.chunk_simple_gla, {**qkv(), "g_gamma": -torch.rand(H)}, COMMON, {}),
-    "recurrent_simple_gla": (
-        ops.recurrent_simple_gla, {**qkv(), "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, "reverse": "flag"}, {},
-    ),
     "recurrent g_gamma": (ops.recurrent_simple_gla, {**qkv(), "g_gamma": -torch.rand(H)}, {}, {}),
-    "chunk_retention": (ops.chunk_retention, {**qkv(), **PACKED}, COMMON, {}),
     "chunk_lightning_attn": (
         ops.chunk_lightning_attn, {**qkv(), **PACKED}, {**COMMON, "layer_idx": "integer", "num_layers": "size"},
         {"layer_idx": 1, "num_layers": 4},
     ),
     "chunk_linear_attn": (ops.chunk_linear_attn, {**qkv(), **PACKED}, COMMON, {"normalize": False}),
     "normalize": (ops.chunk_linear_attn, qkv(), {**COMMON, "normalize": "flag"}, {}),
-    "chunk_delta_rule": (ops.chunk_delta_rule, {**DELTA, **PACKED}, {**COMMON, **NORM}, {}),
-    "chunk_gated_delta_rule": (
-        ops.chunk_gated_delta_rule, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
-        {**COMMON, **NORM, **IN_KERNEL}, {},
-    ),
     "gate in kernel": (
         ops.chunk_gated_delta_rule,
         {**DELTA, "g": torch.rand(B, T, H), "A_log": torch.rand(H), "dt_bias": torch.rand(H)}, {},
         {"use_gate_in_kernel": True},
-    ),
-    "chunk_kda": (
-        ops.chunk_kda, {**DELTA, "g": -torch.rand(B, T, H, K), **PACKED},
-        {**COMMON, **NORM, **IN_KERNEL, "safe_gate": "flag"}, {},
     ),
     "gate of channels in kernel": (
         ops.chunk_kda,
@@ -180,11 +168,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "chunk_gated_delta_product": (
         ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
         {**COMMON, **NORM, "num_householder": "size"}, {"num_householder": 1},
-    ),
-    "recurrent_gated_delta_rule": (
-        ops.recurrent_gated_delta_rule,
-        {**DELTA, "g": -torch.rand(B, T, H), "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, **NORM, **IN_KERNEL}, {},
     ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, **PACKED},
@@ -214,23 +197,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         scaled_dot_product_attention, {**qkv(), "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
         {"scale": "number", "sp": "sp", "is_causal": "flag", "window": "limit", "backend": "choice",
          "exchange": "choice", "dropout_p": "zero", "softcap": "none", "sinks": "none"}, {},
-    ),
-    "chunk_gla": (ops.chunk_gla, {**qkv(), "g": -torch.rand(B, T, H, K), **PACKED}, OF_CHANNELS, {}),
-    "chunk_hgrn2": (
-        ops.chunk_hgrn2, {"q": qkv()["q"], "v": qkv()["v"], "g": -torch.rand(B, T, H, K), **PACKED}, OF_CHANNELS, {},
-    ),
-    "chunk_rwkv6": (
-        ops.chunk_rwkv6, {**RWKV6, **PACKED}, COMMON, {},
-    ),
-    "chunk_rwkv7": (
-        ops.chunk_rwkv7, {**RWKV7_GIVEN, **PACKED}, COMMON, {},
-    ),
-    "chunk_hgrn": (
-        ops.chunk_hgrn, {"x": X, "g": -torch.rand(B, T, D), **VECTOR}, {"output_final_state": "flag", "sp": "sp"}, {},
-    ),
-    "rg_lru": (
-        ops.rg_lru, {**LRU, **VECTOR},
-        {"output_final_state": "flag", "sp": "sp", "c": "positive", "unit_start": "flag"}, {},
     ),
     "chunk_mlstm": (
         ops.chunk_mlstm,
@@ -262,36 +228,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {"scale": "number", "return_last_states": "flag", "eps": "not negative", "head_first": "flag"},
         {"head_first": False},
     ),
-    "recurrent_gla": (
-        ops.recurrent_gla,
-        {**qkv(), "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, "state_v_first": "flag", "reverse": "flag"}, {},
-    ),
     "recurrent gates of columns": (
         ops.recurrent_gla, {**qkv(), "g": -torch.rand(B, T, H, K), "gv": -torch.rand(B, T, H, V)}, {}, {},
-    ),
-    "recurrent_hgrn2": (
-        ops.recurrent_hgrn2,
-        {"q": qkv()["q"], "v": qkv()["v"], "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, "state_v_first": "flag"}, {},
-    ),
-    "recurrent_rwkv6": (
-        ops.recurrent_rwkv6, {**RWKV6, "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, "reverse": "flag"}, {},
-    ),
-    "recurrent_rwkv7": (
-        ops.recurrent_rwkv7, {**RWKV7_GIVEN, "initial_state": torch.zeros(B, H, K, V)}, RECURRENT, {},
-    ),
-    "recurrent_hgrn": (
-        ops.recurrent_hgrn, {"x": X, "g": -torch.rand(B, T, D), "initial_state": torch.zeros(B, D)},
-        {"output_final_state": "flag", "cu_seqlens": "none"}, {},
-    ),
-    "recurrent_rg_lru": (
-        ops.recurrent_rg_lru, {**LRU, "initial_state": torch.zeros(B, D)},
-        {"output_final_state": "flag", "c": "positive", "unit_start": "flag"}, {},
-    ),
-    "recurrent_delta_rule": (
-        ops.recurrent_delta_rule, {**DELTA, "initial_state": torch.zeros(B, H, K, V)}, {**RECURRENT, **NORM}, {},
     ),
     "recurrent, gate in kernel": (
         ops.recurrent_gated_delta_rule,
@@ -302,10 +240,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.recurrent_kda,
         {**DELTA, "g": torch.rand(B, T, H, K), "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
         {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
-    ),
-    "recurrent_kda": (
-        ops.recurrent_kda, {**DELTA, "g": -torch.rand(B, T, H, K), "initial_state": torch.zeros(B, H, K, V)},
-        {**RECURRENT, **NORM, **IN_KERNEL}, {},
     ),
     "recurrent_gated_delta_product": (
         ops.recurrent_gated_delta_product,
@@ -422,7 +356,29 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "unwrap": (unwrap, {}, {"module": "module"}, {"module": nn.Linear(D, D)}),
     "verify": (partial(flexsp.verify, nn.Linear(D, D), SequenceParallel()), {"x": X}, {"dim": "integer"}, {"dim": 1}),
 }  # fmt: skip
+
+
+def row_of(op: Callable[..., Any], case: Case) -> tuple[Any, dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The row of an op with the arguments of its case; those that are no tensors are known by their names."""
+    parameters = inspect.signature(op).parameters
+    packed = "sp" in parameters
+    given = case.inputs(Shape(B=B, T=T, H=H, K=K, V=V, states=2 if packed else B), seed=0)
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    if packed:
+        tensors |= {"cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()}
+    kinds = KINDS if packed else {**KINDS, "cu_seqlens": "none"}
+    others = {name: x for name, x in given.items() if name not in tensors}
+    return op, tensors, {name: kinds[name] for name in parameters if name in kinds}, others
+
+
+for case in ALL.values():
+    name = getattr(case.op, "__name__", "")
+    for op_name in (name, f"recurrent_{name.removeprefix('chunk_')}"):
+        if getattr(ops, name, None) is case.op and op_name in ops.__all__:
+            CALLS.setdefault(op_name, row_of(getattr(ops, op_name), case))
 for layer_name, (cls, options, width) in OF_EACH.items():
+    named = [name for name in inspect.signature(cls).parameters if name in KINDS]
+    CALLS.setdefault(f"{layer_name}()", (cls, {}, {name: KINDS[name] for name in named}, options))
     if cls is not ShortConvolution:
         layer = cls(**options)
         CALLS[layer_name] = layer, {"x": torch.rand(B, T, width), "cu_seqlens": bounds()}, {}, {}

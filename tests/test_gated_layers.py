@@ -406,7 +406,7 @@ def test_initialisation() -> None:
     [
         (lambda: GatedLinearAttention(30, 4), r"expand_k: expected a size of heads of 1\.\.256, an integer, got 30 \*"),
         (lambda: GatedLinearAttention(2048, 2), r"expand_k: expected .*, got 2048 \* 0\.5 / 2 = 512"),
-        (lambda: GatedLinearAttention(32, 4, expand_v=0.1), "expand_v: expected hidden_size . expand_v, an integer"),
+        (lambda: GatedLinearAttention(32, 4, expand_v=0.1), r"expand_v: expected a size of heads .* 32 \* 0\.1 / 4"),
         (lambda: GatedLinearAttention(32, 4, num_kv_heads=3), "num_kv_heads: expected a divisor of num_heads=4, got 3"),
         (lambda: GatedLinearAttention(32, feature_map="tanh"), 'feature_map: expected "relu" or "sigmoid" or'),
         (lambda: GatedLinearAttention(32, gate_fn="tanh"), 'gate_fn: expected "relu" or "sigmoid" or'),

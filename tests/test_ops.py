@@ -156,10 +156,10 @@ def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
     check_op(ops.recurrent_simple_gla, oracle, inputs, dtype=dtype, low_engine=float32_token_loop)
 
 
-# The recurrent delta rules, by the case of the chunked op.
+# The recurrent ops of programs, by the case of the chunked op.
 RECURRENT = {
-    "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule_in_kernel", "kda": "kda_in_kernel",
-    "gated_delta_product": "gated_delta_product",
+    name: f"{name}_in_kernel" if f"{name}_in_kernel" in DELTA_CASES else name
+    for name in DELTA_CASES if hasattr(ops, f"recurrent_{name}")
 }  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import flexsp.variants
 from flexsp.testing.ranks import _FOR_KERNELS
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.jobs import LONGEST, TOOLS
+from tests.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "flexsp").rglob("*.py"))
@@ -41,7 +43,7 @@ BELOW = {
     "nn": {"exceptions", "comm", "scan", "kernels", "compiler", "variants", "ops"},
     "variants": {"exceptions", "devices", "comm", "scan", "kernels", "compiler"},
     "grammar": {"exceptions", "comm", "scan", "kernels", "ops", "compiler", "variants"},
-    "integrations": {"exceptions", "comm", "ops", "nn"},
+    "integrations": {"exceptions", "comm", "scan", "ops", "nn"},
     "planner": {"exceptions", "devices", "scan", "nn", "integrations"},
     "launch": {"exceptions", "comm", "scan"},
 }
@@ -370,9 +372,19 @@ def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
         run_script(tmp_path / "compare.py", 1, **interpreted)
 
 
+def test_every_variant_has_a_token_loop() -> None:
+    files = {path.stem for path in (ROOT / "flexsp" / "variants").glob("*.py") if "def make(" in path.read_text()}
+    assert files == {*flexsp.variants.__all__} == {*VARIANTS}
+
+
 def test_the_reference_has_every_public_name() -> None:
     """`::: path` in docs/reference, or a member of what stands there."""
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        expanded = importlib.import_module("reference").expanded
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    pages = "\n".join(expanded(page.read_text()) for page in (ROOT / "docs" / "reference").glob("*.md"))
     objects, listed = [], [*re.findall(r"^::: (\S+)", pages, flags=re.MULTILINE)]
     for path in listed:
         module, _, name = path.rpartition(".")

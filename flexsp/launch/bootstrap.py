@@ -1,19 +1,7 @@
 """From torchrun to a SequenceParallel.
 
-Environment variables:
-
-==================  =========  ======================================================================================
-variable            default    meaning
-==================  =========  ======================================================================================
-FLEXSP_TIMEOUT_S    120        seconds until a silent peer ends in PeerTimeout (ranks that compile are late ranks)
-FLEXSP_HEAP_MIB     256        size of the symmetric heap of the transports peer, put and posix, on every rank
-FLEXSP_CHECK        0          1, true, yes or on: compare every call's shapes between the ranks before it is
-                               launched, and check the values of CUDA arguments; the only mode that synchronises with
-                               the GPU
-FLEXSP_TEST_SEED    random     seed of the tests' random inputs; a failing test prints the one it used
-==================  =========  ======================================================================================
-
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are torchrun's; LOCAL_RANK chooses the CUDA device.
+docs/use.md has the table of environment variables. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
+torchrun's; LOCAL_RANK chooses the CUDA device.
 """
 
 from __future__ import annotations
@@ -54,9 +42,10 @@ def init_sequence_parallel(
         transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
             (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), one that was registered, or
             "auto": on CUDA "peer" where symmetric memory is to be had, else "process_group".
-        heap_mib: symmetric memory a rank, default FLEXSP_HEAP_MIB or 256.
+        heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
         schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
-        timeout_s: default FLEXSP_TIMEOUT_S or 120.
+        timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
+            compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
 
     Raises:

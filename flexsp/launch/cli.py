@@ -1,16 +1,18 @@
-"""The `flexsp` command: `doctor` reports and tests, `plan` predicts, and `bench` measures and shows what was measured.
+"""The `flexsp` command: `doctor` reports and tests, `plan` predicts, and `bench` measures and shows results.
 
-The top of the import tree: what a command runs is imported only inside the function that runs it.
+This is the top of the import tree: the module of a command is imported only when that command runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexsp.bench.sizes import DEFAULTS
+from flexsp.comm.transport import transports
 
 __all__ = ["main", "parser"]
 
@@ -39,8 +41,29 @@ def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None)
 
 
 def _cases(text: str) -> list[object]:
-    """Operators that run over ranks: a list of them, or all."""
+    """A list of operators, or all of them."""
     return list(OPS) if text == "all" else _listed(str, OPS)(text)
+
+
+def _names_argument(
+    parser: argparse.ArgumentParser, flag: str, allowed: Sequence[str], text: str, default: Sequence[str] | None = None
+) -> None:
+    """A list of names."""
+    chosen = None if default is None else list(default)
+    parser.add_argument(flag, type=_listed(str, allowed), default=chosen, metavar="A,B", help=text)
+
+
+def _sizes_argument(
+    parser: argparse.ArgumentParser, flag: str, text: str, default: Sequence[int] | None = None
+) -> None:
+    """A list of integers."""
+    chosen = None if default is None else list(default)
+    parser.add_argument(flag, type=_listed(int), default=chosen, metavar="N,N", help=text)
+
+
+def _ranks_argument(parser: argparse.ArgumentParser) -> None:
+    text = "start this many local ranks, one world size after another (default: the ranks of torchrun)"
+    _sizes_argument(parser, "--ranks", text)
 
 
 def _by_device(parser: argparse.ArgumentParser, flag: str, text: str, **options: Any) -> None:
@@ -72,81 +95,40 @@ def _gates_argument(parser: argparse.ArgumentParser) -> None:
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
     _gates_argument(parser)
-    ops, lengths = _listed(str, OPS), _listed(int)
-    parser.add_argument("--ops", type=ops, default=list(OPS), metavar="A,B", help=f"of {','.join(OPS)} (default all)")
-    _by_device(parser, "--T", "tokens", type=lengths, metavar="N,N")
+    _names_argument(parser, "--ops", OPS, f"of {','.join(OPS)} (default all)", OPS)
+    _by_device(parser, "--T", "tokens", type=_listed(int), metavar="N,N")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--no-baseline", action="store_true", help="leave flash-linear-attention out")
-    parser.add_argument("--baseline-ops", type=ops, metavar="A,B", help="its ops (tuning one takes minutes)")
-    parser.add_argument("--baseline-T", type=lengths, metavar="N,N", help="its lengths (default all)")
+    _names_argument(parser, "--baseline-ops", OPS, "its ops (tuning one takes minutes)")
+    _sizes_argument(parser, "--baseline-T", "its lengths (default all)")
     first = "ops whose first training step is timed, in fresh processes with an empty cache; '' for none"
-    _by_device(parser, "--cold", first, type=ops, metavar="A,B")
-    parser.add_argument("--cold-baseline", type=ops, default=[], metavar="A,B", help="the same for the baseline")
+    _by_device(parser, "--cold", first, type=_listed(str, OPS), metavar="A,B")
+    _names_argument(parser, "--cold-baseline", OPS, "the same for the baseline", [])
     parser.add_argument("--cold-timeout", type=float, default=300.0, metavar="S", help="seconds (default 300)")
     _by_device(parser, "--repeats", "repeated runs of first calls and of peak memory", type=int, metavar="N")
     parser.add_argument("--add", metavar="FILE", help="go on with this result file, of the same commit and machine")
     parser.add_argument("--time-limit", type=float, metavar="S", help="start no further op after this many seconds")
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        metavar="GB/S",
-        help="memory bandwidth of the floor (default: that of a copy, measured in the same run; none on a CPU)",
-    )
+    text = "memory bandwidth of the floor (default: that of a copy, measured in the same run; none on a CPU)"
+    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
 
 
 def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
     _gates_argument(parser)
-    parser.add_argument(
-        "--case",
-        type=_cases,
-        default=["simple_gla"],
-        metavar="A,B",
-        help=f"all, or some of {','.join(OPS)} (default simple_gla)",
-    )
+    text = f"all, or some of {','.join(OPS)} (default simple_gla)"
+    parser.add_argument("--case", type=_cases, default=["simple_gla"], metavar="A,B", help=text)
     _by_device(parser, "--T-local", "tokens a rank", type=_listed(int), metavar="N,N")
-    parser.add_argument(
-        "--schedules",
-        type=_listed(str, SCHEDULES),
-        default=list(SCHEDULES),
-        metavar="A,B",
-        help=f"of {','.join(SCHEDULES)}; chain:put names the transport too (default all)",
-    )
-    parser.add_argument(
-        "--transport",
-        default="auto",
-        choices=("auto", "peer", "put", "posix", "process_group"),
-        help="of chain; the other schedules are torch send/recv (default auto)",
-    )
-    parser.add_argument(
-        "--peers",
-        type=_listed(str, PEERS),
-        default=[],
-        metavar="A,B",
-        help=f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=_listed(int),
-        metavar="N,N",
-        help="start so many local ranks, one world size after another (default: the ranks of torchrun)",
-    )
+    text = f"of {','.join(SCHEDULES)}; chain:put names the transport too (default all)"
+    _names_argument(parser, "--schedules", SCHEDULES, text, SCHEDULES)
+    text = "of chain; the other schedules are torch send/recv (default auto)"
+    parser.add_argument("--transport", default="auto", choices=("auto", *transports()), help=text)
+    text = f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)"
+    _names_argument(parser, "--peers", PEERS, text, [])
+    _ranks_argument(parser)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="wait for a rank (default 120)")
     parser.add_argument("--no-states", action="store_true", help="leave out the states' travel alone")
-    parser.add_argument(
-        "--state-batches",
-        type=_listed(int),
-        default=[1, 4],
-        metavar="N,N",
-        help="batches whose states travel alone (default 1,4)",
-    )
-    parser.add_argument(
-        "--state-segments",
-        type=_listed(int),
-        default=[1, 8],
-        metavar="N,N",
-        help="segments a rank folds there (default 1,8)",
-    )
+    _sizes_argument(parser, "--state-batches", "batches whose states travel alone (default 1,4)", [1, 4])
+    _sizes_argument(parser, "--state-segments", "segments a rank folds there (default 1,8)", [1, 8])
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,22 +152,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("tiny", "1b"), default="1b", help="of the Qwen3-Next model (default 1b)")
-    parser.add_argument(
-        "--T",
-        type=_listed(int),
-        default=[32768, 131072],
-        metavar="N,N",
-        help="tokens of the sequence (default 32768,131072)",
-    )
+    _sizes_argument(parser, "--T", "tokens of the sequence (default 32768,131072)", [32768, 131072])
     parser.add_argument("--sp", type=int, metavar="N", help="ranks that a sequence is cut over (default: all)")
     parser.add_argument("--unmodified", action="store_true", help="the model as transformers has it, on one rank")
     parser.add_argument("--profile", action="store_true", help="one more step, and the times of its kernels on rank 0")
-    parser.add_argument(
-        "--ranks",
-        type=_listed(int),
-        metavar="N,N",
-        help="start so many local ranks, one world size after another (default: the ranks of torchrun)",
-    )
+    _ranks_argument(parser)
     parser.add_argument("--warmup", type=int, default=2, help="steps before timing (default 2)")
     parser.add_argument("--iterations", type=int, default=3, help="timed steps; their median is taken (default 3)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="wait for a rank (default 300)")
@@ -207,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
     host = bench.add_parser("host", help="host time of a call of generated kernels, with and without the dispatcher")
     _shape_arguments(host)
     chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
-    host.add_argument("--ops", type=_listed(str, OPS), default=chosen, metavar="A,B", help=f"of {','.join(OPS)}")
+    _names_argument(host, "--ops", OPS, f"of {','.join(OPS)}", chosen)
     host.add_argument("--T", type=int, default=1024, help="tokens (default 1024)")
     _by_device(host, "--repeats", "fresh processes, of whose medians the median is taken", type=int, metavar="N")
     host.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -239,30 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
     args.argv = words
-    if args.command == "doctor":
-        from flexsp.launch.doctor import run
-    elif args.command == "plan":
-        from flexsp.planner.report import run
-    elif args.bench == "op":
-        from flexsp.bench.op import run
-    elif args.bench == "scale":
-        from flexsp.bench.scale import run
-    elif args.bench == "model":
-        from flexsp.bench.model import run
-    elif args.bench == "host":
-        from flexsp.bench.host import run
-    elif args.bench == "traffic":
-        from flexsp.bench.traffic import run
-    elif args.bench == "table":
-        from flexsp.bench.table import run
-    elif args.bench == "document":
-        from flexsp.bench.document import run
-    elif args.bench == "plot":
-        from flexsp.bench.plot import run
-    else:
-        from flexsp.bench.predict import run
+    modules = {"doctor": "flexsp.launch.doctor", "plan": "flexsp.planner.report"}
+    name = modules.get(args.command) or f"flexsp.bench.{args.bench}"
     try:
-        return run(args)
+        status: int = importlib.import_module(name).run(args)
+        return status
     except (OSError, ValueError) as error:
         print(f"flexsp: {error}", file=sys.stderr)
         return 1

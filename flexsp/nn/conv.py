@@ -21,11 +21,11 @@ from flexsp.scan.tokens import tokens_before
 def tokens_since_start(
     length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device
 ) -> Tensor | None:
-    """int64 [T]: how many tokens of its own document precede each local token, -1 for one behind the last document;
-    None without documents.
+    """int64 [T]: each local token's place in its document, counted from 0; -1 behind the last document. None without
+    documents.
 
-    Under `sp` this is collective where the shard lengths were not set (`sp.set_lengths`), so every rank must call it.
-    No device synchronisation.
+    Under `sp` this is collective unless `sp.set_lengths` was called, so every rank must call it. It does not
+    synchronise the device.
     """
     if cu_seqlens is None:
         return None
@@ -36,16 +36,8 @@ def tokens_since_start(
     return torch.where(position < boundaries[-1], position - boundaries[document], -1)
 
 
-def positions(length: int, cu_seqlens: Tensor | None, sp: SequenceParallel | None, device: torch.device) -> Tensor:
-    """int64 [T]: the place of each local token in its document, or in the whole sequence. As `tokens_since_start`."""
-    since = tokens_since_start(length, cu_seqlens, sp, device)
-    if since is not None:
-        return since.clamp(min=0)
-    return torch.arange(length, device=device) + (0 if sp is None else sp.shard_range(length)[0])
-
-
 class _CausalTapsFunction(torch.autograd.Function):
-    """y_t = sum_j weight[:, W-1-j] x_{t-j}, where x_{t-j} counts as 0 if it belongs to another document."""
+    """y_t = sum_j weight[:, W-1-j] x_{t-j}, with 0 for an x_{t-j} of another document."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, since: Tensor | None) -> Tensor:
@@ -64,7 +56,7 @@ class _CausalTapsFunction(torch.autograd.Function):
         for at in range(width):
             reaching = _own_document(grad, since, width - 1 - at)
             grad_padded[:, at : at + length] += reaching * taps[:, at]
-            # a masked tap may have read anything, so its value is masked as well as its gradient
+            # The masked inputs may be NaN, and 0 * NaN is NaN: so the value is masked as well as its gradient.
             read = _own_document(padded[:, at : at + length], since, width - 1 - at)
             grad_taps.append((reaching * read).sum((0, 1)))
         return grad_padded.to(padded.dtype), torch.stack(grad_taps, dim=1).to(weight.dtype), None
@@ -78,8 +70,8 @@ def _weighted_sum(padded: Tensor, weight: Tensor, since: Tensor | None) -> Tenso
     for back in range(1, width):
         at = width - 1 - back
         out = out + _own_document(padded[:, at : at + length], since, back) * taps[:, at]
-    # Where nothing changes, `to` gives the same tensor, and torch.compile of torch 2.11 loses the gradient of an output
-    # that is an intermediate value too.
+    # `to` returns the same tensor if the dtype does not change. An output that is also an intermediate value then loses
+    # its gradient under torch.compile of torch 2.11.
     return out if out.dtype == padded.dtype else out.to(padded.dtype)
 
 
@@ -98,12 +90,10 @@ def _own_document(x: Tensor, since: Tensor | None, back: int) -> Tensor:
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None, since: Tensor | None = None
 ) -> Tensor:
-    """`ShortConvolution.forward` of this weight [D, W] and bias [D], without the activation.
+    """`ShortConvolution.forward` with this weight [D, W] and bias [D], without the activation.
 
-    Behind the last document outputs and gradients are 0.
-
-    The channels do not meet, so convolutions side by side are one convolution of all their weights, whose ranks
-    exchange one halo.
+    Behind the last document outputs and gradients are 0. Channels are independent, so several convolutions are one
+    with their weights concatenated, and ranks exchange one halo.
     """
     sp = resolve_sp(None)
     if since is None:
@@ -122,14 +112,14 @@ def convolve(
 
 
 def convolve_prompt(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`ShortConvolution.prefill` of this weight [D, W] and bias [D], without the activation."""
+    """`ShortConvolution.prefill` with this weight [D, W] and bias [D], without the activation."""
     seen = torch.cat([cache.transpose(1, 2).to(x.dtype), x], dim=1)
     y = _biased(_taps(seen[:, 1:], weight, None), bias)
     return y, seen[:, -weight.shape[1] :].transpose(1, 2).to(cache.dtype)
 
 
 def convolve_token(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`ShortConvolution.step` of this weight [D, W] and bias [D], without the activation."""
+    """`ShortConvolution.step` with this weight [D, W] and bias [D], without the activation."""
     cache = torch.cat([cache[:, :, 1:], x.unsqueeze(-1).to(cache.dtype)], dim=-1)
     wide = accumulation_dtype(x.dtype, weight.dtype)
     return _biased((cache.to(wide) * weight.to(wide)).sum(-1).to(x.dtype), bias), cache
@@ -176,7 +166,7 @@ class ShortConvolution(nn.Module):
         return self.weight.squeeze(1)
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(W), as `nn.Conv1d` does for one channel a group, but for a weight with another start."""
+        """The weight is uniform in +- ``init``, the bias in +- 1/sqrt(W) as in `nn.Conv1d`."""
         bound = 1 / math.sqrt(self.width)
         reach = bound if self._init is None else self._init
         nn.init.uniform_(self.weight, -reach, reach)
@@ -212,7 +202,7 @@ class ShortConvolution(nn.Module):
         return self._activate(y), cache
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros [B, D, W]: nothing read yet."""
+        """The cache before the first token: zeros [B, D, W]."""
         batch = check_integer("batch", batch, least=1)
         if dtype is None:
             dtype = self.weight.dtype
@@ -234,7 +224,7 @@ class ShortConvolution(nn.Module):
 
 
 class SideBySide:
-    """Convolutions of channels that lie side by side, taken as one so that ranks exchange one halo. Its methods are
+    """Several convolutions as one over their concatenated channels, so that ranks exchange one halo. Its methods are
     those of `ShortConvolution`, without activations."""
 
     def __init__(self, parts: Sequence[ShortConvolution]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.exceptions import check_flag, check_flags, check_integer, check_number, fail
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
 from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
 from flexsp.nn.start import start_rates, start_steps
@@ -31,13 +31,14 @@ from flexsp.ops._validate import MAX_HEAD_DIM
 
 
 class _DeltaLayer(RecurrentLayer):
-    """What the layers share: projections, convolutions, output norm and gate.
+    """The base of the layers of this file: projections, convolutions, decay, output norm and gate.
 
-    Constructors call `_add_projections`, `_add_qkv_convolutions` and `_add_output`; `_tokens` gives an op its
-    arguments.
+    Constructors call `_add_projections`, `_add_qkv_convolutions`, `_add_output` and, for a decay, `_add_decay`.
+    `_tokens` makes the op's arguments.
     """
 
     _branches = ("q", "k", "v")
+    _least_rate = 0.0  # e^{A_log} begins uniform from here to 16
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -48,7 +49,7 @@ class _DeltaLayer(RecurrentLayer):
     def _add_projections(
         self, hidden_size: int, heads: tuple[int, int], head_dims: tuple[int, int], steps: int = 1
     ) -> None:
-        """For heads (H, HV) of sizes (K, V), and k and v of so many steps a token."""
+        """Projections to q of heads (H, K), and to k (H, K) and v (HV, V) of each step of a token."""
         self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = heads
         self.head_k_dim, self.head_v_dim = head_dims
@@ -69,6 +70,18 @@ class _DeltaLayer(RecurrentLayer):
         else:
             self.o_norm = GatedRMSNorm(self.head_v_dim, eps, activation=activation)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+
+    def _add_decay(self, n_biases: int) -> None:
+        """The parameters of a log gate -e^{A_log} softplus(x + dt_bias)."""
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(n_biases))
+
+    def reset_parameters(self) -> None:
+        """The initialisation of the decay's parameters: e^{A_log} uniform up to 16, and dt_bias as in `Mamba2`."""
+        if hasattr(self, "A_log"):
+            with torch.no_grad():
+                start_rates(self.A_log, self._least_rate, 16.0, floor=1e-4)
+                start_steps(self.dt_bias, 1e-3, 1e-1, 0.0)
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_v_heads, self.head_k_dim, self.head_v_dim
@@ -147,9 +160,7 @@ class DeltaNet(_DeltaLayer):
         super().__init__()
         hidden_size = check_integer("hidden_size", hidden_size, least=1)
         num_heads = check_integer("num_heads", num_heads, least=1)
-        check_flag("use_beta", use_beta)
-        check_flag("use_gate", use_gate)
-        check_flag("allow_neg_eigval", allow_neg_eigval)
+        check_flags(use_beta=use_beta, use_gate=use_gate, allow_neg_eigval=allow_neg_eigval)
         self.qk_activation = check_choice("qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         self.qk_norm = check_choice("qk_norm", qk_norm, ("l2", "sum"))
         self.allow_neg_eigval = allow_neg_eigval
@@ -224,23 +235,17 @@ class GatedDeltaNet(_DeltaLayer):
         output_gate_activation: str = "swish",
     ) -> None:
         super().__init__()
-        check_flag("use_gate", use_gate)
-        check_flag("allow_neg_eigval", allow_neg_eigval)
+        check_flags(use_gate=use_gate, allow_neg_eigval=allow_neg_eigval)
         check_choice("output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
         self.allow_neg_eigval = allow_neg_eigval
         self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        self._add_decay(self.num_v_heads)
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_gate else None
         self._add_output(gate, norm_eps, "sigmoid" if output_gate_activation == "sigmoid" else "silu")
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The initialisation of A_log, e^{A_log} uniform in 0..16, and of dt_bias, as in `Mamba2`."""
-        _initialise_gate(self.A_log, self.dt_bias, 0.0)
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
         return {
@@ -279,6 +284,7 @@ class KimiDeltaAttention(_DeltaLayer):
     """
 
     _ops = (chunk_kda, recurrent_kda)
+    _least_rate = 1.0
 
     def __init__(
         self,
@@ -304,16 +310,15 @@ class KimiDeltaAttention(_DeltaLayer):
         gates, V = self.num_v_heads * self.head_k_dim, self.head_v_dim
         self.f_proj = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, gates, bias=False))
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(gates))
+        self._add_decay(gates)
         gate = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, self.value_dim))
         self._add_output(gate, norm_eps, "sigmoid")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initialisation of A_log, e^{A_log} uniform in 1..16 or, with safe_gate, 1, and of dt_bias, as in
-        `Mamba2`."""
-        _initialise_gate(self.A_log, self.dt_bias, 1.0)
+        """The initialisation of the decay's parameters: e^{A_log} uniform in 1..16 or, with safe_gate, 1, and dt_bias
+        as in `Mamba2`."""
+        super().reset_parameters()
         if self.safe_gate:
             nn.init.zeros_(self.A_log)
 
@@ -373,26 +378,18 @@ class GatedDeltaProduct(_DeltaLayer):
         num_householder: int = 2,
     ) -> None:
         super().__init__()
-        check_flag("use_output_gate", use_output_gate)
-        check_flag("use_forget_gate", use_forget_gate)
-        check_flag("allow_neg_eigval", allow_neg_eigval)
+        check_flags(use_output_gate=use_output_gate, use_forget_gate=use_forget_gate, allow_neg_eigval=allow_neg_eigval)
         self.use_forget_gate, self.allow_neg_eigval = use_forget_gate, allow_neg_eigval
         self.num_householder = n = check_integer("num_householder", num_householder, least=1)
         self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v), steps=n)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads * n, bias=False)
         if use_forget_gate:
             self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-            self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-            self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+            self._add_decay(self.num_v_heads)
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_output_gate else None
         self._add_output(gate, norm_eps)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The initialisation of A_log, e^{A_log} uniform in 0..16, and of dt_bias, as in `Mamba2`."""
-        if self.use_forget_gate:
-            _initialise_gate(self.A_log, self.dt_bias, 0.0)
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
         beta, g = strength(self.b_proj(x), True, self.allow_neg_eigval), None
@@ -407,7 +404,7 @@ class GatedDeltaProduct(_DeltaLayer):
 def _grouped(
     hidden_size: Any, num_heads: Any, num_v_heads: Any, head_dim: Any, expand_v: Any
 ) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """Checked: the width, heads (H, HV) and their sizes (K, V)."""
+    """The width, the heads (H, HV) and their channels (K, V), checked."""
     hidden_size = check_integer("hidden_size", hidden_size, least=1)
     num_heads = check_integer("num_heads", num_heads, least=1)
     head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
@@ -424,9 +421,3 @@ def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
         fail("lower_bound", "a number below 0, or None", repr(lower_bound))
     if safe_gate and (lower_bound is None or lower_bound < -5):
         fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
-
-
-def _initialise_gate(A_log: Tensor, dt_bias: Tensor, least: float) -> None:
-    with torch.no_grad():
-        start_rates(A_log, least, 16.0, floor=1e-4)
-        start_steps(dt_bias, 1e-3, 1e-1, 0.0)

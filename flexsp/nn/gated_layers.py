@@ -7,6 +7,7 @@ token by token.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.exceptions import check_flag, check_flags, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps, check_input
 from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _wide, expanded, head_size
@@ -97,13 +98,12 @@ class GatedLinearAttention(RecurrentLayer):
         self.num_kv_heads = num_heads if num_kv_heads is None else check_integer("num_kv_heads", num_kv_heads, least=1)
         if num_heads % self.num_kv_heads:
             fail("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads)
-        self.head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads, whole=True)
-        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads, whole=True)
+        self.head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads)
+        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads)
         names = tuple(_ACTIVATIONS)
         self.feature_map = None if feature_map is None else check_choice("feature_map", feature_map, names)
         self.gate_fn = check_choice("gate_fn", gate_fn, names)
-        check_flag("use_output_gate", use_output_gate)
-        check_flag("fuse_norm", fuse_norm)
+        check_flags(use_output_gate=use_output_gate, fuse_norm=fuse_norm)
         self.gate_logit_normalizer = check_number("gate_logit_normalizer", gate_logit_normalizer, above=0)
         if clamp_min is not None and check_number("clamp_min", clamp_min) >= 0:
             fail("clamp_min", "a number below 0, or None", repr(clamp_min))
@@ -118,9 +118,6 @@ class GatedLinearAttention(RecurrentLayer):
         self._norm_name = "g_norm_swish_gate" if use_output_gate and fuse_norm and gate_fn == "swish" else "g_norm"
         setattr(self, self._norm_name, RMSNorm(self.head_v_dim, check_eps("norm_eps", norm_eps)))
 
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
-        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
-
     def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         q, k, v = (F.silu(mixed) if self.use_short_conv else mixed).split(self._widths, dim=-1)
         if self.feature_map is not None:
@@ -132,7 +129,7 @@ class GatedLinearAttention(RecurrentLayer):
         return {"q": q, "k": k, "v": v, "g": g}, x
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """[B, T, H, *] of the heads that k, v and the gates have."""
+        """[B, T, HK * D], the channels of k, v or the gates, as [B, T, H, D], repeated for the query heads."""
         x = x.unflatten(-1, (self.num_kv_heads, -1))
         repeats = self.num_heads // self.num_kv_heads
         return x if repeats == 1 else x.repeat_interleave(repeats, dim=2)
@@ -145,7 +142,7 @@ class GatedLinearAttention(RecurrentLayer):
 
 
 class _LowerBounded(RecurrentLayer):
-    """What `HGRN2` and `HGRN` share: gates with a lower bound, which the model gives."""
+    """The base of `HGRN2` and `HGRN`, whose gates have a lower bound that the model passes to each call."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None,
@@ -233,9 +230,6 @@ class HGRN2(_LowerBounded):
         self.g_norm = RMSNorm(hidden_size, check_eps("norm_eps", norm_eps))
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
-        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
-
     def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         q, f, i = mixed.split(self._widths, dim=-1)
         found = {"q": F.silu(q), "v": i, "g": self._log_gate(f, *context)}
@@ -298,7 +292,7 @@ class HGRN(_LowerBounded):
 
 
 class _RealGates(nn.Module):
-    """The gates of `RGLRU`, each from a linear map of every head's channels."""
+    """The two gates of `RGLRU`, block-diagonal linear maps with a block for each head."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -329,16 +323,8 @@ class _RealGates(nn.Module):
         return r.flatten(-2), i.flatten(-2)
 
 
-def _whole_text(**given: Any) -> tuple[Tensor, Any]:
-    return _from_state(rg_lru, **given)
-
-
-def _next_token(**given: Any) -> tuple[Tensor, Any]:
-    return _from_state(recurrent_rg_lru, **given)
-
-
 def _from_state(op: Any, initial_state: Any, unit_start: bool, **given: Any) -> tuple[Tensor, Any]:
-    """The op, from and to the state of a cache of `RGLRU`, whose texts may be empty."""
+    """The op on states of an `RGLRU` cache, which says of each text whether it has begun."""
     if initial_state is None:
         return op(**given, unit_start=unit_start)  # type: ignore[no-any-return]
     h, begun = initial_state
@@ -369,7 +355,9 @@ class RGLRU(RecurrentLayer):
         ValueError: an argument that is none of these, which the message names.
     """
 
-    _ops = (_whole_text, _next_token)
+    _ops = (functools.partial(_from_state, rg_lru), functools.partial(_from_state, recurrent_rg_lru))
+    _projection_names = ("linear_x",)
+    _convolution_names = ("conv_1d",)
 
     def __init__(
         self, hidden_size: int, lru_width: int | None = None, num_heads: int = 1, conv_size: int = 4,
@@ -391,7 +379,8 @@ class RGLRU(RecurrentLayer):
         self.rg_lru = _RealGates(width, num_heads)
 
     def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text: the state, no text begun, and the inputs [B, D, W] of the convolution."""
+        """The cache before the first token: a state of zeros, no text begun, and zeros for the convolution's inputs
+        [B, D, W]."""
         h, inputs = super().init_cache(batch)
         return LayerCache((h, torch.zeros(batch, dtype=torch.bool, device=h.device)), inputs)
 
@@ -401,12 +390,6 @@ class RGLRU(RecurrentLayer):
         h, begun = state
         check_input("cache.state[0]", h, self._state_shape(batch))
         check_tensor("cache.state[1]", begun, (batch,), "[B]", dtypes=(torch.bool,), device=h.device)
-
-    def _projections(self) -> list[nn.Linear]:
-        return [self.linear_x]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return [self.conv_1d]
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.lru_width

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.exceptions import check_flags, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.norm import GatedRMSNorm, check_choice, check_eps
-from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
+from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded, head_size
 from flexsp.nn.start import check_starts, start_rates, start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
 from flexsp.ops._validate import MAX_HEAD_DIM
@@ -53,6 +53,7 @@ class SimpleGLA(RecurrentLayer):
     """
 
     _ops = (chunk_simple_gla, recurrent_simple_gla)
+    _projection_names = ("qkv_proj",)
 
     def __init__(
         self,
@@ -73,15 +74,18 @@ class SimpleGLA(RecurrentLayer):
         hidden_size = check_integer("hidden_size", hidden_size, least=1)
         num_heads = check_integer("num_heads", num_heads, least=1)
         check_integer("conv_size", conv_size, least=1)
-        for name, flag in {
-            "use_short_conv": use_short_conv, "conv_bias": conv_bias, "use_output_gate": use_output_gate,
-        }.items():  # fmt: skip
-            check_flag(name, flag)
+        check_flags(use_short_conv=use_short_conv, conv_bias=conv_bias, use_output_gate=use_output_gate)
         check_number("gate_logit_normalizer", gate_logit_normalizer, above=0)
         check_eps("norm_eps", norm_eps)
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_k_dim = _head_dim("k", head_k_dim, expand_k, hidden_size, num_heads)
-        self.head_v_dim = _head_dim("v", head_v_dim, expand_v, hidden_size, num_heads)
+        check_number("expand_k", expand_k, above=0)
+        check_number("expand_v", expand_v, above=0)
+        if head_k_dim is None:
+            head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads)
+        if head_v_dim is None:
+            head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads)
+        self.head_k_dim = check_integer("head_k_dim", head_k_dim, least=1, most=MAX_HEAD_DIM)
+        self.head_v_dim = check_integer("head_v_dim", head_v_dim, least=1, most=MAX_HEAD_DIM)
         self.gate_logit_normalizer = gate_logit_normalizer
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         channels = 2 * self.key_dim + self.value_dim
@@ -89,17 +93,9 @@ class SimpleGLA(RecurrentLayer):
         self.g_proj = nn.Linear(hidden_size, num_heads, bias=True)
         self.z_proj = nn.Linear(hidden_size, self.value_dim, bias=False) if use_output_gate else None
         self.conv = ShortConvolution(channels, conv_size, bias=conv_bias) if use_short_conv else None
+        self._convolution_names = ("conv",) if use_short_conv else ()
         self.norm = GatedRMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-
-    def _projections(self) -> list[nn.Linear]:
-        return [self.qkv_proj]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return [] if self.conv is None else [self.conv]
-
-    def _state_shape(self, batch: int) -> tuple[int, ...]:
-        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
     def _arguments(self, mixed: Tensor, x: Tensor, *context: Any) -> tuple[dict[str, Any], Tensor]:
         parts = (F.silu(mixed) if self.conv is None else mixed).split([self.key_dim, self.key_dim, self.value_dim], -1)
@@ -115,7 +111,7 @@ class SimpleGLA(RecurrentLayer):
 def _ssd_token(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, dt_softplus: bool, **states: Any
 ) -> tuple[Tensor, Any]:
-    """`mamba2_ssd` token by token. A step size that is not softplus(dt + dt_bias) is given as it is."""
+    """`mamba2_ssd` token by token. Without ``dt_softplus``, dt is the step size itself and ``dt_bias`` is not read."""
     dt = F.softplus(_wide(dt) + dt_bias) if dt_softplus else dt
     B, C = (rows.repeat_interleave(x.shape[2] // rows.shape[2], dim=2) for rows in (B, C))
     written = (x * dt.unsqueeze(-1)).to(B.dtype)
@@ -140,7 +136,7 @@ class Mamba2(RecurrentLayer):
         conv_bias: whether it has a bias.
         dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
         dt_max: see ``dt_min``.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         A_init_range: -A is initialised uniformly in this pair of numbers > 0.
         norm_eps: of the gated norm, over each group's channels; at least 0.
         use_bias: biases of W_in and W_out.
@@ -157,6 +153,8 @@ class Mamba2(RecurrentLayer):
     """
 
     _ops = (functools.partial(mamba2_ssd, state_v_first=False), _ssd_token)
+    _projection_names = ("in_proj",)
+    _convolution_names = ("conv1d",)
 
     def __init__(
         self,
@@ -186,11 +184,8 @@ class Mamba2(RecurrentLayer):
         self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
         self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
         check_integer("conv_size", conv_size, least=1)
-        for name, flag in {
-            "conv_bias": conv_bias, "use_bias": use_bias, "D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm,
-            "norm_before_gate": norm_before_gate,
-        }.items():  # fmt: skip
-            check_flag(name, flag)
+        check_flags(conv_bias=conv_bias, use_bias=use_bias, D_has_hdim=D_has_hdim)
+        check_flags(rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
         check_eps("norm_eps", norm_eps)
         if conv_init is not None:
             check_number("conv_init", conv_init, above=0)
@@ -199,10 +194,10 @@ class Mamba2(RecurrentLayer):
         check_starts(dt_min, dt_max, dt_init_floor, A_init_range)
         self.inner_size = expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
-            raise ValueError(f"head_dim: expected a divisor of expand * hidden_size {self.inner_size}, got {head_dim}")
+            fail("head_dim", f"a divisor of expand * hidden_size {self.inner_size}", head_dim)
         self.num_heads = self.inner_size // head_dim
         if self.num_heads % n_groups:
-            raise ValueError(f"n_groups: expected a divisor of the {self.num_heads} heads, got {n_groups}")
+            fail("n_groups", f"a divisor of the {self.num_heads} heads", n_groups)
         channels = self.inner_size + 2 * n_groups * state_size
         self.in_proj = nn.Linear(hidden_size, self.inner_size + channels + self.num_heads, bias=use_bias)
         activation = "silu" if hidden_act in ("silu", "swish") else None
@@ -225,20 +220,14 @@ class Mamba2(RecurrentLayer):
             start_rates(self.A_log, *self._A_init_range)
             self.D.fill_(1.0)
 
-    def _projections(self) -> list[nn.Linear]:
-        return [self.in_proj]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return [self.conv1d]
-
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.state_size, self.head_dim
 
     def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
         sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
         z, mixed, dt = _project(self.in_proj, x).split(sizes, dim=-1)
-        mixed, kept = self._convolved(mixed, *how)
-        return (z, mixed, dt), kept
+        mixed, conv_cache = self._convolved(mixed, *how)
+        return (z, mixed, dt), conv_cache
 
     def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
         z, mixed, dt = mixed
@@ -260,27 +249,13 @@ class Mamba2(RecurrentLayer):
         """D as [H] or [H, P]."""
         return self.D if len(self.D) == self.num_heads else self.D.unflatten(0, (self.num_heads, self.head_dim))
 
-    def _output(self, o: Tensor, beside: Any) -> Tensor:
-        y, (z, dtype) = o.flatten(-2), beside
+    def _output(self, o: Tensor, for_output: Any) -> Tensor:
+        y, (z, dtype) = o.flatten(-2), for_output
         return self.out_proj((_wide(y) * F.silu(_wide(z)) if self.norm is None else self.norm(y, z)).to(dtype))
 
 
-def _head_dim(which: str, given: Any, expand: Any, hidden_size: int, num_heads: int) -> int:
-    """K or V of `SimpleGLA`: as given, else from the width."""
-    name = f"expand_{which}"
-    check_number(name, expand, above=0)
-    if given is not None:
-        return check_integer(f"head_{which}_dim", given, least=1, most=MAX_HEAD_DIM)
-    total = expanded(name, hidden_size, expand)
-    if total % num_heads:
-        fail(name, f"hidden_size * {name} divisible by num_heads={num_heads}", total)
-    if total > MAX_HEAD_DIM * num_heads:
-        fail(name, f"hidden_size * {name} / num_heads of 1..{MAX_HEAD_DIM}", total // num_heads)
-    return total // num_heads
-
-
 def _limits(name: str, limits: Any) -> tuple[float, float]:
-    """A pair of numbers, of which the second may be infinite."""
+    """(least, most) >= 0 of a pair of numbers; most may be infinite."""
     if not isinstance(limits, (tuple, list)) or len(limits) != 2:
         fail(name, "a pair of numbers", repr(limits))
     low, high = limits

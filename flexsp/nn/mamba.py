@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_integer
+from flexsp.exceptions import check_flags, check_integer
 from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.norm import check_choice
 from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded
@@ -38,7 +38,7 @@ class Mamba(RecurrentLayer):
         dt_max: see ``dt_min``.
         dt_init: of W_dt: "random", uniform in +- dt_scale / sqrt(dt_rank), or "constant", that number.
         dt_scale: above 0.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         discretization: of B, "euler" or "zoh", as in `flexsp.ops.selective_scan`.
 
     Raises:
@@ -47,6 +47,8 @@ class Mamba(RecurrentLayer):
 
     _ops = (selective_scan, recurrent_selective_scan)
     _want_final = "return_last_state"
+    _projection_names = ("in_proj",)
+    _convolution_names = ("conv1d",)
 
     def __init__(
         self,
@@ -71,8 +73,7 @@ class Mamba(RecurrentLayer):
         rank = -(-hidden_size // 16) if dt_rank is None else check_integer("dt_rank", dt_rank, least=1)
         self.dt_rank = rank
         check_integer("conv_size", conv_size, least=1)
-        check_flag("conv_bias", conv_bias)
-        check_flag("bias", bias)
+        check_flags(conv_bias=conv_bias, bias=bias)
         check_starts(dt_min, dt_max, dt_init_floor, (1.0, 1.0))
         check_choice("dt_init", dt_init, ("random", "constant"))
         self.discretization = check_choice("discretization", discretization, ("euler", "zoh"))
@@ -98,19 +99,13 @@ class Mamba(RecurrentLayer):
             assign(self.A_log, rates.log().expand(self.A_log.shape))
             self.D.fill_(1.0)
 
-    def _projections(self) -> list[nn.Linear]:
-        return [self.in_proj]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return [self.conv1d]
-
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.inner_size, self.state_size
 
     def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
         mixed, z = _project(self.in_proj, x).chunk(2, dim=-1)
-        mixed, kept = self._convolved(mixed, *how)
-        return (mixed, z), kept
+        mixed, conv_cache = self._convolved(mixed, *how)
+        return (mixed, z), conv_cache
 
     def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
         mixed, z = mixed
@@ -121,5 +116,5 @@ class Mamba(RecurrentLayer):
             "delta_bias": _wide(self.dt_proj.bias), "delta_softplus": True, "discretization": self.discretization,
         }, x.dtype  # fmt: skip
 
-    def _output(self, o: Tensor, beside: Any) -> Tensor:
-        return self.out_proj(o.to(beside))
+    def _output(self, o: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.out_proj(o.to(dtype))

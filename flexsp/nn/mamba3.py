@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_integer, check_number, fail
-from flexsp.nn.conv import ShortConvolution
+from flexsp.exceptions import check_flags, check_integer, check_number, fail
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_eps, check_input
 from flexsp.nn.recurrent import RecurrentLayer, _wide, expanded
 from flexsp.nn.start import check_starts, start_steps
@@ -37,7 +36,7 @@ class Mamba3(RecurrentLayer):
         rope_fraction: the part of state_size that is rotated, 0.5 or 1.
         dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
         dt_max: see ``dt_min``.
-        dt_init_floor: raises what falls below it; 0 for nothing.
+        dt_init_floor: the least value of softplus of that bias at initialisation; 0 for no limit.
         A_floor: the least -A, at least 0.
         is_outproj_norm: a norm over each head's channels between y and the gate.
         is_mimo: see above.
@@ -50,6 +49,7 @@ class Mamba3(RecurrentLayer):
     """
 
     _ops = (mamba3, recurrent_mamba3)
+    _projection_names = ("in_proj",)
 
     def __init__(
         self,
@@ -74,10 +74,7 @@ class Mamba3(RecurrentLayer):
         self.state_size = state_size = check_integer("state_size", state_size, least=2, most=MAX_HEAD_DIM)
         self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
         self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
-        for name, flag in {
-            "is_outproj_norm": is_outproj_norm, "is_mimo": is_mimo, "use_bias": use_bias,
-        }.items():  # fmt: skip
-            check_flag(name, flag)
+        check_flags(is_outproj_norm=is_outproj_norm, is_mimo=is_mimo, use_bias=use_bias)
         self.is_mimo, self.mimo_rank = is_mimo, check_integer("mimo_rank", mimo_rank, least=1) if is_mimo else 1
         if check_number("rope_fraction", rope_fraction) not in (0.5, 1.0):
             fail("rope_fraction", "0.5 or 1", repr(rope_fraction))
@@ -131,14 +128,8 @@ class Mamba3(RecurrentLayer):
         return super().step(x, cache)  # type: ignore[arg-type, return-value]
 
     def init_cache(self, batch: int) -> Mamba3State:  # type: ignore[override]
-        """The cache of an empty text."""
+        """The cache before the first token: zeros."""
         return super().init_cache(batch)  # type: ignore[return-value]
-
-    def _projections(self) -> list[nn.Linear]:
-        return [self.in_proj]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return []
 
     def _state_shape(self, batch: int) -> tuple[tuple[int, ...], ...]:
         H, K, P = self.num_heads, self.state_size, self.head_dim
@@ -175,13 +166,14 @@ class Mamba3(RecurrentLayer):
             "rotate_pairwise": not self.is_mimo,
         }, (z.unflatten(-1, heads), x.dtype)
 
-    def _output(self, o: Tensor, beside: Any) -> Tensor:
-        """Of y [B, T, H, P], or [B, T, R, H, P] with MIMO, and z [B, T, H, P]."""
-        y, z = _wide(o), _wide(beside[0])
+    def _output(self, o: Tensor, for_output: Any) -> Tensor:
+        """The layer's output [B, T, D] of y [B, T, H, P], or [B, T, R, H, P] with MIMO, and z [B, T, H, P]."""
+        z, dtype = for_output
+        y, z = _wide(o), _wide(z)
         if self.is_mimo:
             z = z.unsqueeze(2) * self.mimo_z.transpose(0, 1)
         y, z = y.flatten(-2), z.flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         if self.is_mimo:
             y = (y * self.mimo_o.transpose(0, 1).flatten(1)).sum(2)
-        return self.out_proj(y.to(beside[1]))
+        return self.out_proj(y.to(dtype))

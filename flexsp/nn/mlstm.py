@@ -22,16 +22,8 @@ def _with_states(op: Any, initial_state: Any, output_final_state: bool, **given:
     return op(**given, **states, head_first=False)  # type: ignore[no-any-return]
 
 
-def _chunk(**given: Any) -> tuple[Tensor, Any]:
-    return _with_states(chunk_mlstm, **given)
-
-
-def _recurrent(**given: Any) -> tuple[Tensor, Any]:
-    return _with_states(recurrent_mlstm, **given)
-
-
 def _start_forget_gates(bias: Tensor) -> None:
-    """From 3 to 6 over the heads, as in xLSTM."""
+    """The biases go from 3 to 6 over the heads, as in xLSTM."""
     assign(bias, torch.linspace(3.0, 6.0, len(bias), dtype=bias.dtype, device=bias.device))
 
 
@@ -64,8 +56,8 @@ class MLSTM(RecurrentLayer):
         ValueError: an argument that is none of these, which the message names.
     """
 
-    _ops = (_chunk, _recurrent)
-    _branches = ("q", "k", "v")
+    _ops = (functools.partial(_with_states, chunk_mlstm), functools.partial(_with_states, recurrent_mlstm))
+    _branches = _projection_names = ("q", "k", "v")
 
     def __init__(
         self,
@@ -84,8 +76,8 @@ class MLSTM(RecurrentLayer):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.num_heads = num_heads = check_integer("num_heads", num_heads, least=1)
-        self.head_k_dim = head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads, whole=True)
-        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads, whole=True)
+        self.head_k_dim = head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads)
+        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads)
         check_flag("use_bias", use_bias)
         self.gate_soft_cap = None if gate_soft_cap is None else check_number("gate_soft_cap", gate_soft_cap, above=0)
         self.eps = check_eps("eps", eps)
@@ -107,9 +99,6 @@ class MLSTM(RecurrentLayer):
             fail("cache.state", "the states (C, n, m), see init_cache", type(state).__name__)
         for at, (x, shape) in enumerate(zip(state, self._state_shape(batch), strict=True)):
             check_input(f"cache.state[{at}]", x, shape)
-
-    def _projections(self) -> list[nn.Linear]:
-        return [self.q, self.k, self.v]
 
     def _state_shape(self, batch: int) -> tuple[tuple[int, ...], ...]:
         H, K, V = self.num_heads, self.head_k_dim, self.head_v_dim

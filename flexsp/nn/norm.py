@@ -1,4 +1,4 @@
-"""Root-mean-square norms. They look at one token at a time, so they need nothing from other ranks."""
+"""Root-mean-square and layer norms. They work on one token at a time, so ranks exchange nothing for them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def check_input(name: str, x: Tensor, sizes: tuple[Any, ...]) -> None:
-    """A dense floating tensor of these sizes, None for any; ``...`` at the front for any axes before."""
-    compiling = torch.compiler.is_compiling()  # sizes may be symbols then, of which it cannot make text
+    """ValueError unless x is a dense floating tensor of these sizes. None stands for any size, ``...`` at the front for
+    any number of axes."""
+    compiling = torch.compiler.is_compiling()  # sizes may be symbols then, which torch.compile cannot turn into text
     plain = not compiling and type(x) in _PLAIN and not (x.is_meta or x.is_nested) and x.layout is torch.strided
     if plain and x.dtype in FLOATS and _fits(x.shape, sizes):
-        return  # before any text is made
+        return  # the usual case, without the cost of the messages below
     check_dense(name, x, "a floating tensor" if compiling else f"a floating tensor {_shown(sizes)}")
     if x.dtype not in FLOATS:
         fail(name, f"a floating tensor {_shown(sizes)}", x.dtype)
@@ -117,12 +118,11 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """x [..., dim], gate [..., dim] or None (no gate) -> [..., dim] in x's dtype."""
-        check_input("x", x, (..., self.dim))
-        wide = x.to(accumulation_dtype(x.dtype))
-        if gate is not None:
-            check_input("gate", gate, tuple(x.shape))
         if gate is None:
-            return self._normalise(wide).to(x.dtype)
+            return super().forward(x)
+        check_input("x", x, (..., self.dim))
+        check_input("gate", gate, tuple(x.shape))
+        wide = x.to(accumulation_dtype(x.dtype))
         wide_gate = gate.to(wide.dtype)
         factor = F.silu(wide_gate) if self.activation == "silu" else wide_gate.sigmoid()
         out = self._normalise(wide * factor) if self.gate_first else self._normalise(wide) * factor
@@ -134,10 +134,10 @@ class GatedRMSNorm(RMSNorm):
 
 
 class HeadNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) of each head's channels, with a weight and a bias for every channel of all
-    heads, as `torch.nn.GroupNorm` has them.
+    """(x - mean) / sqrt(variance + eps) over each head's channels, then a weight and a bias for each channel of all
+    heads, as in `torch.nn.GroupNorm`.
 
-    ``start`` is what the weights begin as; None: there are neither weights nor biases. Biases begin as 0.
+    Weights are initialised to ``start``, biases to 0. With ``start=None`` there are neither.
     """
 
     weight: nn.Parameter | None

@@ -1,4 +1,4 @@
-"""One run of a module, recorded: what enters every submodule and leaves it, and the gradients there."""
+"""`Record`, one run of a module: the inputs and outputs of every submodule, and their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type, nn
 
 
 class Key(NamedTuple):
-    """A tensor that enters ("in") or leaves ("out") the n-th call of a submodule."""
+    """An input ("in") or output ("out") tensor of the n-th call of a submodule."""
 
     path: str
     n: int
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Record:
-    """One run of a module: values in the order in which they are made, their gradients in the order of arrival."""
+    """One run of a module. Values are in the order in which they are computed, and so are gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -73,7 +73,7 @@ class Record:
 
     def _note_input(self, leaf: str, x: Tensor) -> Tensor:
         key = Key(*self._running[-1], "in", leaf)
-        x = x.view_as(x) if x.requires_grad else x  # of its own, so that its gradient is this submodule's part
+        x = x.view_as(x) if x.requires_grad else x  # a view of its own, whose gradient comes from this submodule alone
         self._note(key, x)
         return x
 
@@ -117,7 +117,7 @@ def each(x: Any, f: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _leaves(x: Any, name: str, above: set[int]) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers and what cannot be looked into."""
+    """(name, value) of all tensors and numbers in x, and of objects that have no parts."""
     if x is None or isinstance(x, _PLAIN) or id(x) in above:
         return
     inner: Any = ()

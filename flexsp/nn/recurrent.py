@@ -1,4 +1,4 @@
-"""The base of all recurrent layers: what their calls, their steps and their caches have in common."""
+"""`RecurrentLayer`, the base of all recurrent layers: their calls, their steps and their caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexsp.comm.group import resolve_sp
-from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.exceptions import check_flags, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution, SideBySide
 from flexsp.nn.norm import accumulation_dtype, check_input
 from flexsp.ops._validate import MAX_HEAD_DIM
@@ -20,51 +20,63 @@ Op = Callable[..., tuple[Tensor, Any]]
 
 
 class LayerCache(NamedTuple):
-    """What a layer remembers while generating: `state` [B, H, K, V] (float32; float64 layers float64) or what else its
-    op has, and `conv` [B, D, W], the last inputs of the short convolution (None without one)."""
+    """What a layer remembers while it generates text.
+
+    Attributes:
+        state: the state of the layer's op, [B, H, K, V] for most, in float32 (float64 in layers of float64).
+        conv: the last W inputs [B, D, W] of the short convolution; None in layers without one.
+    """
 
     state: Any
     conv: Tensor | None
 
 
 class RecurrentLayer(nn.Module):
-    """A layer of an op of `flexsp.ops`. A call goes through
+    """A layer around an op of `flexsp.ops`. A call has four steps:
 
-    - `_mixed`: the projections of x and, where the layer has one, the short convolution;
-    - `_arguments`: the op's arguments, made of what these gave;
-    - the op, over the whole sequence or token by token;
-    - `_output`: norm, gate and the last projection.
+    1. `_mixed` projects x and, where the layer has a short convolution, convolves the result.
+    2. `_arguments` makes the op's arguments of it.
+    3. The op runs over the whole sequence, or token by token.
+    4. `_output` applies the norm, the gate and the last projection.
 
-    A layer says which projections lie side by side before the convolution (``_branches``: of a branch "q" they are
-    q_proj and q_conv1d) or overrides `_projections` and `_convolutions`, and gives `_state_shape`, `_arguments` and
-    `_output`. One whose first projection has parts that go past the convolution overrides `_mixed`. What a call has
-    beside x, such as the least gate of `HGRN`, is its *context*: `forward` and `step` hand it to `_arguments`.
+    A layer names its first projections and their convolutions (`_add_branches` and `_add_convolutions` do it for the
+    usual names) and writes `_arguments` and `_output`. It overrides `_state_shape` if its state is not a matrix for
+    each head, and `_mixed` if a part of its first projection is not convolved. Further arguments of a call, such as
+    the least gate of `HGRN`, are the *context*: `forward` and `step` hand them to `_arguments`.
     """
 
     _ops: tuple[Op, Op]  # over the whole sequence, token by token
     _want_final = "output_final_state"  # what the ops call this argument
     _branches: tuple[str, ...]
-    _widths: tuple[int, ...]
+    _widths: tuple[int, ...]  # channels of each branch
+    _projection_names: tuple[str, ...]  # the first ones, whose outputs lie side by side before the convolution
+    _convolution_names: tuple[str, ...] = ()
     hidden_size: int
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
     use_short_conv: bool
 
     def _add_branches(self, widths: tuple[int, ...]) -> None:
-        """The projections, of these many channels."""
+        """A projection for each branch, called q_proj for branch q, to ``widths`` channels."""
         self._widths = widths
-        for branch, width in zip(self._branches, widths, strict=True):
-            setattr(self, f"{branch}_proj", nn.Linear(self.hidden_size, width, bias=False))
+        self._projection_names = tuple([f"{branch}_proj" for branch in self._branches])
+        for name, width in zip(self._projection_names, widths, strict=True):
+            setattr(self, name, nn.Linear(self.hidden_size, width, bias=False))
 
     def _add_convolutions(
         self, use_short_conv: bool, size: int, bias: bool, activations: tuple[str | None, ...]
     ) -> None:  # fmt: skip
-        """``activations`` are what the convolutions of the branches say; `_arguments` applies them."""
-        check_flag("use_short_conv", use_short_conv)
+        """A convolution for each branch, called q_conv1d for branch q. It only remembers its activation, which
+        `_arguments` applies."""
+        check_flags(use_short_conv=use_short_conv, conv_bias=bias)
         size = check_integer("conv_size", size, least=1)
-        check_flag("conv_bias", bias)
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, size, bias
-        if use_short_conv:
-            for branch, width, activation in zip(self._branches, self._widths, activations, strict=True):
-                setattr(self, f"{branch}_conv1d", ShortConvolution(width, size, bias, activation))
+        if not use_short_conv:
+            return
+        self._convolution_names = tuple([f"{branch}_conv1d" for branch in self._branches])
+        for name, width, activation in zip(self._convolution_names, self._widths, activations, strict=True):
+            setattr(self, name, ShortConvolution(width, size, bias, activation))
 
     # ------------------------------------------------------------------------------------------------- calls
 
@@ -91,65 +103,68 @@ class RecurrentLayer(nn.Module):
         check_input("x", x, (None, None, self.hidden_size))
         self._check_context(x, *context)
         if cache is None:
-            y, _, beside = self._run(x, None, context, cu_seqlens)
-            return without_tail(y, cu_seqlens, resolve_sp(None)), None, beside
+            y, _, for_output = self._run(x, None, context, cu_seqlens)
+            return without_tail(y, cu_seqlens, resolve_sp(None)), None, for_output
         self._check_cache(cache, x.shape[0])
         _refuse_cache_under_sp(cu_seqlens)
         return self._run(x, cache, context)
 
     def _step(self, x: Tensor, cache: Any, *context: Any) -> tuple[Tensor, Any, Any]:
-        """As `_forward`, of one token."""
+        """`_forward` for one token."""
         token = _check_token(x, self.hidden_size)
         self._check_context(token, *context)
         self._check_cache(cache, x.shape[0])
-        y, cache, beside = self._run(token, cache, context, one=True)
-        return y.reshape(x.shape), cache, beside
+        y, cache, for_output = self._run(token, cache, context, is_step=True)
+        return y.reshape(x.shape), cache, for_output
 
     def _run(
-        self, x: Tensor, cache: Any, context: tuple[Any, ...], cu_seqlens: Tensor | None = None, one: bool = False
+        self, x: Tensor, cache: Any, context: tuple[Any, ...], cu_seqlens: Tensor | None = None, is_step: bool = False
     ) -> tuple[Tensor, Any, Any]:
-        state, kept = (None, None) if cache is None else self._parts(cache)
-        mixed, kept = self._mixed(x, kept, cu_seqlens, one)
-        arguments, beside = self._arguments(mixed, x, *context)
+        state, conv_cache = (None, None) if cache is None else self._parts(cache)
+        mixed, conv_cache = self._mixed(x, conv_cache, cu_seqlens, is_step)
+        arguments, for_output = self._arguments(mixed, x, *context)
         arguments[self._want_final] = cache is not None
-        if not one:
+        if not is_step:
             arguments["cu_seqlens"] = cu_seqlens
-        o, state = self._ops[1 if one else 0](**arguments, initial_state=state)
-        del mixed, arguments  # without gradients nothing else holds them, and the output takes memory of its own
-        return self._output(o, beside), None if cache is None else self._cache(state, kept), beside
+        o, state = self._ops[1 if is_step else 0](**arguments, initial_state=state)
+        # Without gradients only these names hold the memory, and `_output` allocates more.
+        del mixed, arguments
+        return self._output(o, for_output), None if cache is None else self._cache(state, conv_cache), for_output
 
-    def _mixed(self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool) -> tuple[Any, Tensor | None]:
-        """What `_arguments` reads of x [B, T, D], and the last inputs of the convolution for the cache.
+    def _mixed(
+        self, x: Tensor, conv_cache: Tensor | None, cu_seqlens: Tensor | None, is_step: bool
+    ) -> tuple[Any, Tensor | None]:
+        """What `_arguments` reads of x [B, T, D], and the new conv_cache.
 
         Args:
-            kept: the inputs [B, D, W] before x, from the cache; None without a cache.
-            one: x is one token, of a step.
+            conv_cache: the convolution's inputs [B, D, W] before x; None without a cache.
+            is_step: x is the one token of a step.
         """
         first, *others = self._projections()
         mixed = _project(first, x)
         if others:
             mixed = torch.cat([mixed, *(linear(x) for linear in others)], dim=-1)
-        return self._convolved(mixed, kept, cu_seqlens, one)
+        return self._convolved(mixed, conv_cache, cu_seqlens, is_step)
 
     def _convolved(
-        self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """x [B, T, D], convolved where the layer has convolutions, and their last inputs. Arguments as of `_mixed`."""
+        self, x: Tensor, conv_cache: Tensor | None, cu_seqlens: Tensor | None, is_step: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D] after the convolutions, if there are any, and the new conv_cache. Arguments as of `_mixed`."""
         parts = self._convolutions()
         if not parts:
             return x, None
         convolution = parts[0] if len(parts) == 1 else SideBySide(parts)
-        if kept is None:
+        if conv_cache is None:
             return convolution(x, cu_seqlens), None
-        if not one:
-            return convolution.prefill(x, kept)
-        y, kept = convolution.step(x.squeeze(1), kept)
-        return y.unsqueeze(1), kept
+        if not is_step:
+            return convolution.prefill(x, conv_cache)
+        y, conv_cache = convolution.step(x.squeeze(1), conv_cache)
+        return y.unsqueeze(1), conv_cache
 
     # ------------------------------------------------------------------------------------------------ caches
 
     def init_cache(self, batch: int) -> LayerCache:
-        """The cache of an empty text: the op's state, and the inputs [B, D, W] of the convolutions side by side."""
+        """The cache before the first token: zeros for the op's state and for the convolutions' inputs [B, D, W]."""
         batch = check_integer("batch", batch, least=1)
         shape, conv = self._state_shape(batch), self._conv_shape(batch)
         several, weight = isinstance(shape[0], tuple), self._projections()[0].weight
@@ -161,7 +176,7 @@ class RecurrentLayer(nn.Module):
         return self._cache(tuple(states) if several else states[0], inputs)  # type: ignore[no-any-return]
 
     def _check_cache(self, cache: Any, batch: int) -> None:
-        """What `init_cache` or an earlier call gave, for as many sequences as the input has."""
+        """ValueError unless `cache` comes from `init_cache` or an earlier call, for as many sequences as the input."""
         if not isinstance(cache, LayerCache):
             fail("cache", "a LayerCache, see init_cache", type(cache).__name__)
         self._check_state(cache.state, batch)
@@ -177,33 +192,33 @@ class RecurrentLayer(nn.Module):
         return (batch, sum([part.dim for part in parts]), parts[0].width) if parts else None
 
     def _parts(self, cache: Any) -> tuple[Any, Tensor | None]:
-        """The op's state and the last inputs of the convolution."""
+        """The op's state and conv_cache."""
         return cache.state, cache.conv
 
     def _cache(self, state: Any, conv: Tensor | None) -> Any:
         return LayerCache(state, conv)
 
-    # ------------------------------------------------------------------------------------- what a layer gives
-
     def _projections(self) -> list[nn.Linear]:
-        return [getattr(self, f"{branch}_proj") for branch in self._branches]
+        return [getattr(self, name) for name in self._projection_names]
 
     def _convolutions(self) -> list[ShortConvolution]:
-        return [getattr(self, f"{branch}_conv1d") for branch in self._branches] if self.use_short_conv else []
+        return [getattr(self, name) for name in self._convolution_names]
+
+    # ------------------------------------------------------------------------------------- what a layer writes
 
     def _check_context(self, x: Tensor, *context: Any) -> None:
-        """What a layer's calls have beside x [B, T, D]."""
+        """ValueError for a bad context of a call with x [B, T, D]."""
 
     def _state_shape(self, batch: int) -> tuple[Any, ...]:
-        """The shape of the op's state, or those of its parts."""
-        raise NotImplementedError
+        """The shape of the op's state, or a shape for each of its parts."""
+        return batch, self.num_heads, self.head_k_dim, self.head_v_dim
 
     def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:
-        """An op's arguments, but for states and boundaries, from what `_mixed` gave and the input [B, T, D]; and what
-        `_output` reads beside the op's output."""
+        """The op's arguments except states and document boundaries, made of what `_mixed` returned and x [B, T, D];
+        and what `_output` reads in addition to the op's output."""
         raise NotImplementedError
 
-    def _output(self, o: Tensor, beside: Any) -> Tensor:
+    def _output(self, o: Tensor, for_output: Any) -> Tensor:
         raise NotImplementedError
 
 
@@ -227,7 +242,8 @@ def _check_token(x: Tensor, hidden_size: int) -> Tensor:
 
 
 def _project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x). What may come in is for torch to say: autocast and the hooks of FSDP cast x on its way."""
+    """linear(x), with a ValueError for an x of another dtype. Torch finds it, since only torch knows which dtype
+    autocast and FSDP's hooks cast x to."""
     if torch.compiler.is_compiling():
         return linear(x)
     try:
@@ -239,22 +255,20 @@ def _project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def expanded(name: str, hidden_size: int, expand: Any) -> int:
-    """``hidden_size * expand``, an integer."""
+    """The inner width ``hidden_size * expand``; ValueError unless it is an integer."""
     width = hidden_size * check_number(name, expand, above=0)
     if not 0.5 <= width < 2**31 or not math.isclose(width, round(width), rel_tol=1e-6):
         fail(name, f"hidden_size * {name}, an integer of 1..{2**31 - 1}", f"{hidden_size} * {expand} = {width:g}")
     return round(width)
 
 
-def head_size(name: str, width: int, expand: Any, parts: int = 1, whole: bool = False) -> int:
-    """``width * expand / parts``, an integer. ``whole`` has the message name the product that is not one."""
-    if whole:
-        expanded(name, width, expand)
+def head_size(name: str, width: int, expand: Any, heads: int = 1) -> int:
+    """Channels of a head, ``width * expand / heads``; ValueError unless that is an integer of 1..256."""
     total = width * check_number(name, expand, above=0)
-    shown = f"a size of heads of 1..{MAX_HEAD_DIM}, an integer"
-    if not 0.5 <= total <= (MAX_HEAD_DIM + 1) * parts or not math.isclose(total, round(total), rel_tol=1e-6):
-        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
-    size, rest = divmod(round(total), parts)
+    # The product of floats may be off by a rounding: 100 * 0.29 is 28.999999999999996.
+    fits = 0.5 <= total <= (MAX_HEAD_DIM + 1) * heads and math.isclose(total, round(total), rel_tol=1e-6)
+    size, rest = divmod(round(total), heads) if fits else (0, 0)
     if rest or not 1 <= size <= MAX_HEAD_DIM:
-        fail(name, shown, f"{width} * {expand} / {parts} = {total / parts:g}")
+        got = f"{width} * {expand} / {heads} = {total / heads:g}"
+        fail(name, f"a size of heads of 1..{MAX_HEAD_DIM}, an integer", got)
     return size

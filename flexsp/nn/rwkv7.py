@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flexsp.comm.derivatives import joined
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, fail
-from flexsp.nn.conv import ShortConvolution, tokens_since_start
+from flexsp.nn.conv import tokens_since_start
 from flexsp.nn.norm import HeadNorm, check_eps, check_input
 from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _project, _wide
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
@@ -28,7 +28,7 @@ _MIXED = ("r", "w", "k", "v", "a", "g")
 
 
 class _LowRank(nn.Module):
-    """Two linear maps with an activation between them. ``bias`` is how that of the second begins, or None."""
+    """Two linear maps with an activation between them. ``bias`` initialises the second bias; None leaves it out."""
 
     def __init__(self, width: int, rank: int, out: int, activation: nn.Module, bias: Start | None = None) -> None:
         super().__init__()
@@ -40,8 +40,11 @@ class _LowRank(nn.Module):
         return self.lora(x)
 
 
-class _Beside(NamedTuple):
-    """What the output reads beside the op's: rows of every head, the gate, and the first layer's values."""
+class _ForOutput(NamedTuple):
+    """What `_output` reads in addition to the op's output.
+
+    r and k are [B, T, H, K], v is [B, T, H, V], the gate g and the first layer's values are [B, T, H * V].
+    """
 
     r: Tensor
     k: Tensor
@@ -80,6 +83,7 @@ class RWKV7(RecurrentLayer):
     """
 
     _ops = (chunk_rwkv7, recurrent_rwkv7)
+    _projection_names = ("r_proj",)
 
     def __init__(
         self,
@@ -162,8 +166,8 @@ class RWKV7(RecurrentLayer):
         Raises:
             ValueError: bad shapes, or a cache together with documents or sequence parallelism.
         """
-        y, cache, beside = self._forward(x, cu_seqlens, cache, v_first, return_v_first)
-        results = [y, *([] if cache is None else [cache]), *([beside.v_first] if return_v_first else [])]
+        y, cache, found = self._forward(x, cu_seqlens, cache, v_first, return_v_first)
+        results = [y, *([] if cache is None else [cache]), *([found.v_first] if return_v_first else [])]
         return tuple(results) if len(results) > 1 else y
 
     def step(
@@ -173,14 +177,8 @@ class RWKV7(RecurrentLayer):
 
         ``v_first`` is [B, 1, value_dim]; with ``return_v_first`` it is last in the tuple.
         """
-        y, cache, beside = self._step(x, cache, v_first, return_v_first)
-        return (y, cache, beside.v_first) if return_v_first else (y, cache)
-
-    def _projections(self) -> list[nn.Linear]:
-        return [self.r_proj]
-
-    def _convolutions(self) -> list[ShortConvolution]:
-        return []
+        y, cache, found = self._step(x, cache, v_first, return_v_first)
+        return (y, cache, found.v_first) if return_v_first else (y, cache)
 
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.head_dim, self.head_v_dim
@@ -203,7 +201,7 @@ class RWKV7(RecurrentLayer):
         return [getattr(self, f"x_{name}") for name in _MIXED]
 
     def _shifted(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """x, x of the token before, 0 where its document begins, and the weights of the two."""
+        """x, x shifted by one token (0 at the start of a document), and the weights of the mixtures."""
         sp, mixes = resolve_sp(None), self._mixes()
         check_cu_seqlens(cu_seqlens, None, x, "x", sp)
         since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
@@ -216,22 +214,20 @@ class RWKV7(RecurrentLayer):
         return x, before if since is None else before.masked_fill((since < 1)[None, :, None], 0.0), mixes
 
     def _mixed(
-        self, x: Tensor, kept: Tensor | None, cu_seqlens: Tensor | None, one: bool
+        self, x: Tensor, conv_cache: Tensor | None, cu_seqlens: Tensor | None, is_step: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What r, w, k, v, a and g are made of, each between x_t and x_{t-1}."""
-        last = None
-        if kept is None:
+        """The inputs [B, T, D] of r, w, k, v, a and g, each a mixture of x_t and x_{t-1}."""
+        if conv_cache is None:
             x, before, mixes = self._shifted(x, cu_seqlens)
         else:
-            before, last, mixes = kept.transpose(1, 2).to(x.dtype), x, self._mixes()
-            if not one:
-                seen = torch.cat([before, x], 1)
-                before, last = seen[:, :-1], seen[:, -1:]
+            before, mixes = conv_cache.transpose(1, 2).to(x.dtype), self._mixes()
+            seen = x if is_step else torch.cat([before, x], 1)
+            before = before if is_step else seen[:, :-1]
+            conv_cache = seen[:, -1:].transpose(1, 2).to(conv_cache.dtype)
         delta = before - x
-        mixed = [torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes]
-        return mixed, None if kept is None or last is None else last.transpose(1, 2).to(kept.dtype)
+        return [torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes], conv_cache
 
-    def _arguments(self, mixed: list[Tensor], x: Tensor, *context: Any) -> tuple[dict[str, Any], _Beside]:
+    def _arguments(self, mixed: list[Tensor], x: Tensor, *context: Any) -> tuple[dict[str, Any], _ForOutput]:
         (v_first, _), heads = context, (self.num_heads, -1)
         xr, xw, xk, xv, xa, xg = mixed
         r, k, v = _project(self.r_proj, xr), self.k_proj(xk), self.v_proj(xv)
@@ -248,12 +244,12 @@ class RWKV7(RecurrentLayer):
             "r": r, "w": w.unflatten(-1, heads), "k": k, "v": v, "a": -kk.to(k.dtype),
             "b": (kk * a.unflatten(-1, heads)).to(k.dtype),
         }  # fmt: skip
-        return arguments, _Beside(r, k, v, self.g_lora(xg), v_first, x.dtype)
+        return arguments, _ForOutput(r, k, v, self.g_lora(xg), v_first, x.dtype)
 
-    def _output(self, o: Tensor, beside: _Beside) -> Tensor:
-        r, k, v = (_wide(t) for t in beside[:3])
+    def _output(self, o: Tensor, for_output: _ForOutput) -> Tensor:
+        r, k, v = (_wide(t) for t in for_output[:3])
         own = (r * k * self.r_k).sum(-1, keepdim=True) * v
-        return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(beside.g)).to(beside.dtype))
+        return self.o_proj(((self.g_norm(o) + own).flatten(2) * _wide(for_output.g)).to(for_output.dtype))
 
 
 def _places(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""How parameters begin.
+"""Initialisation of parameters.
 
-Every module with parameters of its own has `reset_parameters`, which its constructor calls, and which writes these
-parameters and no others. So a model that was made on the meta device may have its modules reset in any order, and gets
-what the constructors give. Parameters may be cut over ranks then (DTensor).
+Every module with parameters of its own has `reset_parameters`, which its constructor calls. It writes these parameters
+and no others. So a model made on the meta device can reset its modules in any order, and its parameters are initialised
+as by the constructors, also if they are cut over ranks (DTensor).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Start = Callable[[Tensor], Any]
 
 
 class StartedLinear(nn.Linear):
-    """`nn.Linear` whose parameters begin as these functions write them.
+    """`nn.Linear` whose weight and bias these functions initialise.
 
-    Without ``weight`` the weight begins as that of `nn.Linear`; without ``bias`` there is none.
+    Without ``weight`` the weight is initialised as in `nn.Linear`; without ``bias`` there is no bias.
     """
 
     def __init__(self, inputs: int, outputs: int, weight: Start | None = None, bias: Start | None = None) -> None:
@@ -45,11 +45,11 @@ class StartedLinear(nn.Linear):
 
 
 def assign(parameter: Tensor, values: Tensor, drawn: bool = False) -> None:
-    """Writes values of the whole parameter, of which this rank may hold a part (a DTensor).
+    """Writes the values of a whole parameter, of which this rank may hold a part (a DTensor).
 
     Args:
-        drawn: the values are random. Those of the first rank count then, and all ranks of the parameter's mesh must
-            call this; without it nothing is sent.
+        drawn: the values are random, so all ranks take the first rank's. All ranks of the parameter's mesh must call
+            this then. Otherwise ranks exchange nothing.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -63,25 +63,25 @@ def assign(parameter: Tensor, values: Tensor, drawn: bool = False) -> None:
 
 
 def start_orthogonal(weight: Tensor, gain: float) -> None:
-    """In float32 at least, since torch has no decomposition in half precision."""
+    """An orthogonal matrix times ``gain``, computed in float32 or float64: torch has no QR in half precision."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     whole = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     assign(weight, nn.init.orthogonal_(whole, gain=gain), drawn=True)
 
 
 def start_steps(bias: Tensor, low: float, high: float, floor: float) -> None:
-    """softplus(bias) is log-uniform in low..high, but for what lies below the floor."""
+    """A bias whose softplus is log-uniform in low..high, and at least ``floor``."""
     dt = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp().clamp(min=floor)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus(bias) = dt
 
 
 def start_rates(A_log: Tensor, low: float, high: float, floor: float = 0.0) -> None:
-    """e^{A_log} is uniform in low..high, but for what lies below the floor."""
+    """A log rate A_log whose e^{A_log} is uniform in low..high, and at least ``floor``."""
     A_log.uniform_(low, high).clamp_(min=floor).log_()
 
 
 def positive(name: str, x: Any) -> float:
-    """A number that float32 holds with its inverse."""
+    """x as a number that float32 holds, as it does its inverse."""
     value = check_number(name, x)
     if not 1e-30 <= value <= 1e30:
         fail(name, "a number of 1e-30..1e30", repr(x))
@@ -89,7 +89,7 @@ def positive(name: str, x: Any) -> float:
 
 
 def check_starts(dt_min: Any, dt_max: Any, dt_init_floor: Any, A_init_range: Any) -> None:
-    """The arguments of `start_steps` and of `start_rates`, as layers call them."""
+    """Checks a layer's arguments for `start_steps` and `start_rates`."""
     low = positive("dt_min", dt_min)
     if positive("dt_max", dt_max) < low:
         fail("dt_max", f"a number >= dt_min={dt_min}", dt_max)

@@ -1,4 +1,4 @@
-"""verify: a module run on a batch cut over ranks and on the whole batch, submodule by submodule."""
+"""verify: runs a module on a batch cut over ranks and on the whole batch, and compares submodule by submodule."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from flexsp.nn.wrapper import SequenceParallelLA, unwrap
 
 __all__ = ["Verification", "verify"]
 
-_NOISE = 32  # how much further than a rounding of every input and parameter carries a value, cutting may carry it
+# Rounding explains an error of up to _NOISE times the change that a rounding of every input and parameter makes, plus
+# _ROUNDINGS epsilons, but never more than _LARGEST or _LARGEST_ROUNDINGS epsilons, whichever is larger. The factors
+# leave room for the other order of sums in cut runs.
+_NOISE = 32
 _ROUNDINGS = 64
-_LARGEST = 1e-3  # what rounding may explain at most, and so many epsilons where they are more
+_LARGEST = 1e-3
 _LARGEST_ROUNDINGS = 16
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 R = TypeVar("R")
@@ -83,7 +86,7 @@ def verify(
             called for as many tokens, else into uneven parts, off the edges of chunks: between equal ones the mean
             of a shard's tokens looks like a part of a mean over all.
         dtype: what floating parameters and inputs are converted to first (complex ones to the complex type of that
-            precision). In float64 rounding hides nothing. None, or a dtype, for modules that do not run in it.
+            precision). In float64 rounding hides no fault. None or another dtype is for modules that do not run in it.
         raise_on_error: raise instead of returning a Verification that is not ok.
         inputs: further arguments of ``module``. Tensors of two or more axes with as many tokens along ``dim`` are cut
             too, in lists, tuples and dicts as well; others, such as global ``cu_seqlens``, are passed as they are.
@@ -180,7 +183,7 @@ def _refuse_random(module: nn.Module, x: Tensor, inputs: Mapping[str, Any], want
 
 
 def _nudged(x: Tensor) -> Tensor:
-    """Relative errors of a rounding, of float32 at least, in every number."""
+    """x with a random relative error of the size of a rounding in every number; of float32's rounding at least."""
     x = x.detach()
     if x.is_complex():
         return torch.view_as_complex(_nudged(torch.view_as_real(x)))
@@ -209,8 +212,8 @@ class _Shard(NamedTuple):
 
 
 def _uneven(total: int, sp: SequenceParallel) -> list[int]:
-    """Balanced lengths, with half of the last rank's tokens given to the first. Cuts are moved to odd tokens, where no
-    chunk of 16 or 64 tokens starts: what depends on where chunks end is exact between whole chunks."""
+    """Balanced lengths, except that half of the last rank's tokens go to the first. Cuts are at odd tokens, where no
+    chunk of 16 or 64 tokens starts, since some faults do not show at the edge of a chunk."""
     lengths = sp.partition(total)
     moved = lengths[-1] // 2
     lengths[-1] -= moved
@@ -229,7 +232,7 @@ def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, shard: _Shard) -> Tensor:
-    """This rank's part of a further input that has the tokens along ``dim``; any other as it is."""
+    """This rank's part of a further input if that has the tokens along ``dim``, else all of it."""
     if x.dim() > max(1, dim) and x.shape[dim] == shard.total:
         return x.narrow(dim, shard.start, shard.length)
     return x
@@ -257,7 +260,7 @@ def _same_everywhere(module: nn.Module, sp: SequenceParallel, given: Mapping[str
 
 
 def _checksum(x: Any) -> tuple[Any, ...]:
-    """Of all bits, in whole numbers: the same wherever it is computed. Of what is no tensor, what can be compared."""
+    """A sum over all bits, in integers: the same on every device. For other objects, what ranks can compare of them."""
     kind = type(x).__name__
     if isinstance(x, (tuple, list)):
         return (kind, *map(_checksum, x))
@@ -280,12 +283,12 @@ def _gathered(x: Any, sp: SequenceParallel) -> list[Any]:
 
 
 def _on_all_ranks(run: Callable[[], R], sp: SequenceParallel, what: str) -> R:
-    """``run()``; an error on any rank is one on all, so that none goes on to wait for the others."""
+    """``run()``. An error on one rank raises on all, so that none of them waits for the others."""
     result, failure, abandoned = None, None, sp.abandoned
     try:
         result = run()
     except Exception as error:  # noqa: BLE001
-        failure, sp.abandoned = error, abandoned  # the others hear of it below
+        failure, sp.abandoned = error, abandoned  # the exchange below tells the others
     said = "" if failure is None else f"{type(failure).__name__}: {failure}"
     try:
         failed = any(exchange_ints(sp, int(failure is not None))) if sp.world_size > 1 else failure is not None
@@ -323,7 +326,7 @@ def _far(got: Tensor, want: Tensor, size: float | None = None) -> tuple[float, f
         return 0.0, size
     difference = (got.double() - want.double()).abs()
     if not (got.is_floating_point() or want.is_floating_point()):
-        difference = difference.clamp(min=1.0)  # large integers may be the same in float64
+        difference = difference.clamp(min=1.0)  # two large integers may be equal in float64
     difference = difference.masked_fill(got == want, 0.0)
     difference = difference.masked_fill(got.isnan() & want.isnan(), 0.0).nan_to_num(nan=float("inf"))
     return difference.max().item() / (size if 0.0 < size < float("inf") else 1.0), size
@@ -358,7 +361,7 @@ def _place(path: str, kind: str) -> str:
 
 
 def _aligned(want: Tensor, shape: torch.Size, shard: _Shard) -> Iterator[Tensor]:
-    """The parts of ``want`` that this rank's tensor of ``shape`` may stand for, tokens along any axis."""
+    """The parts of ``want`` that this rank's tensor of ``shape`` may be, with tokens along any axis."""
     if want.dim() != len(shape):
         return
     differ = [i for i, (a, b) in enumerate(zip(want.shape, shape, strict=True)) if a != b]
@@ -376,7 +379,7 @@ def _aligned(want: Tensor, shape: torch.Size, shard: _Shard) -> Iterator[Tensor]
 
 
 class _Judge:
-    """What differs between the whole run and the cut one, agreed on by all ranks."""
+    """Compares the whole run and the cut one; all ranks come to the same result."""
 
     def __init__(
         self, want: Record, got: Record, off: Record, shard: _Shard, lengths: tuple[int, ...], sp: SequenceParallel
@@ -384,7 +387,7 @@ class _Judge:
         self.want, self.got, self.off, self.shard, self.lengths, self.sp = want, got, off, shard, lengths, sp
         shapes = {key: tuple(x.shape) for key, x in got.values.items()}
         everywhere = _gathered(shapes, sp)
-        # What has the whole's shape on all ranks is not cut: equal everywhere, or a part of a sum or mean.
+        # A tensor with the whole one's shape on all ranks is not cut: it is equal on all, or a part of a sum or mean.
         self.shared = {
             key for key, x in want.values.items()
             if sp.world_size > 1 and all(tuple(x.shape) == theirs.get(key) for theirs in everywhere)
@@ -392,7 +395,7 @@ class _Judge:
         self.compared = 0
 
     def cotangents(self) -> dict[str, Tensor]:
-        """Of this rank's outputs; together they are those of the whole ones."""
+        """The gradients of this rank's outputs that start its backward pass; together, those of the whole run."""
         made, problems = {}, []
         whole = {key.leaf: key for key in self.want.values if key[:3] == ("", 0, "out")}
         random = _random_like({leaf: self.want.values[key] for leaf, key in whole.items()})
@@ -435,7 +438,7 @@ class _Judge:
         return Verification(True, self.lengths, self.compared)
 
     def _all(self) -> Iterator[tuple[str, str, str, _Found]]:
-        """Every comparison, in the order in which a fault shows: path, what, detail, error and bounds."""
+        """Every comparison, in the order in which a fault would show: path, what, detail, error and bounds."""
         for key, found in self._worst(self.want.values, self.got.values, self.off.values):
             if key.side == "out":
                 yield key.path, "output", "what it returns", found
@@ -490,7 +493,8 @@ class _Judge:
                 yield key, max(judged)
 
     def _of_shared(self, key: Key, whole: Tensor, mine: Tensor | None, off: Tensor | None) -> _Found:
-        """Error of what is not cut, as the same everywhere, as a sum or as a mean, whichever it is."""
+        """The error of a tensor that is not cut: the least of its errors as an equal value, as a part of a sum and as a
+        part of a mean."""
         part = torch.zeros_like(whole) if mine is None else mine
         total, size = _total(part, self.sp), _far(whole, whole)[1]
         readings = (part, total, total / self.sp.world_size)

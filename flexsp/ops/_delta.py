@@ -1,4 +1,4 @@
-"""What the delta rules share: checks, what comes before the recurrence, the program's call, and the token loop."""
+"""How the ops of the delta rules run: checks, preparation of keys, gates and beta, the program, and the token loop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from flexsp.ops._programs import (
     rows_at,
     run_program,
     token_loop,
+    wide,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,21 +53,16 @@ class Heads(NamedTuple):
 def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, steps: int, by_channel: bool) -> Heads:
     """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV] and, unless
     it is None, g [B, T, HV] or [B, T, HV, K]."""
-    check.check_tensor("q", q, None, "[B, T, H, K]", dtypes=check.FLOAT_DTYPES)
-    B, T, H, K = q.shape
+    B, T, H, K = check.check_first("q", q, "[B, T, H, K]")
     tokens = "T" if steps == 1 else "T n"
     shape = (B, T * steps, H, K)
     check.check_tensor("k", k, shape, f"[B, {tokens}, H, K]", dtypes=(q.dtype,), device=q.device)
     check.check_tensor("v", v, None, f"[B, {tokens}, HV, V]", dtypes=(q.dtype,), device=q.device)
     HV, V = v.shape[2:]
-    if B < 1 or H < 1:
-        check.fail("q", "at least one batch row and one head", list(q.shape))
     if tuple(v.shape[:2]) != (B, T * steps) or HV < 1 or HV % H:
         expected = f"shape [B, {tokens}, HV, V] = [{B}, {T * steps}, HV, V], HV a multiple of the {H} heads of q"
         check.fail("v", expected, list(v.shape))
-    for name, size in (("q", K), ("v", V)):
-        if not 1 <= size <= check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_head_sizes(q=K, v=V)
     strengths = (q.dtype, torch.float32)
     check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
     if g is not None:
@@ -77,7 +73,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
 
 @check.once
 def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Optional, bounded: bool) -> None:
-    """What raw gates g [B, T, HV] or [B, T, HV, K] are made log gates with."""
+    """Shapes and dtypes of the arguments that turn raw gates g [B, T, HV] or [B, T, HV, K] into log gates."""
     dtypes, heads = (like.dtype, torch.float32), g.shape[2:]
     if dt_bias is not None:
         shape, dims = tuple(heads), "[HV]" if len(heads) == 1 else "[HV, K]"
@@ -94,8 +90,11 @@ def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Opti
 
 
 def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
-    """q and k [B, T, H, K], over sqrt(sum x^2 + 1e-6) if norm; for each value head, [B, T, HV, K], where what runs the
-    call does not take fewer."""
+    """q and k [B, T, H, K], divided by sqrt(sum x^2 + 1e-6) if norm.
+
+    They are repeated for the value heads, [B, T, HV, K], unless the delta engine runs the call: its kernels read
+    grouped heads.
+    """
     repeats = 1 if _on_engine(heads, q) else heads.HV // heads.H
     if not norm and repeats == 1:
         return q, k
@@ -110,14 +109,8 @@ def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: b
     """beta, or sigmoid(beta), or twice that."""
     if not use_beta_sigmoid_in_kernel:
         return beta
-    found = _wide(beta).sigmoid()
+    found = wide(beta).sigmoid()
     return 2.0 * found if allow_neg_eigval else found
-
-
-def _wide(x: Tensor, like: Optional = None) -> Tensor:
-    """x in the accumulation dtype of `like`, or its own."""
-    dtype = check.accumulation_dtype(x if like is None else like)
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def activated(
@@ -126,10 +119,10 @@ def activated(
     """The natural-log gates [B, T, HV] or [B, T, HV, K] of raw g."""
     check_gate_arguments(g, like, A_log, dt_bias, lower_bound is not None)
     heads = g.shape[2:]
-    raw = _wide(g, like) if dt_bias is None else g + _wide(dt_bias, like).view(heads)  # as wide as the wider one
+    raw = wide(g, like) if dt_bias is None else g + wide(dt_bias, like).view(heads)  # torch promotes g
     if A_log is not None:
-        slope = _wide(A_log, like).flatten()
-        slope = slope.clamp(max=_MOST_LOG[slope.dtype]).exp()  # infinite, it would make gradients 0 times infinity
+        slope = wide(A_log, like).flatten()
+        slope = slope.clamp(max=_MOST_LOG[slope.dtype]).exp()  # an infinite one would make gradients 0 * inf = NaN
         slope = slope if len(heads) == 1 else slope.unsqueeze(-1)
         if lower_bound is None:
             return -slope * F.softplus(raw)
@@ -143,7 +136,7 @@ def prepared(
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False,
     A_log: Optional = None, dt_bias: Optional = None, lower_bound: float | None = None,
 ) -> tuple[Heads, dict[str, Tensor]]:  # fmt: skip
-    """The arguments checked, and what the recurrence reads: q, k, v, beta and, unless g is None, g."""
+    """Checks the arguments and makes what the recurrence reads: q, k, v, beta and, unless g is None, g."""
     heads = check_heads(q, k, v, beta, g, steps, by_channel)
     check.check_flag("use_qk_l2norm_in_kernel", norm)
     check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
@@ -167,7 +160,7 @@ def prepared(
 
 
 def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
-    """Whether the kernels that run this call clamp gates themselves. Graphs fuse the clamp with other steps."""
+    """Whether the kernels of this call clamp gates themselves. In graphs torch.compile fuses the clamp with others."""
     return name != "deltanet" and _on_engine(heads, q)
 
 
@@ -186,10 +179,10 @@ def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) 
 def run(
     name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """The program flexsp.variants.NAME of what `prepared` gives.
+    """Runs the program flexsp.variants.NAME on what `prepared` returned.
 
     Args:
-        steps: keys of a token; `heads.T` and ``cu_seqlens`` count tokens.
+        steps: keys of a token. `heads.T` and ``cu_seqlens`` count tokens, not keys.
     """
     q, heads = tokens["q"], Heads(*heads[:2], *known(*heads[2:]))
     group = check.resolve(call.sp, q)
@@ -211,7 +204,8 @@ def run(
 
 
 def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
-    """Queries and gates with a row a key: a token's query is that of its last key, its gate that of its first."""
+    """Queries and gates with one row a key. Zeros fill the other rows: a token's query stands at its last key, its gate
+    at its first."""
     found = {"q": F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)}
     if "g" in tokens:
         found["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, steps - 1)).flatten(1, 2)
@@ -221,16 +215,15 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
 def recurrent(
     name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """What `run` gives, token by token on this rank alone; with ``cu_seqlens`` it is `run` on this rank alone."""
+    """`run` token by token, on this rank alone; with ``cu_seqlens`` in chunks, on this rank alone too."""
     if call.cu_seqlens is not None:
         return run(name, heads, tokens, scale, call, steps)
     q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
     v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
     initial = _state(heads, call, None, q)
-    wide = check.accumulation_dtype(q)
-    factor = check.check_scale(scale, heads.K)
     decay = None if g is None else clamped(g, q).exp()
-    q_t, k_t, v_t, b_t = q.to(wide) * factor, k.to(wide), v.to(wide), beta.to(wide)
+    q_t, k_t, v_t, b_t = (wide(x, q) for x in (q, k, v, beta))
+    q_t = q_t * check.check_scale(scale, heads.K)
 
     def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
         if decay is not None:

@@ -1,4 +1,4 @@
-"""What calls of other libraries have that an op's own checks would refuse: mixed dtypes, and tokens backwards."""
+"""Two things that other libraries' ops take and the ops' checks here refuse: mixed dtypes, and reversed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from flexsp.exceptions import check_flag, fail
+from flexsp.exceptions import fail
 
 __all__ = ["backwards", "one_dtype"]
 
@@ -23,9 +23,9 @@ _STATES = ("initial_state", "c_initial", "n_initial", "m_initial")
 def one_dtype(rows: str, out: str = "v") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator of an op whose arguments named in ``rows`` must have one dtype.
 
-    Where they differ among float16, bfloat16 and float32, all are taken in float32, and outputs have the dtype of the
-    argument ``out``. States in half precision are taken in float32, and so is what else is in another half precision
-    than the rows. Gradients have the dtypes of the arguments.
+    If they differ among float16, bfloat16 and float32, all of them are converted to float32, and the output to the
+    dtype of the argument ``out``. States in half precision are converted to float32, and so are other arguments in
+    another half precision than the rows'. Gradients have the dtypes of the arguments.
     """
     together = rows.split()
 
@@ -36,7 +36,8 @@ def one_dtype(rows: str, out: str = "v") -> Callable[[Callable[_P, _R]], Callabl
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
             changed = _in_one_dtype(given, together)
-            if not changed or len(given) != len(args) + len(kwargs):  # of what is given twice Python tells
+            # An argument that is given twice is left for Python to report.
+            if not changed or len(given) != len(args) + len(kwargs):
                 return op(*args, **kwargs)
             made: Any = op(**given | changed)  # type: ignore[call-arg]
             if out in changed:
@@ -49,7 +50,7 @@ def one_dtype(rows: str, out: str = "v") -> Callable[[Callable[_P, _R]], Callabl
 
 
 def _in_one_dtype(given: dict[str, Any], together: list[str]) -> dict[str, Any]:
-    """The arguments that have another dtype then."""
+    """The arguments that `one_dtype` converts, converted."""
     rows = {name: given[name] for name in together if isinstance(given.get(name), torch.Tensor)}
     if not rows:
         return {}
@@ -82,14 +83,12 @@ def _widened(state: Any, dtype: torch.dtype) -> Any:
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
-def backwards(op: Callable[..., Any], reverse: object, cu_seqlens: torch.Tensor | None, tokens: dict[str, Any],
-              **others: Any) -> Any:  # fmt: skip
-    """``op`` from the last token to the first if ``reverse``; None if not. ``tokens`` are [B, T, ...] or None."""
-    check_flag("reverse", reverse)
-    if not reverse:
-        return None
+def backwards(
+    op: Callable[..., Any], cu_seqlens: torch.Tensor | None, tokens: dict[str, Any], **others: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``op`` from the last token to the first. ``tokens`` are its arguments [B, T, ...], or None."""
     if cu_seqlens is not None:
         fail("reverse", "False with cu_seqlens", True)
-    turned = {name: x.flip(1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for name, x in tokens.items()}
-    o, final = op(**turned, **others)
+    flipped = {name: x.flip(1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for name, x in tokens.items()}
+    o, final = op(**flipped, **others)
     return o.flip(1), final

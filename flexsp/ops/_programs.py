@@ -1,4 +1,4 @@
-"""What the ops with vector gates share: calls of a program of `flexsp.variants`, and the token loop of decoding."""
+"""How ops call a program of `flexsp.variants`, and the token loops that `recurrent_*` ops run."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from flexsp.compiler import LinearAttention
 
 __all__ = [
-    "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "rows_at",
-    "run_matrix", "run_program", "run_vector", "token_loop", "vector_loop", "wide",
+    "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "recur_matrix",
+    "recur_vector", "rows_at", "run_matrix", "run_program", "run_vector", "token_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_MOST_CHANNELS = 128  # of a head of a vector state: kernels keep one in registers
+_MOST_CHANNELS = 128  # of a head of a vector state, because a kernel holds one head's state in registers
 
 
 class Call(NamedTuple):
-    """Arguments that every one of these ops has."""
+    """The arguments that all these ops have."""
 
     initial_state: Optional
     output_final_state: bool
@@ -43,20 +43,22 @@ class Call(NamedTuple):
     sp: SequenceParallel | bool | None = False
 
 
-def wide(x: Tensor, like: Tensor) -> Tensor:
-    """x in the accumulation dtype of ``like``."""
-    return x.to(check.accumulation_dtype(like))
+def wide(x: Tensor, like: Optional = None) -> Tensor:
+    """x in the accumulation dtype of ``like``, by default of x itself."""
+    dtype = check.accumulation_dtype(x if like is None else like)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def clamped(g: Tensor, like: Tensor) -> Tensor:
-    """Log gates in the accumulation dtype of ``like``, clamped."""
+    """Log gates in the accumulation dtype of ``like``. Those so low that their decay is 0 become the lowest one that
+    `flexsp.kernels.gates` lets pass; they have no gradient."""
     return gates.clamped(wide(g, like))
 
 
 def initial_state(
     sizes: tuple[int, ...], dims: str, call: Call, group: SequenceParallel | None, x: Tensor
 ) -> Optional:  # fmt: skip
-    """The initial states, checked: [N, *sizes] with K before V. ``dims`` names the sizes, such as "H, K, V"."""
+    """The initial states [N, *sizes] with K before V, after their checks. ``dims`` names the sizes: "H, K, V"."""
     check.check_flag("output_final_state", call.output_final_state)
     check.check_flag("state_v_first", call.state_v_first)
     if call.state_v_first:
@@ -68,19 +70,20 @@ def initial_state(
 
 
 def final_state(state: Optional, call: Call) -> Optional:
-    """The final states in the layout that the caller asked for, or None."""
+    """The final states in the caller's layout, or None if the caller did not ask for them."""
     if state is None or not call.output_final_state:
         return None
     return state.transpose(-1, -2).contiguous() if call.state_v_first else state
 
 
 class Sizes(NamedTuple):
-    """Of a program of `flexsp.variants`: heads of the state, its rows and columns.
+    """What a program of `flexsp.variants` is made for: H heads with states [K, V].
 
-    scale: the factor on queries; None for programs that have none.
-    steps: keys of a token.
-    heads_per_key: heads that share one query and key.
-    rows_per_token: rows of keys and values for one row of queries and gates.
+    Attributes:
+        scale: the factor on queries; None for programs without it.
+        steps: keys of a token.
+        heads_per_key: heads that share one query and key.
+        rows_per_token: rows of keys and values for one row of queries and gates.
     """
 
     H: int
@@ -93,12 +96,12 @@ class Sizes(NamedTuple):
 
 
 def known(*sizes: int) -> list[int]:
-    """Sizes that a program is made for, as numbers: torch.compile may have symbols for them."""
+    """The sizes as plain integers, where torch.compile may have symbols for them. A program is made for numbers."""
     return [operator.index(n) for n in sizes]
 
 
 def factor_of(scale: float | None, K: int) -> float:
-    """The factor on queries that a program is made for, as a number too."""
+    """The factor on queries as a plain number, for the same reason as in `known`."""
     return check.check_scale(scale, K).__float__()  # float(x) would leave a symbol
 
 
@@ -118,7 +121,7 @@ def _program(name: str, sizes: Sizes) -> LinearAttention:
 
 @constant_in_graphs
 def _made_for_graphs(name: str, *sizes: Any) -> tuple[str, tuple[str, ...]]:
-    """The program's name in graphs and the names of its inputs, found while torch.compile traces."""
+    """The program's name in graphs and its inputs' names. Runs while torch.compile traces."""
     return torch_compile.kept(lambda: _program(name, Sizes(*sizes)))
 
 
@@ -126,7 +129,7 @@ def run_program(
     name: str, sizes: Sizes, inputs: dict[str, Tensor], initial: Optional, cu_seqlens: Optional,
     group: SequenceParallel | None,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of the program flexsp.variants.NAME, made for ``sizes``."""
+    """Runs the program flexsp.variants.NAME, made for ``sizes``: its outputs and final states."""
     if torch.compiler.is_compiling():
         made, names = _made_for_graphs(name, *sizes)
         return torch_compile.call(made, [inputs[x] for x in names], initial, cu_seqlens, group)
@@ -137,12 +140,12 @@ def run_program(
 def run_matrix(
     name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call, first: str = "q"
 ) -> tuple[Tensor, Optional]:
-    """An op whose states are matrices: what is left to check, and the call of its program.
+    """Runs an op with matrix states: the checks that all of them have, then the op's program.
 
     Args:
         sizes: B, T, H, K and V.
-        inputs: the program's tensors, q among them.
-        first: what the op calls q.
+        inputs: the program's tensors by name, among them q.
+        first: the op's own name for q, for messages.
     """
     (H, K, V), x = known(*sizes[2:]), inputs["q"]
     group = check.resolve(call.sp, x)
@@ -156,11 +159,11 @@ def run_matrix(
 
 
 def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
-    """An op whose states are vectors, of inputs and log gates [B, T, D]: what is left to check, and the call of kernels
-    of their own or, in PyTorch, of a program.
+    """Runs an op with vector states on x and log gates g, both [B, T, D]: the checks that all of them have, then the
+    kernels of vector states or, in PyTorch, a program.
 
     Args:
-        op: its name, by which ranks compare their calls.
+        op: the name by which ranks compare their calls.
     """
     (D,) = known(x.shape[2])
     group = check.resolve(call.sp, x)
@@ -183,12 +186,15 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
 
 
 def token_loop(step: Callable[[Any, int], tuple[Tensor, Any]], state: Any, T: int, none: Tensor) -> tuple[Tensor, Any]:
-    """Outputs [B, T, ...] and the last state of ``o_t, state = step(state, t)``, one token after the other.
+    """Runs ``o_t, state = step(state, t)`` for t = 0..T-1: the outputs [B, T, ...] and the last state.
 
     Args:
-        step: in the accumulation dtype, and without matmul: autocast would round the state.
-        state: before the first token, a tensor or a named tuple of tensors. It is never what is returned.
-        none: the outputs of no tokens.
+        step: computes in the accumulation dtype and without matmul, whose result autocast would round.
+        state: the state before the first token, a tensor or a named tuple of tensors.
+        none: what is returned for the outputs if T = 0.
+
+    Returns:
+        The last state is never ``state`` itself, also if T = 0, so that a caller may change it in place.
     """
     o, last = [], state
     for t in range(T):
@@ -200,17 +206,20 @@ def token_loop(step: Callable[[Any, int], tuple[Tensor, Any]], state: Any, T: in
 
 
 def rows_at(decay: Tensor, t: int) -> Tensor:
-    """Token t's decays as factors of a state [B, H, K, V], of those of heads [B, T, H] or of rows [B, T, H, K]."""
+    """Token t's factors of a state [B, H, K, V], from decays [B, T, H] of heads or [B, T, H, K] of rows."""
     return decay[:, t, :, :, None] if decay.dim() == 4 else decay[:, t, :, None, None]
 
 
 def matrix_loop(
     q: Tensor, k: Tensor, v: Tensor, decay: Optional, state: Optional, bonus: Optional = None, columns: Optional = None
 ) -> tuple[Tensor, Tensor]:
-    """S_t = decay_t S_{t-1} + k_t v_t^T, one token after the other; o_t = q_t S_t in v's dtype.
+    """S_t = decay_t S_{t-1} + k_t v_t^T and o_t = q_t S_t, token by token. All but v are in the accumulation dtype;
+    the outputs are in v's dtype.
 
-    ``decay`` is [B, T, H] or [B, T, H, K]. ``columns`` [B, T, H, V] are factors of the state's columns beside those of
-    its rows. With ``bonus`` [H, K], o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T). All but v in the accumulation dtype.
+    Args:
+        decay: factors [B, T, H] of the state or [B, T, H, K] of its rows.
+        columns: further factors [B, T, H, V], of the state's columns.
+        bonus: [H, K]; with it o_t = q_t (S_{t-1} + diag(bonus) k_t v_t^T).
     """
     (B, T, H, K), v_t = q.shape, v.to(q.dtype)
 
@@ -225,11 +234,26 @@ def matrix_loop(
     return out.to(v.dtype), last
 
 
-def vector_loop(x: Tensor, decay: Tensor, state: Optional) -> tuple[Tensor, Tensor]:
-    """h_t = decay_t h_{t-1} + x_t of x [B, T, D], one token after the other: all h_t and the last one."""
+def recur_matrix(
+    q: Tensor, k: Tensor, v: Tensor, g: Optional, scale: float | None, call: Call, bonus: Optional = None,
+    columns: Optional = None,
+) -> tuple[Tensor, Optional]:  # fmt: skip
+    """`run_matrix` token by token, on this rank alone. ``g`` are clamped log gates; the rest is as in `matrix_loop`."""
+    (H, K), V = q.shape[2:], v.shape[3]
+    state = initial_state((H, K, V), "H, K, V", call, None, q)
+    reads, decay = wide(q) * check.check_scale(scale, K), None if g is None else g.exp()
+    o, last = matrix_loop(reads, wide(k, q), v, decay, state, bonus, columns)
+    return o, final_state(last, call)
+
+
+def recur_vector(x: Tensor, written: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
+    """`run_vector` token by token, on this rank alone: h_t = e^{g_t} h_{t-1} + written_t, of clamped log gates."""
+    (B, T, D), decay = x.shape, g.exp()
+    state = initial_state((D,), "D", call, None, x)
 
     def step(h: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        h = h * decay[:, t] + x[:, t]
+        h = h * decay[:, t] + written[:, t]
         return h, h
 
-    return token_loop(step, x.new_zeros(x.shape[0], x.shape[2]) if state is None else state, x.shape[1], x)
+    o, last = token_loop(step, written.new_zeros(B, D) if state is None else state, T, written)
+    return o.to(x.dtype), final_state(last, call)

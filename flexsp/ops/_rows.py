@@ -1,4 +1,4 @@
-"""Several rows a token on the diagonal engine: what `mamba3` and `flexsp.grammar` share."""
+"""The diagonal engine on tokens with several rows, for `mamba3` and `flexsp.grammar`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def value_rows(v: Tensor, mimo_x: Optional) -> Tensor:
 
 
 def products(k: Tensor, rows: Tensor) -> Tensor:
-    """The sum over R of k x^T: [N, H, K, P] of [N, R, H, K] and [N, R, H, P]. No matmul: autocast would round it."""
+    """The sum over R of k x^T, [N, H, K, P], from k [N, R, H, K] and x [N, R, H, P]. It uses no matmul, whose result
+    autocast would round."""
     return (k.unsqueeze(-1) * rows.unsqueeze(-2)).sum(1)
 
 
@@ -31,9 +32,10 @@ def on_engine(
     q: Tensor, k: Tensor, v: Tensor, gate: Optional, *, scale: float, initial: Optional, want_final: bool,
     cu_seqlens: Optional, sp: SequenceParallel | None, op: str,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
-    """The recurrence of `diagonal` with rows [B, T, R, H, *]; a token's log gate [B, T, H] is that of its first row.
+    """`diagonal` over rows [B, T, R, H, *], one after the other. The state decays before a token's first row only, by
+    its log gate [B, T, H].
 
-    Row i of q reads what rows j <= i of its own token have written.
+    So row i of q reads what rows j <= i of its own token have written.
     """
     (B, T, R, H), further = q.shape[:4], None
     if gate is not None:
@@ -46,9 +48,10 @@ def on_engine(
 
 
 def own_products(reads: Tensor, keys: Tensor, x: Tensor, gamma: Tensor, eta: Tensor) -> Tensor:
-    """What row i of `reads` [B, T, R, H, K] misses of its own token's products, [B, T, R, H, P].
+    """The correction [B, T, R, H, P] of the engine's outputs for a token's own products.
 
-    The engine's row i has seen the products j <= i, with gamma + eta [B, T, H] for gamma.
+    Row i of `reads` [B, T, R, H, K] must see all R products with the weight gamma [B, T, H]. The engine's row i has
+    seen the products j <= i, with the weight gamma + eta.
     """
     R = x.shape[2]
     row, found = torch.arange(R, device=eta.device).unsqueeze(-1), torch.zeros_like(x)

@@ -1,7 +1,8 @@
-"""Checks of what users pass to the ops; every failure is a ValueError "name: expected ..., got ...".
+"""Checks of the ops' arguments; every failure is a ValueError "name: expected ..., got ...".
 
-Shapes, dtypes and devices are always checked. Values (gates <= 0, document boundaries) are checked on CPU tensors,
-and on CUDA tensors only under FLEXSP_CHECK=1 because reading them synchronises; never while compiling.
+Shapes, dtypes and devices are always checked. Values (gates <= 0, document boundaries) are checked on CPU tensors, and
+on CUDA tensors only with FLEXSP_CHECK=1, because reading them synchronises. While torch.compile traces, values are
+never checked.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ __all__ = [
     "accumulation_dtype",
     "check_cu_seqlens",
     "check_decay_inputs",
+    "check_first",
     "check_flag",
     "check_gate",
+    "check_groups",
+    "check_head_sizes",
     "check_integer",
     "check_non_negative",
     "check_non_positive",
@@ -50,10 +54,11 @@ MAX_HEAD_DIM = 256
 
 
 def once(check: Callable[..., _R]) -> Callable[..., _R]:
-    """Decorator of checks that look at nothing of tensors but their shapes, dtypes and devices.
+    """Decorator of a check that reads only shapes, dtypes and devices of tensors. It remembers which arguments passed,
+    and skips the check for equal ones.
 
-    What passed is not looked at again where arguments look alike; what fails, fails anew. Only of tensors that lie in
-    memory is that all there is to see: sizes may be symbols in graphs, and subclasses may be anything.
+    It remembers plain tensors only: in graphs of torch.compile sizes may be symbols, and a subclass of Tensor may have
+    more that counts.
     """
     kept: dict[Any, _R] = {}
 
@@ -91,7 +96,7 @@ def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def readable(x: torch.Tensor) -> bool:
-    """Whether looking at the values of ``x`` is possible and allowed here."""
+    """Whether the values of ``x`` can be read here, and may be."""
     if torch.compiler.is_compiling():
         return False
     kind = x.device.type
@@ -99,7 +104,7 @@ def readable(x: torch.Tensor) -> bool:
         return False
     if type(x) not in _TENSORS or transformed():
         return False
-    return get_proxy_mode() is None  # make_fx: values are not known to what it traces
+    return get_proxy_mode() is None  # while make_fx traces there are no values
 
 
 def resolve(sp: SequenceParallel | bool | None, x: torch.Tensor) -> SequenceParallel | None:
@@ -139,22 +144,41 @@ def check_tensor(
         fail(name, f"device {device}", x.device)
 
 
+def check_first(name: str, x: torch.Tensor, dims: str) -> torch.Size:
+    """Checks an op's first tensor, which gives the call its dtype and device; returns its sizes.
+
+    ``dims`` are "[B, T, H, K]" or "[B, T, D]". T may be 0.
+    """
+    check_tensor(name, x, None, dims, dtypes=FLOAT_DTYPES)
+    if x.shape[0] < 1 or x.shape[2] < 1:
+        fail(name, f"at least one batch row and one {'head' if x.dim() == 4 else 'channel'}", list(x.shape))
+    return x.shape
+
+
+def check_head_sizes(**sizes: int) -> None:
+    """The last dimensions of tensors, by the tensors' names."""
+    for name, size in sizes.items():
+        if not 1 <= size <= MAX_HEAD_DIM:
+            fail(name, f"a last dimension of 1..{MAX_HEAD_DIM}", size)
+
+
+def check_groups(name: str, G: int, n: int, what: str) -> None:
+    """G groups share the n heads or channels evenly."""
+    if G < 1 or n % G:
+        fail(name, f"a number of groups G that divides the {n} {what}", G)
+
+
 @once
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "qkv") -> tuple[int, int, int, int, int]:
     """Shapes, dtype and device of q, k [B, T, H, K] and v [B, T, H, V]; returns (B, T, H, K, V)."""
     name_q, name_k, name_v = tuple(names)
-    check_tensor(name_q, q, None, "[B, T, H, K]", dtypes=FLOAT_DTYPES)
-    B, T, H, K = q.shape
+    B, T, H, K = check_first(name_q, q, "[B, T, H, K]")
     check_tensor(name_k, k, (B, T, H, K), "[B, T, H, K]", dtypes=(q.dtype,), device=q.device)
     check_tensor(name_v, v, None, "[B, T, H, V]", dtypes=(q.dtype,), device=q.device)
     V = v.shape[-1]
     if tuple(v.shape[:3]) != (B, T, H):
         fail(name_v, f"shape [B, T, H, V] = [{B}, {T}, {H}, V]", list(v.shape))
-    for name, size in ((name_q, K), (name_v, V)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            fail(name, f"a last dimension of 1..{MAX_HEAD_DIM}", size)
-    if B < 1 or H < 1:
-        fail(name_q, "at least one batch row and one head", list(q.shape))
+    check_head_sizes(**{name_q: K, name_v: V})
     return B, T, H, K, V
 
 
@@ -185,8 +209,8 @@ def check_cu_seqlens(
     name: str,
     sp: SequenceParallel | None,
 ) -> None:
-    """The tokens of ``x`` [B, T, ...] that `set_lengths` says; global document boundaries [N+1], for B = 1. Tokens
-    behind the last boundary are of no document."""
+    """Checks that ``x`` [B, T, ...] has as many tokens as `set_lengths` says, and the global document boundaries [N+1],
+    which need B = 1. Tokens behind the last boundary belong to no document."""
     if sp is not None:
         sp.check_shard(x.shape[1])
     if cu_seqlens is None:
@@ -202,14 +226,8 @@ def check_cu_seqlens(
         fail(name, "batch size 1 with cu_seqlens (pack the documents along T)", x.shape[0])
     values = cu_seqlens
     if cu_seqlens_cpu is not None:
-        check_tensor(
-            "cu_seqlens_cpu",
-            cu_seqlens_cpu,
-            tuple(cu_seqlens.shape),
-            "[N + 1]",
-            dtypes=integers,
-            device=torch.device("cpu"),
-        )
+        shape, cpu = tuple(cu_seqlens.shape), torch.device("cpu")
+        check_tensor("cu_seqlens_cpu", cu_seqlens_cpu, shape, "[N + 1]", dtypes=integers, device=cpu)
         values = cu_seqlens_cpu
     if readable(values):
         total = x.shape[1] if sp is None else sp.shard_range(x.shape[1])[2]

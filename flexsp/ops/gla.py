@@ -66,7 +66,7 @@ def chunk_gla(
     sizes = check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)  # which clamp gates
+    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)  # the kernels clamp gates themselves
     gates = programs.wide(g, q) if in_kernels else programs.clamped(g, q)
     return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
 
@@ -102,12 +102,13 @@ def recurrent_gla(
         >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_gla(q, k, v, -torch.rand(2, 1, 4, 64), output_final_state=True)
     """
-    turned = backwards(
-        recurrent_gla, reverse, cu_seqlens, {"q": q, "k": k, "v": v, "g": g, "gv": gv},
-        scale=scale, initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
-    )  # fmt: skip
-    if turned is not None:
-        return turned  # type: ignore[no-any-return]
+    check.check_flag("reverse", reverse)
+    if reverse:
+        return backwards(
+            recurrent_gla, cu_seqlens, {"q": q, "k": k, "v": v, "g": g, "gv": gv},
+            scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            state_v_first=state_v_first,
+        )  # fmt: skip
     if cu_seqlens is not None:
         if gv is not None:
             check.fail("gv", "None with cu_seqlens", "a tensor")
@@ -115,14 +116,10 @@ def recurrent_gla(
             q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
         )  # fmt: skip
-    B, _, H, K, V = check.check_qkv(q, k, v)
+    check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     if gv is not None:
         check.check_gate("gv", gv, tuple(v.shape), "[B, T, H, V]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first)
-    state = programs.initial_state((H, K, V), "H, K, V", call, None, q)
-    reads = programs.wide(q, q) * check.check_scale(scale, K)
     columns = None if gv is None else programs.clamped(gv, q).exp()
-    keys, decay = programs.wide(k, q), programs.clamped(g, q).exp()
-    o, state = programs.matrix_loop(reads, keys, v, decay, state, columns=columns)
-    return o, programs.final_state(state, call)
+    return programs.recur_matrix(q, k, v, programs.clamped(g, q), scale, call, columns=columns)

@@ -88,14 +88,10 @@ def recurrent_hgrn(
         )  # fmt: skip
     check_inputs(x, g)
     call = programs.Call(initial_state, output_final_state)
-    state = programs.initial_state((x.shape[2],), "D", call, None, x)
-    o, state = programs.vector_loop(programs.wide(x, x), programs.clamped(g, x).exp(), state)
-    return o.to(x.dtype), programs.final_state(state, call)
+    return programs.recur_vector(x, programs.wide(x), programs.clamped(g, x), call)
 
 
 def check_inputs(x: torch.Tensor, g: torch.Tensor) -> None:
     """Shapes, dtypes and device of x and gates [B, T, D], and gates <= 0."""
-    check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
-    if x.shape[0] < 1 or x.shape[2] < 1:
-        check.fail("x", "at least one batch row and one channel", list(x.shape))
+    check.check_first("x", x, "[B, T, D]")
     check.check_gate("g", g, tuple(x.shape), "[B, T, D]", x)

@@ -95,12 +95,9 @@ def recurrent_hgrn2(
             q=q, v=v, g=g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
         )  # fmt: skip
-    _, _, H, K, V = _checked(q, v, g)
-    call = programs.Call(initial_state, output_final_state, state_v_first)
-    state = programs.initial_state((H, K, V), "H, K, V", call, None, q)
-    reads, gates = programs.wide(q, q) * check.check_scale(scale, K), programs.clamped(g, q)
-    o, state = programs.matrix_loop(reads, -gates.expm1(), v, gates.exp(), state)
-    return o, programs.final_state(state, call)
+    _checked(q, v, g)
+    call, gates = programs.Call(initial_state, output_final_state, state_v_first), programs.clamped(g, q)
+    return programs.recur_matrix(q, -gates.expm1(), v, gates, scale, call)
 
 
 def _checked(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> tuple[int, int, int, int, int]:

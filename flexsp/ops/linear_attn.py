@@ -49,7 +49,7 @@ def chunk_linear_attn(
         q: features [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: features [B, T, H, K] in the same dtype.
         v: [B, T, H, V] in the same dtype; V of 1..256.
-        scale: factor on q; None means K**-0.5. It cancels under ``normalize`` except beside the 1e-10.
+        scale: factor on q; None means K**-0.5. With ``normalize`` it cancels, up to the constant 1e-10.
         initial_state: with ``normalize`` the pair (S [N, H, K, V], z [N, 1, H, K]), else S alone; float32 (float64
             for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token, in the same form.
@@ -83,7 +83,9 @@ def chunk_linear_attn(
     check.same_call(sp, "linear_attn", q, H, K, V, N, normalize, cu_seqlens is None)
 
     scale = check.check_scale(scale, K)
-    if sp is not None and normalize:  # two exchanges
+    # The two calls below exchange states one after the other, and so must their backward passes, in one order on all
+    # ranks.
+    if sp is not None and normalize:
         _, q, k, v, state, z = joined(sp, q, k, v, state, z)
     numerator, final = diagonal(
         q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,

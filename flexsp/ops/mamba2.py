@@ -87,7 +87,7 @@ def mamba2_ssd(
     check.check_state("initial_state", initial_state, sizes, dims, x, cu_seqlens, sp)
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
-    if sp is not None and D is not None:  # which does not lead to the exchange of states
+    if sp is not None and D is not None:  # D does not reach the exchange of states, whose backward pass must run
         x, dt, A, B, C, D, dt_bias, initial_state = joined(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
@@ -129,20 +129,14 @@ def _check_shapes(
     D: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> tuple[int, int, int, int]:
-    check.check_tensor("x", x, None, "[B, T, H, P]", dtypes=check.FLOAT_DTYPES)
-    batch, T, H, P = x.shape
-    if batch < 1 or H < 1:
-        check.fail("x", "at least one batch row and one head", list(x.shape))
+    batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     check.check_tensor("B", B, None, "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
     G, N = B.shape[2:]
     if tuple(B.shape[:2]) != (batch, T):
         check.fail("B", f"shape [B, T, G, N] = [{batch}, {T}, G, N]", list(B.shape))
     check.check_tensor("C", C, (batch, T, G, N), "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
-    if G < 1 or H % G:
-        check.fail("B", f"a number of groups G that divides the {H} heads", G)
-    for name, size in (("x", P), ("B", N)):
-        if not 1 <= size <= check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_groups("B", G, H, "heads")
+    check.check_head_sizes(x=P, B=N)
     params = (x.dtype, torch.float32)
     check.check_tensor("dt", dt, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
     check.check_tensor("A", A, (H,), "[H]", dtypes=params, device=x.device)

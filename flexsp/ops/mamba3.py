@@ -126,7 +126,8 @@ def mamba3(
         >>> trap, angles = torch.randn(2, 100, 8), torch.randn(2, 100, 8, 32)
         >>> y, state = mamba3(x, dt, A, B, C, trap, angles, D=torch.ones(8), output_final_state=True)
     """
-    sizes = _checked(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x, rotate_pairwise)
+    given = _Inputs(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+    sizes = _checked(given, rotate_pairwise)
     check.check_flag("output_final_state", output_final_state)
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
@@ -134,18 +135,17 @@ def mamba3(
     initial = _check_state(initial_state, N, sizes, x, cu_seqlens, sp)
     check.same_call(sp, "mamba3", x, *sizes[2:], N, cu_seqlens is None, output_final_state)
     if sp is not None:
-        given = (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
         _, *views = joined(sp, *given, *(initial or ()))
-        (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
-        here = [read_here(part, sizes.T, cu_seqlens, sp) for part in state]
-        initial = Mamba3State(*here) if initial is not None else None  # type: ignore[arg-type]
-    given = _Given(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
-    how = _How(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
+        given, states = _Inputs(*views[: len(given)]), views[len(given) :]
+        if initial is not None:
+            here = [read_here(part, sizes.T, cu_seqlens, sp) for part in states]
+            initial = Mamba3State(*here)  # type: ignore[arg-type]
+    options = _Options(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
     run = _by_kernels if _has_kernels(sizes, given) else _in_pytorch
-    y, ssm, ends = run(sizes, given, how)
+    y, ssm, ends = run(sizes, given, options)
     y = without_tail(y, cu_seqlens, sp)
     if sp is not None:
-        y = tie(y, ends[0]) if ends else y  # the backward pass of y answers for the exchange of ends
+        y = tie(y, ends[0]) if ends else y  # so that y's backward pass makes the exchange of ends, too
         _, y, ssm, *views = joined(sp, y, ssm, *ends)
         ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
@@ -182,10 +182,11 @@ def recurrent_mamba3(
         >>> trap, angles = torch.randn(2, 1, 8), torch.randn(2, 1, 8, 32)
         >>> y, state = recurrent_mamba3(x, dt, A, B, C, trap, angles, output_final_state=True)
     """
-    sizes = _checked(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x, rotate_pairwise)
+    given = _Inputs(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+    sizes = _checked(given, rotate_pairwise)
     check.check_flag("output_final_state", output_final_state)
     initial = _check_state(initial_state, sizes.batch, sizes, x, None, None)
-    tokens = _tokens(sizes, x, dt, A, B, C, trap, angles, B_bias, C_bias, mimo_x)
+    tokens = _tokens(sizes, given)
     decay = clamped(tokens.gate).exp()
 
     def step(state: Mamba3State, t: int) -> tuple[Tensor, Mamba3State]:
@@ -196,7 +197,9 @@ def recurrent_mamba3(
         h = decay[:, t, :, None, None] * (state.ssm + before) + own
         return (q.unsqueeze(-1) * h.unsqueeze(1)).sum(-2), Mamba3State(angle, h, k, tokens.v[:, t])
 
-    start = _empty(sizes, tokens.gate) if initial is None else initial
+    start = initial
+    if start is None:
+        start = Mamba3State(*[tokens.gate.new_zeros(shape) for shape in _state_shapes(sizes.batch, sizes)])
     out, state = token_loop(step, start, sizes.T, tokens.x)
     if D is not None:
         out = out + tokens.x * D.to(out.dtype).unsqueeze(-1)
@@ -215,43 +218,8 @@ class _Sizes(NamedTuple):
     mimo: bool
 
 
-class _Tokens(NamedTuple):
-    """What the recurrence reads of the tokens, in the accumulation dtype."""
-
-    gate: Tensor  # natural-log decay [B, T, H]
-    gamma: Tensor  # weight of what a token writes itself [B, T, H]
-    eta: Tensor  # weight of what the token before wrote, before the decay [B, T, H]
-    turns: Tensor  # [B, T, H, S]
-    B: Tensor  # [B, T, R, H, K], with bias
-    C: Tensor
-    x: Tensor  # [B, T, R, H, P]
-    v: Tensor  # [B, T, H, P]
-
-
-def _tokens(
-    sizes: _Sizes, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor,
-    B_bias: Optional, C_bias: Optional, mimo_x: Optional,
-) -> _Tokens:  # fmt: skip
-    dtype = check.accumulation_dtype(x)
-    step, share, v = dt.to(dtype), trap.to(dtype).sigmoid(), x.to(dtype)
-    keys, reads = (_heads(rows.to(dtype), bias, sizes) for rows, bias in ((B, B_bias), (C, C_bias)))
-    turns = 0.5 * angles.to(dtype).tanh() * step.unsqueeze(-1)
-    return _Tokens(
-        step * A.to(dtype), share * step, (1 - share) * step, turns, keys, reads, value_rows(v, mimo_x), v,
-    )  # fmt: skip
-
-
-def _heads(rows: Tensor, bias: Optional, sizes: _Sizes) -> Tensor:
-    """[B, T, R, H, K] of groups [B, T, G, K] or [B, T, R, G, K], with the bias."""
-    rows = rows if sizes.mimo else rows.unsqueeze(2)
-    rows = rows.unsqueeze(4).expand(-1, -1, -1, -1, sizes.H // rows.shape[3], -1).flatten(3, 4)
-    if bias is None:
-        return rows
-    return rows + (bias.transpose(0, 1) if sizes.mimo else bias).to(rows.dtype)
-
-
-class _Given(NamedTuple):
-    """Tensor arguments of `mamba3`."""
+class _Inputs(NamedTuple):
+    """The tensor arguments of `mamba3`."""
 
     x: Tensor
     dt: Tensor
@@ -266,7 +234,9 @@ class _Given(NamedTuple):
     mimo_x: Optional
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
+    """The other arguments of `mamba3`, and the initial state that this rank reads."""
+
     pairwise: bool
     initial: Mamba3State | None
     want_final: bool
@@ -274,55 +244,91 @@ class _How(NamedTuple):
     sp: SequenceParallel | None
 
 
-# A token's product is written once, with its own weight and that which the next token gives it. So the engine's state
-# is h_t and the latter part, and its output is off by what a token reads of its own products alone.
+class _Tokens(NamedTuple):
+    """What the recurrence reads of the tokens, in the accumulation dtype."""
+
+    gate: Tensor  # natural-log decay [B, T, H]
+    gamma: Tensor  # weight l_t dt_t of the token's own product [B, T, H]
+    eta: Tensor  # weight (1 - l_t) dt_t of the previous token's product, before the decay [B, T, H]
+    turns: Tensor  # by how much the token rotates the state, in turns [B, T, H, S]
+    B: Tensor  # [B, T, R, H, K], with bias
+    C: Tensor
+    x: Tensor  # [B, T, R, H, P]
+    v: Tensor  # [B, T, H, P]
+
+
+def _tokens(sizes: _Sizes, given: _Inputs) -> _Tokens:
+    dtype = check.accumulation_dtype(given.x)
+    x, dt, A, B, C, trap, angles = (t.to(dtype) for t in given[:7])
+    share = trap.sigmoid()
+    keys, reads = _heads(B, given.B_bias, sizes), _heads(C, given.C_bias, sizes)
+    turns = 0.5 * angles.tanh() * dt.unsqueeze(-1)
+    return _Tokens(dt * A, share * dt, (1 - share) * dt, turns, keys, reads, value_rows(x, given.mimo_x), x)
+
+
+def _heads(rows: Tensor, bias: Optional, sizes: _Sizes) -> Tensor:
+    """[B, T, R, H, K] of groups [B, T, G, K] or [B, T, R, G, K], with the bias."""
+    rows = rows if sizes.mimo else rows.unsqueeze(2)
+    rows = rows.unsqueeze(4).expand(-1, -1, -1, -1, sizes.H // rows.shape[3], -1).flatten(3, 4)
+    if bias is None:
+        return rows
+    return rows + (bias.transpose(0, 1) if sizes.mimo else bias).to(rows.dtype)
+
+
+# A token's product b_t x_t^T has two weights: gamma from the token itself and eta from the next one. The diagonal
+# engine writes each product once, with their sum. So its state is h_t plus the part that belongs to the next token, and
+# its output is wrong only in what a token reads of its own product, which `own_products` corrects.
 _Outputs = tuple[Tensor, Optional, tuple[Tensor, ...]]
-"""y, and the final ssm, and the final angle, k and v, if states are wanted. The latter are there on every rank."""
+"""y, the final ssm, and (angle, k, v) of the final state. If no final state is wanted: y, None and ()."""
 
 
-def _in_pytorch(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
-    x, mimo_x, initial = given.x, given.mimo_x, how.initial
-    at = how.cu_seqlens, how.sp
-    tokens = _tokens(sizes, *given[:7], *given[8:])
+def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
+    x, mimo_x, initial = given.x, given.mimo_x, options.initial
+    at = options.cu_seqlens, options.sp
+    tokens = _tokens(sizes, given)
     eta, eta_first = following(tokens.eta, *at)
     turns = running_sum(tokens.turns, *at, None if initial is None else initial.angle / _TURN, wrapped=True)
     angle = _TURN * turns.unsqueeze(2)
-    written = rotate(tokens.B, angle, how.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
-    q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, how.pairwise), written, tokens.x))
+    written = rotate(tokens.B, angle, options.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
+    q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, options.pairwise), written, tokens.x))
     y, ssm = on_engine(
-        q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=how.want_final,
-        cu_seqlens=how.cu_seqlens, sp=how.sp, op="mamba3",
+        q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=options.want_final,
+        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3",
     )  # fmt: skip
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta)  # rotations cancel
     if given.D is not None:
         y = y + tokens.x * given.D.to(y.dtype).unsqueeze(-1)
     y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
-    if not how.want_final:
+    if not options.want_final:
         return y, None, ()
     turns, B, v = ended(*at, turns, tokens.B, tokens.v)
-    return y, ssm, _ends(sizes, turns, B, v, how)
+    return y, ssm, _ends(sizes, turns, B, v, options)
 
 
 def _start(initial: Mamba3State | None, eta_first: Tensor, mimo_x: Optional) -> Optional:
-    """The engine's initial state, of the weights that first tokens give the tokens before them."""
+    """The engine's initial state: ssm plus the last product before the text, with the weight ``eta_first`` that the
+    first token gives it."""
     if initial is None:
         return None
     return initial.ssm + eta_first[..., None, None] * products(initial.k, value_rows(initial.v, mimo_x))
 
 
 def _ends(
-    sizes: _Sizes, turns: Tensor, keys: Tensor, v: Tensor, how: _How
+    sizes: _Sizes, turns: Tensor, keys: Tensor, v: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The final angle, k and v, by one exchange between ranks, of the rows of last tokens: turns, keys with bias
-    [B, *, R, H, K], which are not turned, and v."""
-    S, (R, _, K), P, initial = turns.shape[-1], keys.shape[2:], v.shape[-1], how.initial
+    """The final angle, k and v, which ranks exchange in one message.
+
+    Args:
+        turns, keys, v: of last tokens; keys [B, *, R, H, K] have their bias and are not yet rotated.
+    """
+    S, (R, _, K), P, initial = turns.shape[-1], keys.shape[2:], v.shape[-1], options.initial
     angle = _TURN * turns
-    keys = rotate(keys, angle.unsqueeze(2), how.pairwise)
+    keys = rotate(keys, angle.unsqueeze(2), options.pairwise)
     together = torch.cat([angle, keys.transpose(2, 3).flatten(3), v], -1)
     before = None
     if initial is not None:
         before = torch.cat([initial.angle, initial.k.transpose(1, 2).flatten(2), initial.v], -1)
-    found = last_of_ended(together, sizes.T, before, how.cu_seqlens, how.sp)
+    found = last_of_ended(together, sizes.T, before, options.cu_seqlens, options.sp)
     angle, k, v = found.split([S, R * K, P], -1)
     return angle, k.unflatten(-1, (R, K)).transpose(1, 2), v
 
@@ -330,44 +336,46 @@ def _ends(
 # On GPUs
 
 
-def _has_kernels(sizes: _Sizes, given: _Given) -> bool:
-    """Whether kernels compute what is not a matrix product: of one row a token, outside of graphs and transforms."""
+def _has_kernels(sizes: _Sizes, given: _Inputs) -> bool:
+    """Whether kernels compute what comes before and after the engine. They take one row a token, and no graphs or
+    transforms of torch.func."""
     in_kernels = not sizes.mimo and asks_for_kernels(given.x.is_cuda, given.x.dtype)
     return in_kernels and plain(*given) and not transformed()
 
 
-def _by_kernels(sizes: _Sizes, given: _Given, how: _How) -> _Outputs:
+def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     """As `_in_pytorch`."""
     from flexsp.kernels.mamba3 import op as kernels
 
-    x, initial, cu_seqlens = given.x, how.initial, how.cu_seqlens
-    at = cu_seqlens, how.sp
+    x, initial, cu_seqlens = given.x, options.initial, options.cu_seqlens
+    at = cu_seqlens, options.sp
     step, share = given.dt.float(), given.trap.float().sigmoid()
     eta, eta_first = following((1 - share) * step, *at)
     start = None if initial is None else initial.angle / _TURN
-    resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, how.sp)
+    resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, options.sp)
     turns, mine = kernels.turns(given.angles, given.dt, _with_tail(start, resets), resets)
     arrived, more, until = arriving(mine, sizes.T, *at, start), None, None
     if arrived is not None:
         more = arrived.sum.squeeze(1)
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
-        x, given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D, how.pairwise
+        x, given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D,
+        options.pairwise,
     )  # fmt: skip
     o, ssm = diagonal(
         rows.q, rows.k, rows.v, step * given.A.float(), scale=1.0, initial_state=_start(initial, eta_first, None),
-        output_final_state=how.want_final, cu_seqlens=cu_seqlens, sp=how.sp, op="mamba3",
+        output_final_state=options.want_final, cu_seqlens=cu_seqlens, sp=options.sp, op="mamba3",
     )  # fmt: skip
     y = kernels.with_skip(o, rows)
-    if not how.want_final:
+    if not options.want_final:
         return y, None, ()
     found, B, v = ended(*at, turns, given.B, x)
     found = found if arrived is None else arrived.onto(found, arrived.documents, True)
-    return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), how)
+    return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), options)
 
 
 def _with_tail(start: Optional, resets: Optional) -> Optional:
-    """What sums of documents begin with, and zeros for what follows the last one."""
+    """The angles that documents begin with, and zeros for the tokens behind the last document."""
     return start if start is None or resets is None else F.pad(start, (0, 0, 0, 0, 0, 1))
 
 
@@ -375,10 +383,9 @@ def _wrapped(angle: Tensor) -> Tensor:
     return angle - _TURN * (angle.detach() / _TURN).round()
 
 
-def _empty(sizes: _Sizes, like: Tensor) -> Mamba3State:
-    batch, _, H, P, K, R, S, _ = sizes
-    shapes = (batch, H, S), (batch, H, K, P), (batch, R, H, K), (batch, H, P)
-    return Mamba3State(*(like.new_zeros(shape) for shape in shapes))
+def _state_shapes(N: int, sizes: _Sizes) -> tuple[tuple[int, ...], ...]:
+    _, _, H, P, K, R, S, _ = sizes
+    return (N, H, S), (N, H, K, P), (N, R, H, K), (N, H, P)
 
 
 def _check_state(
@@ -388,26 +395,21 @@ def _check_state(
         return None
     if not isinstance(state, tuple) or len(state) != 4:
         check.fail("initial_state", "a Mamba3State (angle, ssm, k, v)", type(state).__name__)
-    _, _, H, P, K, R, S, _ = sizes
-    shapes = (N, H, S), (N, H, K, P), (N, R, H, K), (N, H, P)
     dims = "[N, H, S]", "[N, H, K, P]", "[N, R, H, K]", "[N, H, P]"
-    for name, part, shape, dim in zip(Mamba3State._fields, state, shapes, dims, strict=True):
+    for name, part, shape, dim in zip(Mamba3State._fields, state, _state_shapes(N, sizes), dims, strict=True):
         if part is None:
             check.fail(f"initial_state.{name}", f"a tensor {dim}", None)
         check.check_state(f"initial_state.{name}", part, shape, dim, x, cu_seqlens, sp)
     return Mamba3State(*state)
 
 
-def _checked(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor, D: Optional, B_bias: Optional,
-    C_bias: Optional, mimo_x: Optional, rotate_pairwise: bool,
-) -> _Sizes:  # fmt: skip
+def _checked(given: _Inputs, rotate_pairwise: bool) -> _Sizes:
     check.check_flag("rotate_pairwise", rotate_pairwise)
-    sizes = _check_shapes(x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
+    sizes = _check_shapes(*given)
     if not rotate_pairwise and sizes.K % 2:
         check.fail("rotate_pairwise", "True where the last dimension of B is odd", f"False with {sizes.K}")
-    check.check_non_negative("dt", dt, "step sizes >= 0")
-    check.check_non_positive("A", A, "values <= 0")
+    check.check_non_negative("dt", given.dt, "step sizes >= 0")
+    check.check_non_positive("A", given.A, "values <= 0")
     return sizes
 
 
@@ -416,10 +418,7 @@ def _check_shapes(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, trap: Tensor, angles: Tensor, D: Optional, B_bias: Optional,
     C_bias: Optional, mimo_x: Optional,
 ) -> _Sizes:  # fmt: skip
-    check.check_tensor("x", x, None, "[B, T, H, P]", dtypes=check.FLOAT_DTYPES)
-    batch, T, H, P = x.shape
-    if batch < 1 or H < 1:
-        check.fail("x", "at least one batch row and one head", list(x.shape))
+    batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     params = (x.dtype, torch.float32)
     R, rows = 1, ""
     if mimo_x is not None:
@@ -432,11 +431,8 @@ def _check_shapes(
     outer = (batch, T) if mimo_x is None else (batch, T, R)
     if tuple(B.shape[:-2]) != outer:
         check.fail("B", f"shape [B, T, {rows}G, K] = [{', '.join(map(str, outer))}, G, K]", list(B.shape))
-    if G < 1 or H % G:
-        check.fail("B", f"a number of groups G that divides the {H} heads", G)
-    for name, size in (("x", P), ("B", K)):
-        if not 1 <= size <= check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", size)
+    check.check_groups("B", G, H, "heads")
+    check.check_head_sizes(x=P, B=K)
     check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
     for name, each in (("dt", dt), ("A", A), ("trap", trap)):
         check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)

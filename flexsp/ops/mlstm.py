@@ -70,7 +70,7 @@ def chunk_mlstm(
             is less than e^-104, e^-800 for float64 inputs, it acts as that and has no gradient.
         head_first: True where heads come before tokens in q, k, v, i and f, and then in h too: [B, H, T, ...].
         scale: factor on q; None means K**-0.5.
-        c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. CallSpec
+        c_initial: C [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents. Given
             together with the other two, or None for zeros.
         n_initial: n [N, H, K] in the same dtype.
         m_initial: m [N, H, 1] in the same dtype.

@@ -103,16 +103,11 @@ def recurrent_rg_lru(
     call = programs.Call(initial_state, output_final_state)
     _check(x, r, i, Lambda, c)
     inputs, gates = _gated(x, r, i, Lambda, c, _starts(unit_start, x, call))
-    state = programs.initial_state((x.shape[2],), "D", call, None, x)
-    o, state = programs.vector_loop(inputs, gates.exp(), state)
-    return o.to(x.dtype), programs.final_state(state, call)
+    return programs.recur_vector(x, inputs, gates, call)
 
 
 def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float) -> None:
-    check.check_tensor("x", x, None, "[B, T, D]", dtypes=check.FLOAT_DTYPES)
-    B, _, D = x.shape
-    if B < 1 or D < 1:
-        check.fail("x", "at least one batch row and one channel", list(x.shape))
+    _, _, D = check.check_first("x", x, "[B, T, D]")
     dtypes = (x.dtype, torch.float32)
     for name, gate in (("r", r), ("i", i)):
         check.check_tensor(name, gate, tuple(x.shape), "[B, T, D]", dtypes=dtypes, device=x.device)
@@ -122,7 +117,7 @@ def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tens
 
 
 def _starts(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Call) -> torch.Tensor | None:
-    """Which tokens of this rank have a weight of 1, [B, T] or [1, T]; None for none."""
+    """The mask [B, T] or [1, T] of this rank's tokens with a weight of 1; None if there are none."""
     if not isinstance(unit_start, torch.Tensor):
         check.check_flag("unit_start", unit_start)
         if not unit_start:
@@ -148,16 +143,17 @@ def _starts(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Cal
 def _gated(
     x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float, starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is added to the state and the log gates, both in the accumulation dtype."""
+    """What is added to the state, and the log gates, both [B, T, D] in the accumulation dtype."""
     strength, recurrence, entry = F.softplus(programs.wide(Lambda, x)), programs.wide(r, x), programs.wide(i, x)
     g = programs.clamped(-c * strength * recurrence.sigmoid(), x)
     weight = _root(-torch.expm1(2 * g))
     if starts is not None:
         weight = weight.masked_fill(starts.unsqueeze(-1), 1.0)
-    return weight * entry.sigmoid() * programs.wide(x, x), g
+    return weight * entry.sigmoid() * programs.wide(x), g
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
-    """sqrt(x), with a gradient of 0 where x is 0: there the gate has underflowed, and its gradient is 0 too."""
+    """sqrt(x), with a gradient of 0 instead of infinity at x = 0. There 1 - a^2 has underflowed, and the gradient of a
+    is 0 too."""
     closed = x < torch.finfo(x.dtype).tiny
     return torch.where(closed, 0.0, torch.where(closed, 1.0, x).sqrt())

@@ -98,24 +98,20 @@ def recurrent_rwkv6(
         >>> r, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_rwkv6(r, k, v, -torch.rand(2, 1, 4, 64), torch.randn(4, 64), output_final_state=True)
     """
-    turned = backwards(
-        recurrent_rwkv6, reverse, cu_seqlens, {"r": r, "k": k, "v": v, "w": w},
-        u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-    )  # fmt: skip
-    if turned is not None:
-        return turned  # type: ignore[no-any-return]
+    check.check_flag("reverse", reverse)
+    if reverse:
+        return backwards(
+            recurrent_rwkv6, cu_seqlens, {"r": r, "k": k, "v": v, "w": w},
+            u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        )  # fmt: skip
     if cu_seqlens is not None:
         return chunk_rwkv6(
             r=r, k=k, v=v, w=w, u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             cu_seqlens=cu_seqlens, sp=False,
         )  # fmt: skip
-    _, _, H, K, V = _checked(r, k, v, w, u)
+    _checked(r, k, v, w, u)
     call = programs.Call(initial_state, output_final_state)
-    state = programs.initial_state((H, K, V), "H, K, V", call, None, r)
-    reads, keys = programs.wide(r, r) * check.check_scale(scale, K), programs.wide(k, r)
-    decay = programs.clamped(w, r).exp()
-    o, state = programs.matrix_loop(reads, keys, v, decay, state, programs.wide(u, r))
-    return o, programs.final_state(state, call)
+    return programs.recur_matrix(r, k, v, programs.clamped(w, r), scale, call, bonus=programs.wide(u, r))
 
 
 def _checked(

@@ -109,7 +109,7 @@ def recurrent_rwkv7(
     B, T, H, K, V = _checked(r, w, k, v, a, b)
     call = programs.Call(initial_state, output_final_state)
     initial = programs.initial_state((H, K, V), "H, K, V", call, None, r)
-    reads, decay = programs.wide(r, r) * check.check_scale(scale, K), programs.clamped(w, r).exp()
+    reads, decay = programs.wide(r) * check.check_scale(scale, K), programs.clamped(w, r).exp()
     keys, values, removes, writes = (programs.wide(x, r).unsqueeze(-1) for x in (k, v, a, b))
 
     def step(state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,7 @@ def recurrent_rwkv7(
         state = decay[:, t].unsqueeze(-1) * state + writes[:, t] * removed + keys[:, t] * values[:, t].mT
         return (reads[:, t].unsqueeze(-1) * state).sum(-2), state
 
-    start = reads.new_zeros(B, H, K, V) if initial is None else initial.clone()
+    start = reads.new_zeros(B, H, K, V) if initial is None else initial
     out, last = programs.token_loop(step, start, T, v)
     return out.to(v.dtype), programs.final_state(last, call)
 

@@ -90,18 +90,15 @@ def selective_scan(
         >>> B, C = torch.randn(2, 2, 100, 16).unbind(0)
         >>> y, state = selective_scan(u, delta, -torch.rand(256, 16), B, C, delta_softplus=True, return_last_state=True)
     """
-    if _constant(B, C):
-        return _with_constants(
-            u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
-            return_last_state=return_last_state, discretization=discretization, cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu, sp=sp,
-        )  # fmt: skip
-    if _in_groups(B):
-        return _by_groups(
-            selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
-            return_last_state=return_last_state, discretization=discretization, cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu, sp=sp,
-        )  # fmt: skip
+    if _constant(B, C) or _has_axes(B, 4):
+        tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+        options: dict[str, Any] = {
+            "delta_softplus": delta_softplus, "return_last_state": return_last_state, "discretization": discretization,
+            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "sp": sp,
+        }  # fmt: skip
+        if _constant(B, C):
+            return _with_constants(*tensors, **options)
+        return _by_groups(selective_scan, *tensors, **options)
     batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
     sp = check.resolve(sp, u)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, u, "u", sp)
@@ -143,7 +140,7 @@ def recurrent_selective_scan(
         >>> B, C = torch.randn(2, 2, 1, 16).unbind(0)
         >>> y, state = recurrent_selective_scan(u, delta, -torch.rand(256, 16), B, C, return_last_state=True)
     """
-    if _in_groups(B) and not _constant(B, C):
+    if _has_axes(B, 4) and not _constant(B, C):
         return _by_groups(
             recurrent_selective_scan, u, delta, A, B, C, D, z, delta_bias, initial_state, delta_softplus=delta_softplus,
             return_last_state=return_last_state, discretization=discretization,
@@ -165,12 +162,8 @@ def recurrent_selective_scan(
     return in_pytorch.gated(y, u, D, z), last if return_last_state else None
 
 
-def _in_groups(B: object) -> bool:
-    return _has_axes(B, 4)
-
-
 def _constant(B: object, C: object) -> bool:
-    """Whether one of them is the same for all tokens."""
+    """Whether B or C is [D, N], the same for all tokens."""
     return _has_axes(B, 2) or _has_axes(C, 2)
 
 
@@ -179,7 +172,7 @@ def _has_axes(x: object, n: int) -> bool:
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """B or C of every form as [batch or 1, T or 1, D or 1, N]."""
+    """B or C in any of its forms, as [batch or 1, T or 1, D or 1, N]."""
     if x.dim() == 2:
         return x[None, None]
     return x.unsqueeze(2) if x.dim() == 3 else x.repeat_interleave(width // x.shape[2], 2)
@@ -190,20 +183,19 @@ def _with_constants(
     delta_bias: Optional, initial_state: Optional, *, delta_softplus: bool, return_last_state: bool,
     discretization: str, cu_seqlens: Optional, cu_seqlens_cpu: Optional, sp: SequenceParallel | bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A call in which every number of a state is a channel, whose outputs are the states.
-
-    Kernels have B and C that all channels share.
+    """A call with B or C of [D, N], by a call of D N channels with one number of state each, whose outputs are the
+    states. The kernels only take B and C that all channels share, here ones.
     """
     batch, width, N = _checked(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, discretization)
     group = check.resolve(sp, u)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, u, "u", group)
     n = check.number_of_states(batch, cu_seqlens)
     check.check_state("initial_state", initial_state, (n, width, N), "[n, D, N]", u, cu_seqlens, group)
-    if group is not None:  # C, D and z do not lead to the exchange of states
+    if group is not None:  # C, D and z do not reach the exchange of states, whose backward pass must run all the same
         u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
             group, u, delta, A, B, C, D, z, delta_bias, initial_state
         )[1:]
-    u = without_tail(u, cu_seqlens, group)  # what is not finite there would reach B's gradient
+    u = without_tail(u, cu_seqlens, group)  # a NaN behind the last document would reach B's gradient
     wide_u, wide_B, wide_C = (programs.wide(x, u) for x in (u, B, C))
     of_states = (wide_u.unsqueeze(3) * _rows(wide_B, width)).flatten(2)
     ones = of_states.new_ones(()).expand(*u.shape[:2], 1)
@@ -224,11 +216,10 @@ def _by_groups(
     op: Callable[..., Any], u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
     D: Optional, z: Optional, delta_bias: Optional, initial_state: Optional, **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A call for each group of channels, whose B and C are [batch, T, G, N]."""
+    """A call with B and C of [batch, T, G, N], by one call for each group of channels."""
     check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
     (batch, T, width), (G, N) = u.shape, B.shape[2:]
-    if G < 1 or width % G:
-        check.fail("B", f"a number of groups G that divides the {width} channels", G)
+    check.check_groups("B", G, width, "channels")
     for name, x in (("B", B), ("C", C)):
         check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
     wholes: dict[str, tuple[Optional, int]] = {
@@ -241,12 +232,10 @@ def _by_groups(
         if not isinstance(whole, torch.Tensor) or whole.dim() <= axis or whole.shape[axis] != width:
             got = list(whole.shape) if isinstance(whole, torch.Tensor) else type(whole).__name__
             check.fail(name, f"a tensor with {width} channels along axis {axis}", got)
-    parts = []
-    n = width // G
+    parts, n = [], width // G
     for g in range(G):
-        at = g * n
-        mine = {name: None if x is None else x.narrow(axis, at, n) for name, (x, axis) in wholes.items()}
-        parts.append(op(u.narrow(2, at, n), B=B[:, :, g], C=C[:, :, g], **mine, **others))
+        mine = {name: None if x is None else x.narrow(axis, g * n, n) for name, (x, axis) in wholes.items()}
+        parts.append(op(u.narrow(2, g * n, n), B=B[:, :, g], C=C[:, :, g], **mine, **others))
     last = None if parts[0][1] is None else torch.cat([x for _, x in parts], 1)
     return torch.cat([y for y, _ in parts], 2), last
 
@@ -255,11 +244,8 @@ def _checked(
     u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: Optional, z: Optional,
     delta_bias: Optional, delta_softplus: bool, return_last_state: bool, discretization: str,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Batch, D and N."""
-    check.check_tensor("u", u, None, "[batch, T, D]", dtypes=check.FLOAT_DTYPES)
-    batch, T, width = u.shape
-    if batch < 1 or width < 1:
-        check.fail("u", "at least one batch row and one channel", list(u.shape))
+    """Checks shapes, dtypes, devices and values; returns (batch, D, N)."""
+    batch, T, width = check.check_first("u", u, "[batch, T, D]")
     params = (u.dtype, torch.float32)
     check.check_tensor("delta", delta, (batch, T, width), "[batch, T, D]", dtypes=params, device=u.device)
     check.check_tensor("A", A, None, "[D, N]", dtypes=params, device=u.device)
@@ -272,8 +258,7 @@ def _checked(
             check.check_tensor(name, x, (width, N), "[D, N]", dtypes=params, device=u.device)
         elif _has_axes(x, 4) and _constant(B, C):
             G = x.shape[2]
-            if G < 1 or width % G:
-                check.fail(name, f"a number of groups G that divides the {width} channels", G)
+            check.check_groups(name, G, width, "channels")
             check.check_tensor(name, x, (batch, T, G, N), "[batch, T, G, N]", dtypes=(u.dtype,), device=u.device)
         else:
             check.check_tensor(name, x, (batch, T, N), "[batch, T, N]", dtypes=(u.dtype,), device=u.device)

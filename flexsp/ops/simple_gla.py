@@ -8,10 +8,9 @@ import torch
 
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.gates import clamped
+from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import backwards, one_dtype
-from flexsp.ops._programs import matrix_loop
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -116,23 +115,20 @@ def recurrent_simple_gla(
         >>> q1, k1, v1, g1 = (x[:, -1:] for x in (q, k, v, g))  # the next token's
         >>> o1, state = recurrent_simple_gla(q1, k1, v1, g1, initial_state=state, output_final_state=True)
     """
-    turned = backwards(
-        recurrent_simple_gla, reverse, cu_seqlens, {"q": q, "k": k, "v": v, "g": g},
-        g_gamma=g_gamma, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-    )  # fmt: skip
-    if turned is not None:
-        return turned  # type: ignore[no-any-return]
+    check.check_flag("reverse", reverse)
+    if reverse:
+        return backwards(
+            recurrent_simple_gla, cu_seqlens, {"q": q, "k": k, "v": v, "g": g},
+            g_gamma=g_gamma, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        )  # fmt: skip
     if cu_seqlens is not None:
         return chunk_simple_gla(
             q=q, k=k, v=v, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
         )  # fmt: skip
-    B, T, H, K, V = check.check_qkv(q, k, v)
-    check.check_flag("output_final_state", output_final_state)
+    B, T, H, _, _ = check.check_qkv(q, k, v)
     check.check_decay_inputs(q, g, g_gamma)
-    check.check_state("initial_state", initial_state, (B, H, K, V), "[B, H, K, V]", q, None, None)
-    dtype = check.accumulation_dtype(q)
-    gates = g if g is not None or g_gamma is None else g_gamma.expand(B, T, H)
-    decay = None if gates is None else clamped(gates.to(dtype)).exp()
-    o, state = matrix_loop(q.to(dtype) * check.check_scale(scale, K), k.to(dtype), v, decay, initial_state)
-    return o, state if output_final_state else None
+    if g_gamma is not None:
+        g = g_gamma.expand(B, T, H)
+    gates = None if g is None else programs.clamped(g, q)
+    return programs.recur_matrix(q, k, v, gates, scale, programs.Call(initial_state, output_final_state))

@@ -1,6 +1,6 @@
-"""What takes the place of functions and modules that mixers of flash-linear-attention call.
+"""Replacements for the functions and modules that mixers of flash-linear-attention call.
 
-They find the ranks and the documents in `on_ranks`, which a mixer's forward enters, so they need no arguments for them.
+A mixer's forward enters `on_ranks`, where they find the ranks and the documents. So they take no arguments for these.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.transformers.functions import limited_scan, without_states
 from flexsp.nn.attention import scaled_dot_product_attention
-from flexsp.nn.attention.layer import turned
-from flexsp.nn.conv import convolve, positions
+from flexsp.nn.attention.layer import rotate_first
+from flexsp.nn.conv import convolve
 from flexsp.ops import chunk_gated_delta_product, chunk_gla
+from flexsp.scan.tokens import positions
 
 __all__ = [
     "causal_conv1d", "convolution_forward", "flash_attention", "gated_by_channel", "mamba2_forward", "on_ranks",
@@ -89,8 +90,8 @@ def gated_by_channel(*, g: Tensor | None = None, gk: Tensor | None = None, **giv
 
 
 def recurrent_product(steps: int) -> Callable[..., tuple[Tensor, None]]:
-    """The call of a gated delta rule by which `GatedDeltaProduct` runs short sequences without gradients: T n tokens,
-    of which the first of each n has the gate and the last one the query."""
+    """`GatedDeltaProduct` runs short sequences without gradients by a gated delta rule of T n tokens. Of each n, the
+    first one has the gate and the last one the query."""
 
     def run(
         *,
@@ -161,16 +162,16 @@ def rotary_forward(original: Callable[..., Any], module: Any, *args: Any, **kwar
 def _rotate(
     module: Any, q: Tensor, k: Tensor, seqlen_offset: int = 0, max_seqlen: int | None = None, cu_seqlens: None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, T_local, H, K] and k [B, T_local, HK, K], turned."""
+    """q [B, T_local, H, K] and k [B, T_local, HK, K], rotated."""
     if seqlen_offset != 0:
         fail("seqlen_offset", "0 (a shard knows its place)", seqlen_offset)
     sequence, frequencies = _sequence(), module.inv_freq
     if frequencies.dtype not in (torch.float32, torch.float64):  # as the module does: halves are too coarse
         frequencies = module._compute_inv_freq(device=q.device)
-    at = positions(q.shape[1], sequence.cu_seqlens, sequence.sp, q.device)
-    # In float64, since positions far out times a frequency in float32 are off by much of a turn.
+    at = positions(q.shape[1], q.device, sequence.cu_seqlens, sequence.sp)
+    # In float64, because a large position times a frequency in float32 is off by a large part of a turn.
     angles = at[:, None, None] * frequencies.double()
-    return turned(q, angles), turned(k, angles)
+    return rotate_first(q, angles), rotate_first(k, angles)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:

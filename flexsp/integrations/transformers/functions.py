@@ -1,5 +1,7 @@
-"""What takes the place of functions that mixers of transformers call. Each takes what the original takes, and the
-`Shard` under `KEY`, by which it runs over the ranks."""
+"""Replacements for the functions that mixers of transformers call.
+
+Each takes the arguments of the original, and under `KEY` the `Shard` that says over which ranks it runs.
+"""
 
 from __future__ import annotations
 
@@ -41,60 +43,36 @@ def causal_conv1d(
     return (y if activation is None else ACT2FN[activation](y)).transpose(1, 2)
 
 
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    flexsp_shard: Shard,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """query, key [B, T_local, H, K], value [B, T_local, HV, V], g, beta [B, T_local, HV] -> [B, T_local, HV, V]."""
-    return _delta(chunk_gated_delta_rule, (query, key, value, g, beta), initial_state, output_final_state,
-                  use_qk_l2norm_in_kernel, flexsp_shard)  # fmt: skip
+def _delta_rule(op: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+    """query, key [B, T_local, H, K], value [B, T_local, HV, V], g and beta as of the op -> [B, T_local, HV, V]."""
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        *,
+        flexsp_shard: Shard,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        without_states(initial_state, output_final_state)
+        if beta.dtype != torch.float32:
+            beta = beta.to(query.dtype)
+        with flexsp_shard.known_lengths() as sp:
+            o, _ = op(
+                query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, sp=sp,
+                cu_seqlens=flexsp_shard.cu_seqlens, cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu,
+            )  # fmt: skip
+        return o, None
+
+    return run
 
 
-def kimi_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    flexsp_shard: Shard,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """As `gated_delta_rule`, with g [B, T_local, HV, K]."""
-    return _delta(chunk_kda, (query, key, value, g, beta), initial_state, output_final_state,
-                  use_qk_l2norm_in_kernel, flexsp_shard)  # fmt: skip
-
-
-def _delta(
-    op: Callable[..., Any],
-    tensors: tuple[Tensor, ...],
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    normalised: bool,
-    shard: Shard,
-) -> tuple[Tensor, None]:
-    without_states(initial_state, output_final_state)
-    q, k, v, g, beta = tensors
-    if beta.dtype != torch.float32:
-        beta = beta.to(q.dtype)
-    with shard.known_lengths() as sp:
-        o, _ = op(
-            q, k, v, g, beta, use_qk_l2norm_in_kernel=normalised, cu_seqlens=shard.cu_seqlens,
-            cu_seqlens_cpu=shard.cu_seqlens_cpu, sp=sp,
-        )  # fmt: skip
-    return o, None
+gated_delta_rule, kimi_delta_rule = _delta_rule(chunk_gated_delta_rule), _delta_rule(chunk_kda)
 
 
 def mamba2_scan(
@@ -139,7 +117,7 @@ def limited_scan(
     dt_limit: tuple[float, float],
     **call: Any,
 ) -> Tensor:
-    """`mamba2_ssd` with step sizes that have limits."""
+    """`mamba2_ssd` with step sizes clamped to ``dt_limit``."""
     dtype = accumulation_dtype(x)
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
@@ -148,7 +126,7 @@ def limited_scan(
 
 
 def not_fused(*args: Any, **kwargs: Any) -> None:
-    """In place of a mixer's fused kernel: None sends the mixer on to its convolution and its scan."""
+    """Replaces a mixer's fused kernel. It returns None, so that the mixer calls its convolution and its scan."""
 
 
 def without_states(initial: Tensor | None, final: bool) -> None:
@@ -187,7 +165,8 @@ def attention(
 
 
 class Attentions:
-    """In place of transformers' register of attention functions (``ALL_ATTENTION_FUNCTIONS``): always `attention`."""
+    """Replaces transformers' register of attention functions (``ALL_ATTENTION_FUNCTIONS``): it always gives
+    `attention`."""
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return attention

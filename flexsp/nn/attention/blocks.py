@@ -1,7 +1,7 @@
 """Softmax attention in PyTorch, a block of queries at a time, with its backward pass.
 
-Scores of one block are in memory at once. None are kept for the backward pass, which computes them again. Sums and
-softmax are in float32 (float64 for float64 inputs), whatever the inputs' dtype.
+Only one block's scores are in memory at a time. The backward pass computes them again. Sums and softmax are in float32
+(float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flexsp.ops._validate import accumulation_dtype
 
 __all__ = ["attend_in_blocks"]
 
-_SCORES = 1 << 22  # numbers in a block of scores
-_ROWS = 256  # queries in a block
+_SCORES = 1 << 22  # scores in a block at most: 16 MiB in float32
+_ROWS = 256  # queries in a block at most
 _NAME = "scaled_dot_product_attention"
 _INSTEAD = "torch.nn.functional.scaled_dot_product_attention has them, on one rank"
 
@@ -36,9 +36,9 @@ def attend_in_blocks(
     """softmax(scale q k^T) v of q [B, TQ, H, K], k [B, TK, HK, K] and v [B, TK, HK, V], as [B, TQ, H, V].
 
     Args:
-        ranges: int64 [2, TQ]; query t sees the keys ``ranges[0, t]`` to ``ranges[1, t] - 1``. Neither ever decreases.
-        offset: place of the first query among the keys.
-        causal: with ``offset`` and ``window``, bounds of ``ranges`` that are known without reading it.
+        ranges: int64 [2, TQ]; query t sees the keys ``ranges[0, t]`` to ``ranges[1, t] - 1``. Neither decreases with t.
+        offset: the first query's place among the keys.
+        causal: with ``offset`` and ``window`` it bounds ``ranges`` on the host, where its values are not known.
     """
     untransformed(_NAME, _INSTEAD, q, k, v)
     return _BlocksFunction.apply(q, k, v, ranges, scale, offset, causal, -1 if window is None else window)
@@ -47,7 +47,10 @@ def attend_in_blocks(
 def _blocks(
     shape: tuple[int, int, int], keys: int, ranges: torch.Tensor, offset: int, causal: bool, window: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(first query, last + 1, first key, last + 1) of every block; ``shape`` is (B, TQ, H)."""
+    """(first query, last + 1, first key, last + 1) of every block; ``shape`` is (B, TQ, H).
+
+    On a GPU the bounds follow from offset, causal and window alone: reading ``ranges`` would synchronise.
+    """
     B, T, H = shape
     seen = keys if window < 0 else min(keys, 2 * window + _ROWS)
     rows = max(1, min(_ROWS, _SCORES // max(1, B * H * seen)))
@@ -80,19 +83,12 @@ def _weights(q: torch.Tensor, k: torch.Tensor, ranges: torch.Tensor, first: int)
 
 
 def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: torch.Tensor,
-    scale: float,
-    offset: int,
-    causal: bool,
-    window: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, scale: float, *bounds: Any
 ) -> torch.Tensor:
     B, T, H, _ = q.shape
     groups, keys, values = _grouped(q, k.shape[2]) * scale, _by_heads(k), _by_heads(v)
     o = q.new_empty(B, T, H, v.shape[-1])
-    for start, stop, first, last in _blocks((B, T, H), k.shape[1], ranges, offset, causal, window):
+    for start, stop, first, last in _blocks((B, T, H), k.shape[1], ranges, *bounds):
         here = groups[:, :, :, start:stop]
         weights = _weights(here, keys[:, :, first:last], ranges[:, start:stop], first)
         found = weights @ values[:, :, first:last]
@@ -101,21 +97,14 @@ def _run(
 
 
 def _run_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: torch.Tensor,
-    scale: float,
-    offset: int,
-    causal: bool,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, scale: float,
+    *bounds: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, H, K = q.shape
     groups, keys, values = _grouped(q, k.shape[2]) * scale, _by_heads(k), _by_heads(v)
     d_out, dq = _grouped(do, k.shape[2]), q.new_empty(B, T, H, K)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values))
-    for start, stop, first, last in _blocks((B, T, H), k.shape[1], ranges, offset, causal, window):
+    for start, stop, first, last in _blocks((B, T, H), k.shape[1], ranges, *bounds):
         here, d_here = groups[:, :, :, start:stop], d_out[:, :, :, start:stop].flatten(2, 3)
         weights = _weights(here, keys[:, :, first:last], ranges[:, start:stop], first)
         dv[:, :, first:last] += weights.mT @ d_here
@@ -149,20 +138,11 @@ _attend_backward = define_op(
 
 class _BlocksFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ranges: torch.Tensor,
-        scale: float,
-        offset: int,
-        causal: bool,
-        window: int,
-    ) -> torch.Tensor:
-        ctx.numbers = scale, offset, causal, window
-        ctx.save_for_backward(q, k, v, ranges)
-        return _attend(q, k, v, ranges, scale, offset, causal, window)
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        """Arguments as of `_run`."""
+        ctx.numbers = arguments[4:]
+        ctx.save_for_backward(*arguments[:4])
+        return _attend(*arguments)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -11,17 +11,23 @@ from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.attention.function import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, attend
-from flexsp.nn.conv import positions
-from flexsp.nn.norm import RMSNorm, accumulation_dtype, check_eps, check_input
-from flexsp.nn.recurrent import _check_token, _project, _refuse_cache_under_sp
+from flexsp.nn.norm import RMSNorm, check_eps, check_input
+from flexsp.nn.recurrent import _check_token, _project, _refuse_cache_under_sp, _wide
+from flexsp.ops._rotary import rotate
 from flexsp.ops._validate import check_cu_seqlens
+from flexsp.scan.tokens import positions
 
 __all__ = ["Attention", "AttentionCache"]
 
 
 class AttentionCache(NamedTuple):
-    """What `Attention` remembers while generating: `k` [B, N, HK, K] and `v` [B, N, HK, V] of the tokens that may still
-    be seen, and how many tokens there were, `seen`. It grows with the text, up to `window - 1` tokens."""
+    """What `Attention` remembers while it generates text. It grows with the text, up to `window - 1` tokens.
+
+    Attributes:
+        k: [B, N, HK, K], keys of the N tokens that later tokens may see.
+        v: [B, N, HK, V], their values.
+        seen: how many tokens the text has had.
+    """
 
     k: Tensor
     v: Tensor
@@ -109,7 +115,7 @@ class Attention(nn.Module):
             return self._continued(x, cache)
         sp = resolve_sp(None)
         check_cu_seqlens(cu_seqlens, None, x, "x", sp)
-        q, k, v = self._heads(x, None if self.rope_theta is None else positions(x.shape[1], cu_seqlens, sp, x.device))
+        q, k, v = self._heads(x, None if self.rope_theta is None else positions(x.shape[1], x.device, cu_seqlens, sp))
         o = scaled_dot_product_attention(q, k, v, window=self.window, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(-2))
 
@@ -121,7 +127,7 @@ class Attention(nn.Module):
         return y.reshape(x.shape), cache
 
     def init_cache(self, batch: int) -> AttentionCache:
-        """The cache of an empty text."""
+        """The cache before the first token: no keys and no values."""
         weight, heads = self.k_proj.weight, (check_integer("batch", batch, least=1), 0, self.num_kv_heads)
         return AttentionCache(weight.new_empty(*heads, self.head_dim), weight.new_empty(*heads, self.head_v_dim), 0)
 
@@ -129,7 +135,7 @@ class Attention(nn.Module):
         T, kept = x.shape[1], cache.k.shape[1]
         q, k, v = self._heads(x, torch.arange(cache.seen, cache.seen + T, device=x.device))
         k, v = torch.cat([cache.k.to(k), k], 1), torch.cat([cache.v.to(v), v], 1)
-        # The cache holds only what its next token sees, so that one needs no mask.
+        # The cache holds just the keys that the next token sees, so a single token needs no mask.
         sight = Sight(T != 1, self.window if T != 1 else None, None, kept + T, start=kept)
         o = attend(q, k, v, sight, self.head_dim**-0.5, "auto")
         if self.window is not None:
@@ -151,22 +157,16 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if at is None or self.rope_theta is None:
             return q, k, v
-        # In float64, since positions far out times a frequency in float32 are off by much of a turn.
+        # In float64, because a large position times a frequency in float32 is off by a large part of a turn.
         powers = torch.arange(0, self.rope_dim, 2, dtype=torch.float64, device=x.device) / self.rope_dim
         angles = at[:, None, None] / self.rope_theta**powers
-        return turned(q, angles), turned(k, angles), v
+        return rotate_first(q, angles), rotate_first(k, angles), v
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x [B, T, H, K] with its first channels, in pairs of one of their first half and one of their second, turned by
-    angles [T, 1, pairs]."""
-    pairs = angles.shape[-1]
-    dtype = accumulation_dtype(x.dtype)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    first, second = first.to(dtype), second.to(dtype)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([turned, rest], -1)
+def rotate_first(x: Tensor, angles: Tensor) -> Tensor:
+    """x [B, T, H, K] with its first 2 S channels rotated by angles [T, 1, S]: channel i together with i + S."""
+    first, rest = x.split([2 * angles.shape[-1], x.shape[-1] - 2 * angles.shape[-1]], -1)
+    return torch.cat([rotate(_wide(first), angles, pairwise=False).to(x.dtype), rest], -1)
 
 
 def _rope_dim(rope_dim: int | None, K: int, rope_theta: float | None) -> int:

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys on this device: which keys a query sees, and which kernel computes it."""
+"""Attention on this device: which keys a query sees, and which kernel computes the outputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["BACKENDS", "Sight", "attend", "choose_backend"]
 BACKENDS = ("auto", "sdpa", "flex", "blocks")
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK = 128  # queries and keys of a block of flex_attention's mask
-_LEAST_HEAD, _LARGEST_HEAD = 16, 256  # of heads that the kernels of flex_attention and SDPA take
-_LARGEST_HEAD_OF_FP32 = 128  # there flex_attention's tiles of larger ones do not fit in shared memory
+_LEAST_HEAD, _LARGEST_HEAD = 16, 256  # head sizes that the kernels of flex_attention and SDPA take
+_LARGEST_HEAD_OF_FP32 = 128  # flex_attention's float32 tiles of larger heads do not fit in shared memory
 
 
 class Sight(NamedTuple):
@@ -28,7 +28,7 @@ class Sight(NamedTuple):
 
     Attributes:
         is_causal: no key after the query.
-        window: the nearest ``window`` keys up to the query, and as many from the query on where not causal; None: all.
+        window: the last ``window`` keys up to the query and, if not causal, as many from the query on; None: all keys.
         cu_seqlens: boundaries of documents in the whole sequence, or None.
         total: tokens of the whole sequence.
         start: place of the first query in the whole sequence.
@@ -43,14 +43,14 @@ class Sight(NamedTuple):
     first: int = 0
 
     def ranges(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-        """int64 [2, queries]: the first key that each query sees, and the one after the last. Neither ever decreases,
-        since tokens of a document, before a token, and within a window are all stretches of the sequence."""
+        """int64 [2, queries]: the first key that each query sees, and the one after the last. Neither decreases from
+        one query to the next, because documents, causality and windows all select a contiguous range of keys."""
         at = torch.arange(queries, device=device) + self.start
         begin, end = torch.zeros_like(at), torch.full_like(at, self.total)
         if self.cu_seqlens is not None:
             bounds = torch.nn.functional.pad(self.cu_seqlens.to(torch.int64), (0, 1), value=self.total)
             document = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.numel() - 2)
-            begin, end = bounds[document], bounds[document + 1]  # what follows the last document is one more
+            begin, end = bounds[document], bounds[document + 1]  # the tail is taken for one more document
         if self.is_causal:
             end = at + 1
         if self.window is not None:
@@ -59,10 +59,10 @@ class Sight(NamedTuple):
 
 
 def choose_backend(q: torch.Tensor, v: torch.Tensor, sight: Sight, keys: int) -> str:
-    """What ``backend="auto"`` means, by device, dtype and sizes alone.
+    """The backend that ``backend="auto"`` means. It depends on device, dtype and sizes alone.
 
-    ``blocks`` on CPU, in float64, for heads that the kernels do not take, and where there is nothing to do. Else
-    ``sdpa``, in half precision, where queries see all keys or all before them and heads are of one size. Else ``flex``.
+    ``blocks`` on CPU, in float64, for head sizes that the kernels do not take, and for empty tensors. Else ``sdpa`` in
+    half precision, if queries see all keys or all keys before them and K = V. Else ``flex``.
     """
     sizes = q.shape[-1], v.shape[-1]
     largest = _LARGEST_HEAD if q.dtype in _HALVES else _LARGEST_HEAD_OF_FP32
@@ -109,17 +109,18 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tenso
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Only a compiled flex_attention is one kernel; as it is, it holds all scores."""
+    """flex_attention as one kernel. Not compiled, it would hold all scores in memory."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
 
 
 def block_mask(ranges: torch.Tensor, keys: int) -> BlockMask:
-    """The mask of `Sight.ranges` for flex_attention, made block by block on the device, without waiting for it.
+    """The mask of `Sight.ranges` for flex_attention, made block by block on the device, without synchronising.
 
-    Queries of a block see some of the keys between the first one's first and the last one's last, and all see those
-    between the last one's first and the first one's last.
+    A block of keys is needed if it overlaps the range from the first query's first key to the last query's last key. It
+    needs no mask if it lies in the range that all queries see, from the last query's first key to the first query's
+    last key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -139,6 +140,7 @@ def block_mask(ranges: torch.Tensor, keys: int) -> BlockMask:
 
 
 def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys are chosen for each block of queries, and all blocks with these first; int32."""
+    """For each block of queries, the number of chosen blocks of keys, and a list of all blocks that begins with these;
+    both int32."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -1,7 +1,7 @@
-"""Two ways to exchange what attention over ranks needs, each one or two calls of `exchange_rows`.
+"""Attention over ranks, by one of two exchanges. Both are calls of `exchange_rows`.
 
-heads  every rank gets all tokens of some heads, and gives the outputs back: two exchanges of T/R tokens
-keys   every rank gets the keys and values that its queries see: one exchange
+heads  each rank gets all tokens of some heads, and returns the outputs: two exchanges
+keys   each rank gets the keys and values that its queries see: one exchange
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ EXCHANGES = ("auto", "heads", "keys")
 
 
 def choose_exchange(heads: int, window: int | None, lengths: Sequence[int]) -> str:
-    """What ``exchange="auto"`` means, by what all ranks know.
+    """The exchange that ``exchange="auto"`` means. It depends only on what all ranks know.
 
-    ``keys`` where the heads cannot be dealt out evenly, or where the window is not longer than an average shard: then
-    few tokens travel. Else ``heads``, with the same work on every rank.
+    ``keys`` if the number of ranks does not divide the heads, or if the window is not longer than an average shard, so
+    that few tokens travel. Else ``heads``, which gives every rank the same work.
     """
     near = window is not None and window * len(lengths) <= sum(lengths)
     return "keys" if heads % len(lengths) or near else "heads"
@@ -40,9 +40,9 @@ def attend_over_ranks(
     """`attend` of this rank's queries to the keys of all ranks. Collective over ``sp``.
 
     Args:
-        sight: of the whole sequence, from its first token on.
-        call: what ranks compare before they exchange anything.
-        lengths: how many tokens each rank has.
+        sight: the mask of the whole sequence.
+        call: a description of the call, which ranks compare before they exchange rows.
+        lengths: tokens of each rank.
     """
     _, q, k, v = joined(sp, q, k, v)
     if exchange == "heads":
@@ -51,7 +51,7 @@ def attend_over_ranks(
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _exchanging_keys(q, k, v, sight, scale, backend, call, sp, lengths)
 
-    if torch.is_grad_enabled():  # the keys of other ranks come again in the backward pass: none are kept
+    if torch.is_grad_enabled():  # saves no keys of other ranks: the backward pass exchanges them again
         return checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)
     return run(q, k, v)
 
@@ -60,8 +60,11 @@ def attend_over_ranks(
 
 
 def _repeats(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank gets as many and those that its query heads read: each once
-    where ranks have whole groups of query heads, once for each rank that has a part of a group, else for each query."""
+    """How often each key head is sent, so that all ranks get equally many, and those that their query heads read.
+
+    Once if a rank has whole groups of query heads; once for each rank if several ranks share a group evenly; else once
+    for each query head.
+    """
     mine, group = heads // ranks, heads // key_heads
     if mine % group == 0:
         return 1
@@ -69,7 +72,7 @@ def _repeats(heads: int, key_heads: int, ranks: int) -> int:
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
-    """[B, T, HK, D] with each head so many times in a row."""
+    """[B, T, HK * times, D]: each head repeated ``times`` times in a row."""
     return x if times == 1 else x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
@@ -101,7 +104,8 @@ def _dealt_out(x: Tensor, ranks: int) -> Tensor:
 
 
 def seen_keys(sight: Sight, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last + 1) of the keys that each rank's queries see; documents are not looked at."""
+    """(first, last + 1) of the keys that each rank's queries may see, regardless of documents, whose boundaries are on
+    the device."""
     found = []
     for length, stop in zip(lengths, accumulate(lengths), strict=True):
         first, last = 0, stop if sight.is_causal else sight.total

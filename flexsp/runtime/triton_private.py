@@ -56,11 +56,11 @@ __all__ = [
     "editing_llvm",
     "freedom",
     "gpu_target",
+    "interpreter",
     "load",
     "make_launcher",
     "parameters",
     "profiled",
-    "quicken_interpreter",
     "record_launches",
     "runs_gluon",
     "shipped_assemblers",
@@ -489,21 +489,11 @@ if knobs.runtime.interpret:
     _mend_interpreter()
 
 
-@functools.lru_cache(maxsize=1)
-def quicken_interpreter() -> None:
-    """Lets this process's interpreter not do again and again what it need do once: kernels run in less than half of the
-    time. Releases other than 3.6 to 3.9 are left as they are.
-
-    A device function that a kernel calls has the language replaced for every call of it: here once a launch. Types of
-    numbers and of shapes are looked up instead of made. Integer arithmetic is not checked for overflow, as on a GPU.
-    """
-    if not (3, 6) <= RELEASE <= (3, 9):
-        return
+def interpreter() -> Any:
+    """Triton's module that interprets kernels; it needs TRITON_INTERPRET=1."""
     from triton.runtime import interpreter
 
-    from flexsp.runtime.quick_interpreter import quicken
-
-    quicken(interpreter)
+    return interpreter
 
 
 @contextmanager

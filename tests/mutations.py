@@ -91,7 +91,7 @@ _SCAN = [
          "buffers overlap", _PLAIN),
     ),
     *_in(
-        "flexsp/runtime/llvm_workaround.py",
+        "flexsp/runtime/workarounds/vector_flags.py",
         ("int(by) >= 32}", "int(by) > 32}", "lanes next to each other are not seen", "tests/test_llvm_workaround.py"),
         ("|ashr|udiv|sdiv|or|", "|ashr|udiv|sdiv|", "promises about or stay", "tests/test_llvm_workaround.py"),
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flexsp.runtime import triton_private as private
+from flexsp.runtime.workarounds.python_parser import persistent
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,7 +120,7 @@ def test_other_errors_of_the_parser_are_raised() -> None:
     for text, kind in (("another", SystemError), ("wrong", SyntaxError)):
         calls.clear()
         with pytest.raises(kind, match=text):
-            private._persistent(parse)(text)
+            persistent(parse)(text)
         assert len(calls) == 3
     calls.clear()
 
@@ -129,7 +129,7 @@ def test_other_errors_of_the_parser_are_raised() -> None:
         raise SystemError("AST constructor recursion depth mismatch")
 
     with pytest.raises(SystemError, match="mismatch"):
-        private._persistent(hopeless)("x")
+        persistent(hopeless)("x")
     assert 10 < len(calls) < 1000
 
 

@@ -9,7 +9,7 @@ has settled, and waits for that in `begin`.
 
 ptxas 12.8, which Triton 3.6 uses for Hopper, miscompiles some kernels with small wgmma products: wrong results or
 illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the newest ptxas that is found. All
-releases make mistakes in kernels that spill registers; see `flexsp.runtime.machine_code`.
+releases make mistakes in kernels that spill registers; see `flexsp.runtime.workarounds.unwritten_registers`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import REGISTERS, check_shared, reads_shared
-from flexsp.runtime import llvm_workaround, machine_code
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.tested_versions import warn_if_uncovered
 from flexsp.runtime.triton_private import current_target, make_launcher
+from flexsp.runtime.workarounds import unwritten_registers, vector_flags
 
 __all__ = [
     "KernelLaunch", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
@@ -172,10 +172,10 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
             divisible.append(i)
     if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
         options = {"maxnreg": min(255, REGISTERS // (32 * options.get("num_warps", 4)))} | options
-    edited = private.editing_llvm(llvm_workaround.drop_lane_flags)
-    checked = private.assembling_by(machine_code.assembled)
+    edited = private.editing_llvm(vector_flags.drop_lane_flags)
+    checked = private.assembling_by(unwritten_registers.assembled)
     with _assembler(target.arch) as told, edited, checked:
-        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": machine_code.rules()}
+        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": unwritten_registers.rules()}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
     sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)

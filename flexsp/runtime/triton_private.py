@@ -19,10 +19,8 @@ Other releases are launched by Triton's own launcher in Python, which takes more
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +36,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 from flexsp.runtime import tested_versions
+from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES",
@@ -73,37 +72,7 @@ __all__ = [
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
-# Python's parser ------------------------------------------------------------------------------------------------------
-
-_MISMATCH = "AST constructor recursion depth mismatch"
-_PARSES = 200
-
-
-def _persistent(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """`ast.parse` that begins again where another thread's parse spoiled it."""
-
-    @functools.wraps(parse)
-    def parse_again(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(_PARSES):
-            try:
-                return parse(*args, **kwargs)
-            except SystemError as error:
-                if _MISMATCH not in str(error):
-                    raise
-        return parse(*args, **kwargs)
-
-    return parse_again
-
-
-def _mend_parser() -> None:
-    """Python 3.11.0 to 3.11.7 counts the depth of all threads' parses in one number and raises SystemError where it is
-    off at the end. Triton parses a kernel for its cache key, and where that fails remembers half a key. Whoever parses
-    beside our compiling threads, with Triton or without, calls `ast.parse`: so that is where it is mended."""
-    if (3, 11) <= sys.version_info < (3, 11, 8) and not hasattr(ast.parse, "__wrapped__"):
-        ast.parse = _persistent(ast.parse)
-
-
-_mend_parser()
+mend_parser()
 
 # Kernels and their compilation ----------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def workers() -> ThreadPoolExecutor:
 
 
 def _forget_workers() -> None:
-    """In a process that was forked off there are no threads, and nobody finishes what they had begun."""
+    """After a fork the child has none of the parent's threads, so the compilations that they began never finish."""
     global _lock
     _lock = threading.RLock()
     workers.cache_clear()
@@ -134,7 +134,7 @@ def _submit(work: Callable[..., Any], *args: Any) -> Future[Any]:
 
 @contextmanager
 def _assembler(arch: int) -> Iterator[dict[str, str]]:
-    """Lets Triton use the newer ptxas in this thread; gives what tells its cache so."""
+    """Lets Triton use the newer ptxas in this thread; yields what its cache key must contain for that."""
     tool = newer_assembler() if arch == 90 else None
     if tool is None or tool.path == private.assembler_for(arch).path:
         yield {}
@@ -217,14 +217,14 @@ def _kind(value: Any, free: bool) -> _Kind:
 def specialisation(
     kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """What decides which compiled kernel `build` gives, but for the device: as many as there are kernels, not calls."""
+    """The key of the compiled kernel that `build` returns, without the device. Calls of one kernel have one key."""
     kinds = tuple(map(_kind, args, private.freedom(kernel)))
     how = [(k, tuple(v.items()) if type(v) is dict else v) for k, v in options.items()]
     return kernel, kinds, *constants.items(), *how
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...]:
-    """`args` as `build` needs them, without the memory."""
+    """`args` as `build` needs them: descriptions that hold no memory."""
     return tuple([_looks(x) if isinstance(x, torch.Tensor) else x for x in args])
 
 
@@ -291,7 +291,7 @@ class KernelLaunch:
         launch(self.kernel, self.grid, self.arguments(frame), self.constants, self.options)
 
     def arguments(self, frame: Any) -> tuple[Any, ...]:
-        """What the kernel takes before its constants."""
+        """The arguments of the kernel before its constants."""
         return (*(None if name is None else frame[name] for name in self.pointers), *self.numbers)
 
     def described(self, frame: Any) -> tuple[Any, ...]:
@@ -323,7 +323,7 @@ class KernelLaunch:
         return found
 
     def facts(self, frame: Any) -> tuple[Any, ...]:
-        """What decides which compiled kernel it is, but for the device."""
+        """The key of the compiled kernel, without the device."""
         return specialisation(self.kernel, self.arguments(frame), self.constants, self.options)
 
     def _compile(self, frame: Any) -> None:

@@ -34,7 +34,7 @@ _SPARES = ("set_materialize_grads", "mark_non_differentiable")  # calls that spa
 # Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
 _LEFT_OUT = (
     "*/bench/*", "*/testing/*", "*/__init__.py", "*/__main__.py", "*/tiles.py", "*/cost.py",
-    "*/runtime/tested_versions.py", "*/compiler/planning/tune.py", "*/compiler/planning/model.py",
+    "*/runtime/tested_versions.py", "*/compiler/autotune.py", "*/compiler/planning/model.py",
     "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
 _NOT_IN_COPIES = ("tests/test_package.py", "tests/test_wheel.py", "tests/test_mutations.py")  # they need the whole tree

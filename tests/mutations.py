@@ -91,7 +91,7 @@ _SCAN = [
          "buffers overlap", _PLAIN),
     ),
     *_in(
-        "flexsp/runtime/llvm_workaround.py",
+        "flexsp/runtime/workarounds/vector_flags.py",
         ("int(by) >= 32}", "int(by) > 32}", "lanes next to each other are not seen", "tests/test_llvm_workaround.py"),
         ("|ashr|udiv|sdiv|or|", "|ashr|udiv|sdiv|", "promises about or stay", "tests/test_llvm_workaround.py"),
     ),
@@ -357,7 +357,7 @@ _COMPILER = [
          _GENERATED + "test_one_token_and_none[hgrn]"),
     ),
     *_in(
-        "flexsp/compiler/planning/tune.py",
+        "flexsp/compiler/autotune.py",
         ("for plan in plans if plan.sure for", "for plan in plans for", "plans that do not fit end a search",
          "tests/test_plan.py::test_plans_that_may_not_fit_are_not_compiled_together"),
     ),

@@ -27,7 +27,7 @@ ASSEMBLY = [
         ("field - 2 * highest", "field", "fields have no sign", "tests/test_ptx.py"),
     ),
     *_in(
-        "flexsp/runtime/machine_code.py",
+        "flexsp/runtime/workarounds/unwritten_registers.py",
         ("if effects[at][1] & ~held and not", "if not held and not", "nothing is unwritten", _CODE),
         ("(after >> source & 1) << to", "1 << to", "copies of nothing are written", _CODE),
         ("not moved and all(code[i].slot is not None for i in stack)", "not moved", "what is stored anywhere is not seen", _CODE),
@@ -57,8 +57,8 @@ ASSEMBLY = [
     ),
     *_in(
         "flexsp/runtime/launch.py",
-        ('"flexsp_registers": machine_code.rules()', '"flexsp_registers": "written"', "older rules serve from the cache", _CODE),
-        ("private.assembling_by(machine_code.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
+        ('"flexsp_registers": unwritten_registers.rules()', '"flexsp_registers": "written"', "older rules serve from the cache", _CODE),
+        ("private.assembling_by(unwritten_registers.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
          "kernels are not looked at", "tests/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
     ),
     *_in(

@@ -242,7 +242,7 @@ KERNELS = [
         ("(handle.data.astype(\"uint32\") << 16)", "handle.data.astype(\"uint32\")", "bits taken for numbers", _HALF),
     ),
     *_in(
-        "flexsp/runtime/quick_interpreter.py",
+        "flexsp/testing/quick_interpreter.py",
         ("key = (element_ty.name, ", "key = (", "types of one shape are one type", _ALIKE),
         ("if data.itemsize > size:", "if False:", "numbers may be wider than their type", _ARITHMETIC),
         ("if a is b else broadcast", "if a == b or len(a) == len(b) else broadcast", "unlike shapes pass", _ALIKE),

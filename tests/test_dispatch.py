@@ -530,7 +530,7 @@ def test_no_tokens_twice(name: str, tmp_path: Path) -> None:
 def ahead() -> int:
     from triton.backends.compiler import GPUTarget
 
-    from flexsp.compiler.ahead import compile_ahead
+    from flexsp.compiler.aot import compile_ahead
     from flexsp.compiler.backend.generated_kernels import Generated
 
     code = Generated(variants.load("linear").make(2, 16, 16, torch.bfloat16).program)

@@ -277,17 +277,17 @@ def compile_twice() -> dict[str, list[int]]:
     any limit, and how often each was looked at, where the first look finds a register that nothing wrote."""
     import torch
 
-    from flexsp.runtime import machine_code
     from flexsp.runtime.launch import build
     from flexsp.runtime.triton_private import gpu_target
+    from flexsp.runtime.workarounds import unwritten_registers
 
     looked: list[str] = []
-    machine_code.unwritten = lambda listing: looked.append(listing) or ["here"] * (len(looked) == 1)  # type: ignore
+    unwritten_registers.unwritten = lambda listing: looked.append(listing) or ["here"] * (len(looked) == 1)  # type: ignore
     x, found = torch.empty(64 * 64, device="meta"), {}
     for name, limit in (("none", 255), ("by its limit", 24), ("always", 32)):
         looked.clear()
         if name == "always":
-            machine_code.stack_of = lambda cubin: 8
+            unwritten_registers.stack_of = lambda cubin: 8
         tile = {"R": 64, "S": 64, "AXIS": 0, "OURS": True, "PDL": False}
         made = build(sums_of_products, (x, x, x), tile, {"num_warps": 1, "maxnreg": limit}, gpu_target(90))
         registers = re.findall(r"REG:(\d+)", usage(made.asm["cubin"]))

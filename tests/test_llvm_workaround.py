@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from flexsp.runtime.llvm_workaround import drop_lane_flags, packed_carries
+from flexsp.runtime.workarounds.vector_flags import drop_lane_flags, packed_carries
 from tests.harness.compiling import in_child
 
 
@@ -34,10 +34,11 @@ def compile_scores(plain: bool) -> list[str]:
 
     from flexsp.compiler.backend.intrinsic_kernels import scores_kernel
     from flexsp.kernels.primitives import dots
-    from flexsp.runtime import launch, llvm_workaround
+    from flexsp.runtime import launch
+    from flexsp.runtime.workarounds import vector_flags
 
     if plain:
-        llvm_workaround.drop_lane_flags = lambda text: text
+        vector_flags.drop_lane_flags = lambda text: text
     N, C = 64, 16
     x = torch.empty(16, device="meta")
     numbers = (300 * 3 * N, 3 * N, N, 300 * 3 * N, 3 * N, N, 300, 3)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from flexsp.runtime import launch, machine_code
+from flexsp.runtime import launch
 from flexsp.runtime import triton_private as private
-from flexsp.runtime.machine_code import assembled, unread, unwritten
+from flexsp.runtime.workarounds import unwritten_registers
+from flexsp.runtime.workarounds.unwritten_registers import assembled, unread, unwritten
 
 
 def listing(*rows: str) -> str:
@@ -241,8 +242,9 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int | None]]:
                 raise private.PTXASError("Insufficient registers (144) to compile instruction")
             return str(len(seen)).encode()
 
-        monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)  # without the limit too, which therefore stays
-        monkeypatch.setattr(machine_code, "disassembled", lambda cubin: BAD if int(cubin) <= times else GOOD)
+        # without the limit too, which therefore stays
+        monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
+        monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: BAD if int(cubin) <= times else GOOD)
         assert assembled(PTX.format(limit=limit, threads=threads), assemble) == str(len(seen)).encode()
         return seen
 
@@ -283,15 +285,16 @@ def test_a_limit_that_makes_it_spill_is_not_kept(
         seen.append(limit_of(ptx))
         return str(seen[-1]).encode()
 
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: stacks[None if cubin == b"None" else int(cubin)])
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: GOOD)
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: stacks[None if cubin == b"None" else int(cubin)])
+    monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: GOOD)
     limit = ".maxnreg 168\n" if 168 in stacks else ""
     assert assembled(PTX.format(limit=limit, threads=128), assemble) == str(want[-1]).encode()
     assert seen == want
 
 
 def test_no_text_is_assembled_twice() -> None:
-    seen = [limit_of(x) for x in machine_code._with_other_limits(PTX.format(limit=".maxnreg 128\n", threads=512))]
+    text = PTX.format(limit=".maxnreg 128\n", threads=512)
+    seen = [limit_of(x) for x in unwritten_registers._with_other_limits(text)]
     assert seen == [120, 112, 104, 96]
 
 
@@ -303,8 +306,8 @@ def test_no_limit_helps(wrong: Callable[..., list[int | None]]) -> None:
 def test_constants_too_many_with_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kernel that reads nothing unwritten is taken, with a warning; one without any is taken before."""
     found = {1: BAD, 2: BAD, 3: listing("MOV R4, 0x1", "EXIT"), 4: listing("MOV R5, 0x1", "EXIT")}
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: found.get(int(cubin), BAD))
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: found.get(int(cubin), BAD))
     count = itertools.count(1)
     with pytest.warns(RuntimeWarning, match=r"walk: expected ptxas to make no constant .* got 0000: MOV R4"):
         assert assembled(PTX.format(limit="", threads=128), lambda ptx: str(next(count)).encode()) == b"3"
@@ -318,31 +321,31 @@ def test_constants_too_many_with_all_limits(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("program", [None, "false"])
 def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
     """Kernels with a stack are taken as they are, with a warning."""
-    monkeypatch.setattr(machine_code, "_disassemblers", lambda: [] if program is None else [program])
+    monkeypatch.setattr(unwritten_registers, "_disassemblers", lambda: [] if program is None else [program])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 0)
+        monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 0)
         assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
     with pytest.warns(RuntimeWarning, match="found no nvdisasm"):
         assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
 
 
 def test_what_cannot_be_read_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a warning: an instruction of a newer assembler must not keep anybody from using a kernel."""
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: listing("LDL R4"))
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: listing("LDL R4"))
     with pytest.warns(RuntimeWarning, match=r"not checked: the search .* failed \(IndexError"):
         assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: "")
+    monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: "")
     with pytest.warns(RuntimeWarning, match=r"failed \(ValueError: listing: expected instructions"):
         assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
 
 
 def test_not_to_be_able_to_look_fails_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this suite the warning is an error, in every thread that compiles."""
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
-    monkeypatch.setattr(machine_code, "disassembled", lambda cubin: "")
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(unwritten_registers, "disassembled", lambda cubin: "")
     with ThreadPoolExecutor() as pool, pytest.raises(RuntimeWarning, match="not checked"):
         pool.submit(assembled, PTX, lambda ptx: b"cubin").result()
 
@@ -353,10 +356,10 @@ def test_a_disassembler_that_cannot_be_started(
 ) -> None:  # fmt: skip
     program = tmp_path / "nvdisasm"
     program.write_bytes(content)
-    monkeypatch.setattr(machine_code, "stack_of", lambda cubin: 8)
+    monkeypatch.setattr(unwritten_registers, "stack_of", lambda cubin: 8)
     for mode in (0o644, 0o755):
         program.chmod(mode)
-        monkeypatch.setattr(machine_code, "_disassemblers", lambda: [program])
+        monkeypatch.setattr(unwritten_registers, "_disassemblers", lambda: [program])
         with pytest.warns(RuntimeWarning, match="found no nvdisasm"):
             assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
 
@@ -371,10 +374,10 @@ def test_a_search_is_not_slow() -> None:
 
 
 def test_kernels_in_the_cache_were_searched_by_these_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = machine_code.rules()
-    assert searched == machine_code.rules()
-    monkeypatch.setattr(machine_code, "_disassemblers", lambda: [])
-    assert machine_code.rules() != searched
+    searched = unwritten_registers.rules()
+    assert searched == unwritten_registers.rules()
+    monkeypatch.setattr(unwritten_registers, "_disassemblers", lambda: [])
+    assert unwritten_registers.rules() != searched
 
 
 def test_the_rules_are_part_of_a_kernels_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +391,6 @@ def test_the_rules_are_part_of_a_kernels_key(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(private, "compile_kernel", compile_kernel)
     kernel = SimpleNamespace(arg_names=[], __name__="walk")
     launch.build(kernel, (), {}, {}, private.gpu_target(90))
-    monkeypatch.setattr(machine_code, "rules", lambda: "other rules")
+    monkeypatch.setattr(unwritten_registers, "rules", lambda: "other rules")
     launch.build(kernel, (), {}, {}, private.gpu_target(90))
     assert told[0] != told[1] and "other rules" in told[1].values()

@@ -452,8 +452,8 @@ def test_errors_of_explain() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_search_finds_the_quickest(packed: bool) -> None:
     """Of plans whose times are made up: four stages and eight warps for grads are best, deeper pipelines do not fit."""
+    from flexsp.compiler.autotune import tune
     from flexsp.compiler.dispatch import executable_of
-    from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
     given = {
@@ -480,8 +480,8 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
 
 def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """That one has no room is found out when it is timed, and is then no reason to stop."""
+    from flexsp.compiler.autotune import tune
     from flexsp.compiler.dispatch import executable_of
-    from flexsp.compiler.planning.tune import tune
 
     code = code_of("simple_gla", 64, 64)
     given = {

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsp.runtime import launch, machine_code
+from flexsp.runtime import launch
+from flexsp.runtime.workarounds import unwritten_registers
 from tests.gpu import sanitize
 
 
@@ -49,7 +50,7 @@ def test_a_process_without_a_case_uses_the_gpu(tmp_path: Path, monkeypatch: pyte
 
 def test_machine_code_that_the_tools_would_disturb_is_turned_down() -> None:
     """A wgmma must not write where their own code is at work, and outside `make sanitize` it may."""
-    before = machine_code.unwritten, machine_code.rules, machine_code.rules()
+    before = unwritten_registers.unwritten, unwritten_registers.rules, unwritten_registers.rules()
     text = """
         .section .text.grads,"ax",@progbits
         /*0000*/ HGMMA.64x64x16.F32.BF16 R{0}, gdesc[UR4].tnspB, RZ, !UPT, gsb0 ;
@@ -57,13 +58,13 @@ def test_machine_code_that_the_tools_would_disturb_is_turned_down() -> None:
         /*0020*/ EXIT ;
     """
     with sanitize.registers_left() as names:
-        assert machine_code.rules() != before[2]
+        assert unwritten_registers.rules() != before[2]
         for register, taken in ((24, True), (4, False), (23, False), (152, True), (20, False)):
-            found = [x for x in machine_code.unwritten(text.format(register)) if x.startswith("/*0000*/ HGMMA")]
+            found = [x for x in unwritten_registers.unwritten(text.format(register)) if x.startswith("/*0000*/ HGMMA")]
             assert bool(found) != taken, register
     assert names == ["grads"] * 3
-    assert (machine_code.unwritten, machine_code.rules) == before[:2]
-    assert len(machine_code.unwritten(text.format(4))) == len(machine_code.unwritten(text.format(24)))
+    assert (unwritten_registers.unwritten, unwritten_registers.rules) == before[:2]
+    assert len(unwritten_registers.unwritten(text.format(4))) == len(unwritten_registers.unwritten(text.format(24)))
 
 
 def test_only_that_fits_no_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

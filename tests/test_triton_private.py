@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flexsp.runtime import triton_private as private
+from flexsp.runtime.workarounds.python_parser import persistent
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,7 +120,7 @@ def test_other_errors_of_the_parser_are_raised() -> None:
     for text, kind in (("another", SystemError), ("wrong", SyntaxError)):
         calls.clear()
         with pytest.raises(kind, match=text):
-            private._persistent(parse)(text)
+            persistent(parse)(text)
         assert len(calls) == 3
     calls.clear()
 
@@ -129,7 +129,7 @@ def test_other_errors_of_the_parser_are_raised() -> None:
         raise SystemError("AST constructor recursion depth mismatch")
 
     with pytest.raises(SystemError, match="mismatch"):
-        private._persistent(hopeless)("x")
+        persistent(hopeless)("x")
     assert 10 < len(calls) < 1000
 
 
@@ -262,7 +262,7 @@ def test_an_uncovered_gpu_is_named_once(written: list[str]) -> None:
 
 INTERPRETED = """
 import torch, triton, triton.language as tl
-from flexsp.runtime import triton_private
+from flexsp.testing.quick_interpreter import quicken_interpreter
 
 @triton.jit
 def kernel(x, y, n, a, N: tl.constexpr):
@@ -275,7 +275,7 @@ def kernel(x, y, n, a, N: tl.constexpr):
     assert (live.to(tl.int32) + 1).handle.data == live.handle.data + 1
 
 if FAST:
-    triton_private.quicken_interpreter()
+    quicken_interpreter()
 for n, a in ((3, 0.5), (4, 0.5), (4, 1.5)):
     x, y = torch.rand(8), torch.zeros(8)
     kernel[(1,)](x, y, n, a, N=8)
@@ -295,7 +295,7 @@ def test_scalars_join_masks_in_the_interpreter(tmp_path: Path, fast: bool) -> No
 
 TYPES = """
 import torch, triton, triton.language as tl
-from flexsp.runtime import triton_private
+from flexsp.testing.quick_interpreter import quicken_interpreter
 
 @triton.jit
 def inner(x, y):
@@ -329,7 +329,7 @@ def no_power(x, N: tl.constexpr):
 x, h, found = torch.randn(16), torch.randn(32).half(), []
 for fast in (False, True, True):
     if fast:
-        triton_private.quicken_interpreter()
+        quicken_interpreter()
     out, whole, told = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), []
     kernel[(2,)](x, h, 3, out, whole, N=16)
     for wrong in (unlike, no_power):
@@ -355,9 +355,9 @@ import warnings
 import numpy as np, triton, triton.language as tl
 from triton.language import core, semantic
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
-from flexsp.runtime import triton_private
+from flexsp.testing.quick_interpreter import quicken_interpreter
 
-triton_private.quicken_interpreter()
+quicken_interpreter()
 warnings.simplefilter("ignore")
 r, meaning = np.random.default_rng(SEED), semantic.TritonSemantic(interpreter_builder)
 KINDS = [(tl.int1, "bool"), (tl.int32, "i4"), (tl.int64, "i8"), (tl.uint32, "u4"), (tl.float16, "f2"),

@@ -1,4 +1,4 @@
-"""Checks of a call's initial states and document boundaries, and what tells calls apart."""
+"""Brings the arguments of a call into the program's layout, checks them, and computes the key of calls alike."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def check_boundaries(cu_seqlens: torch.Tensor, B: int, device: torch.device) -> 
 def shard_of(
     T: int, rows: int, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
 ) -> tuple[int, int, int]:  # fmt: skip
-    """(first, end, rows of all ranks) of this rank's T rows: of the whole sequence where there are documents."""
+    """(first row, end, rows of all ranks) of this rank's T rows, in the whole sequence if there are documents; else
+    (0, T, T)."""
     if sp is not None and cu_seqlens is not None:
         return sp.shard_range(T, rows)
     if sp is not None:
@@ -63,8 +64,10 @@ def shard_of(
 
 
 def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool, rows: int = 1) -> list[int]:
-    """The boundaries, of which none may lie behind `total`; not looked at on CUDA unless `look` or FLEXSP_CHECK=1. They
-    count `rows` of a token."""
+    """The boundaries as numbers, checked: non-decreasing from 0, none above `total`. They count `rows` of a token.
+
+    On CUDA they are read only if `look` or under FLEXSP_CHECK=1, since that synchronises; else the list is empty.
+    """
     if not look and cu_seqlens.is_cuda and not checks_wanted():
         return []
     bounds = [int(n) for n in cu_seqlens.tolist()]
@@ -77,11 +80,10 @@ def boundaries(cu_seqlens: torch.Tensor, total: int, look: bool, rows: int = 1) 
 def check_edges(
     sp: SequenceParallel | None, T: int, bounds: list[int] | None, chunk: int, rows: int
 ) -> None:
-    """ValueError unless all shards start on edges of chunks of their document. T, ``bounds`` and ``chunk`` count
-    ``rows`` a token.
+    """ValueError unless every shard starts on an edge of a chunk of its document.
 
-    Every rank looks at all shards, so that all of them raise. ``bounds`` are boundaries of documents, None where there
-    is one, empty where they were not looked at.
+    Every rank checks all shards, so that all ranks raise. T, ``bounds`` and ``chunk`` count ``rows`` for a token.
+    ``bounds`` are boundaries of documents: None if there is one document, empty if they were not read.
     """
     if sp is None or sp.world_size == 1:
         return
@@ -91,7 +93,7 @@ def check_edges(
     start = 0
     for rank, length in enumerate(sp.lengths_for(T, rows)):
         if bounds and start >= bounds[-1]:
-            break  # behind the last boundary are no documents
+            break  # no documents follow the last boundary
         into = start - max(n for n in bounds or [0] if n <= start)
         if length and into % chunk:
             fail("sp", f"shards that start on edges of chunks of {chunk} tokens, which are part of the model",
@@ -102,7 +104,8 @@ def check_edges(
 def signature_of(
     inputs: dict[str, Any], prev_s: Any, cu_seqlens: Any, sp: SequenceParallel | None
 ) -> tuple[Any, ...]:
-    """What decides how a call runs; what is no tensor is told apart by its type, to be refused."""
+    """The key of a call: calls with equal keys run the same executable. Arguments that are no tensors, which the call
+    refuses later, count by their type."""
     facts: list[Any] = [*inputs]
     for x in (*inputs.values(), prev_s, cu_seqlens):
         if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
@@ -116,7 +119,7 @@ def signature_of(
 
 
 def aligned(x: torch.Tensor) -> bool | None:
-    """Whether vectors of 16 bytes can be loaded; None for what torch.func transforms, which has no address."""
+    """Whether kernels can load vectors of 16 bytes; None for tensors under torch.func, which have no address."""
     if isinstance(x, FakeTensor):
         return True
     try:
@@ -126,7 +129,7 @@ def aligned(x: torch.Tensor) -> bool | None:
 
 
 def ranks_of(sp_group: Any) -> SequenceParallel | None:
-    """The ranks that a variant's `sp_group` names."""
+    """The ranks of a variant's `sp_group` argument."""
     if sp_group is None or isinstance(sp_group, SequenceParallel):
         return sp_group
     if not isinstance(sp_group, torch.distributed.ProcessGroup):
@@ -142,7 +145,7 @@ def ranks_of(sp_group: Any) -> SequenceParallel | None:
 
 
 def looks(tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Of inputs [B, T, H, ...] and [H, ...]."""
+    """TensorSpecs of inputs [B, T, H, ...] and [H, ...]."""
     of_tokens = {name: (x.dtype, tuple(x.shape[1:])) for name, x in tokens.items()}
     return of_tokens | {name: (x.dtype, tuple(x.shape)) for name, x in params.items()}
 
@@ -155,8 +158,8 @@ def widest(*tensors: torch.Tensor) -> torch.dtype:
 def asked(
     meta: InputMeta, inputs: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """The inputs and boundaries of a call as the program takes them: tokens [T, H, ...] or [B, T, H, ...], and rows of
-    tokens as tokens. Collective over ``sp`` where inputs are others a token earlier."""
+    """Inputs and boundaries of a call as the program takes them: [T, H, ...] or [B, T, H, ...], with the rows of a
+    token as tokens. Collective over ``sp`` if the program has shifted inputs (`SymbTensor.before`)."""
     inputs = _with_earlier(meta, _tokens_first(meta, inputs), cu_seqlens, sp)
     if cu_seqlens is None or meta.rows is None:
         return _rows_of_tokens(meta, inputs), cu_seqlens
@@ -166,7 +169,8 @@ def asked(
 
 
 def alike(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What looks like the inputs of `asked`: those a token earlier have the values of their own token."""
+    """Tensors of the shapes and dtypes that `asked` returns, without exchanges: shifted inputs keep the values of their
+    own token."""
     found = _tokens_first(meta, inputs)
     earlier = {name: found[source] for name, source in meta.earlier.items() if source in found}
     return _rows_of_tokens(meta, found | earlier)
@@ -175,8 +179,11 @@ def alike(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.T
 def answered(
     meta: InputMeta, sp: SequenceParallel | None, o: torch.Tensor, final: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """What the caller gets: outputs of each token's last row. Each leads to what `asked` exchanged, whatever a rank's
-    loss uses."""
+    """Outputs of each token's last row, and the final states.
+
+    If `asked` exchanged tokens, both depend on all of them, so that the backward exchange happens on every rank,
+    whichever of the two a rank's loss uses.
+    """
     if meta.rows is not None:
         o = o[..., meta.rows - 1 :: meta.rows, :, :]
     if sp is None or not meta.earlier:
@@ -186,7 +193,7 @@ def answered(
 
 
 def _tokens_first(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views [T, H, ...] or [B, T, H, ...] of inputs that come as [H, T, ...] or [B, H, T, ...]."""
+    """The inputs, of which those that come as [H, T, ...] or [B, H, T, ...] are views [T, H, ...] or [B, T, H, ...]."""
     found = dict(inputs) if meta.heads_first else inputs
     for name in meta.heads_first:
         if name not in inputs or name in meta.earlier:
@@ -205,7 +212,8 @@ def _tokens_first(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _rows_of_tokens(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs of T n rows: those of rows [T, n, H, ...] with rows for tokens, others with their value at their row."""
+    """Inputs of T n rows, for n rows a token. Inputs [T, n, H, ...] are flattened; others have their value at the row
+    that `SymbTensor.row` names and zeros elsewhere, or the same value at all rows."""
     n = meta.rows
     if n is None:
         return inputs
@@ -237,7 +245,7 @@ def _rows_of_tokens(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[st
 def _with_earlier(
     meta: InputMeta, inputs: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
 ) -> dict[str, torch.Tensor]:
-    """The inputs, and those that are others of them a token earlier. Collective over ``sp`` where there are some."""
+    """The inputs and the shifted inputs (`SymbTensor.before`). Collective over ``sp`` if there are shifted inputs."""
     if not meta.earlier:
         return inputs
     expected = [name for name in (*meta.tokens, *meta.params) if name not in meta.earlier]
@@ -264,7 +272,7 @@ def _earlier(
 ) -> torch.Tensor:  # fmt: skip
     wide = x if x.dim() > dims else x.unsqueeze(0)
     if sp is not None and sp.world_size > 1:
-        wide = wide.to(torch.promote_types(x.dtype, torch.float32))  # ranks exchange no others
+        wide = wide.to(torch.promote_types(x.dtype, torch.float32))  # ranks exchange float32 and float64 only
     found = previous(wide, cu_seqlens, sp, None if start is None else start.to(wide.dtype)).to(x.dtype)
     return found if x.dim() > dims else found.squeeze(0)
 
@@ -273,7 +281,7 @@ def _check_earlier(
     meta: InputMeta, name: str, x: torch.Tensor, start: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     sp: SequenceParallel | None,
 ) -> None:  # fmt: skip
-    """Of the input that `name` is a token later."""
+    """Checks x, the input that the shifted input ``name`` reads, and what stands before x's first tokens."""
     source, dims = meta.earlier[name], meta.dims(name)
     check_dense(source, x, "a floating tensor of 16, 32 or 64 bits")
     if x.dim() - dims not in (0, 1) or not x.is_floating_point():
@@ -296,5 +304,5 @@ def _check_earlier(
 
 
 def no_autocast(kind: str) -> AbstractContextManager[Any]:
-    """States stay in the accumulation dtype."""
+    """A context without autocast, in which states stay in the accumulation dtype."""
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

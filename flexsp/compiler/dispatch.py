@@ -1,6 +1,6 @@
-"""Stage 6: the executable of a call of generated kernels.
+"""Stage 6: the executable of a call, from the first lowering that takes it.
 
-Another length T makes another executable, but compiles nothing: no kernel is specialised on T.
+Each length T has an executable of its own, but shares compiled kernels: no kernel is specialised on T.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ def executable_of(
     code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     sp: SequenceParallel | None, plan: Plan | None = None,
 ) -> Executable[Any]:  # fmt: skip
-    """How calls with such inputs run.
+    """The executable of calls with such inputs: a lowering's, else that of generated kernels.
 
     Args:
         given: the inputs by name, tokens [T, H, ...] or [B, T, H, ...] and parameters [H, ...].
-        plan: the plan of a generated call; None for the predicted one, or for what an engine says of the call.
+        plan: the plan of a generated call. None asks the lowerings, and predicts a plan if none takes the call.
     """
     layout = code.layout
     tokens = [name for name in given if name in layout.tokens]
-    docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    looks = CallSpec(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
-    ends = sp is None or docs > 0 or sp.rank == sp.world_size - 1
-    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+    n_docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    spec = CallSpec(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
+    returns_final = sp is None or n_docs > 0 or sp.rank == sp.world_size - 1
+    bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if n_docs else None
 
     def remake(others: Tensors, state: torch.Tensor | None, group: SequenceParallel | None) -> Executable[Any]:
         return executable_of(code, others, state, bounds, group, plan)
 
     for lowering in code.program.lowerings if plan is None else ():
-        own = lowering.call(code, looks, initial is not None, docs, ends, sp)
+        own = lowering.call(code, spec, initial is not None, n_docs, returns_final, sp)
         if own is not None:
-            return Executable(own, looks, sp, remake, lowering.name)
-    for axis, size, what in ((0, looks.T, "rows"), (1, looks.H, "heads")):
-        fewer = [name for name in tokens if looks.shapes[name][axis] != size]
+            return Executable(own, spec, sp, remake, lowering.name)
+    for axis, size, what in ((0, spec.T, "rows"), (1, spec.H, "heads")):
+        fewer = [name for name in tokens if spec.shapes[name][axis] != size]
         if fewer:
-            raise NotEmittable(f"{fewer[0]}: expected {size} {what}, got {looks.shapes[fewer[0]][axis]}")
-    sizes = _sizes(code, looks, initial)
+            raise NotEmittable(f"{fewer[0]}: expected {size} {what}, got {spec.shapes[fewer[0]][axis]}")
+    sizes = _sizes(code, spec, initial)
     chained = sp is not None and sp.world_size > 1
     if plan is None:
         plan = choose_plan(
-            code, sizes, looks.B * looks.H, looks.T, docs, looks.dtype, chained, of_device(looks.device)
+            code, sizes, spec.B * spec.H, spec.T, n_docs, spec.dtype, chained, of_device(spec.device)
         )
-    elif chained:  # a plan that was tuned on one rank
+    elif chained:  # a plan that was tuned on one rank may have no summary, which ranks exchange
         plan = replace(plan, schedule="segmented")
-    call = GeneratedCall(code, plan, sizes, looks.B, looks.H, looks.T, docs, looks.dtype, initial is not None, ends)
-    return Executable(call, looks, sp, remake)
+    call = GeneratedCall(
+        code, plan, sizes, spec.B, spec.H, spec.T, n_docs, spec.dtype, initial is not None, returns_final
+    )
+    return Executable(call, spec, sp, remake)
 
 
 def _sizes(code: Generated, given: CallSpec, initial: torch.Tensor | None) -> dict[str, int]:
-    """Of the state and the inputs, by name."""
+    """Sizes of the state and the inputs, by name."""
     layout = code.layout
     found: dict[str, int] = {}
     for name, shape in given.shapes.items():

@@ -1,4 +1,4 @@
-"""The object that a user makes of three functions."""
+"""`LinearAttention`: the object that users make of three functions, and call."""
 
 from __future__ import annotations
 
@@ -41,17 +41,21 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class LinearAttention:
     """A linear-attention variant from three PyTorch functions, each on one chunk of one head.
 
-    ``chunk_mode(k, v, ...)`` gives what a chunk adds to the state, from its own tokens. ``decay_mode(prev_s,
-    chunk_state, ...)`` gives the state after the chunk. ``merge_mode(q, ..., chunk_state, ...)`` gives the chunk's
-    outputs [C, V]; its ``chunk_state`` is the state that enters the chunk. Arguments are inputs of ``input_meta`` or
-    names given to `cache_result` in chunk_mode. On one chunk inputs are [C, ...], parameters lose their heads, states
-    are [K, V] or [K]. Under torch.compile a call is one node of the graph, which holds for all lengths and batches.
+    The functions get inputs [C, ...], parameters without their heads, and states [K, V] or [K]. Their arguments are
+    names of ``input_meta``, or names that chunk_mode gives to `cache_result`:
+
+    - ``chunk_mode(k, v, ...)`` returns what the chunk's own tokens add to the state.
+    - ``decay_mode(prev_s, chunk_state, ...)`` returns the state after the chunk.
+    - ``merge_mode(q, ..., chunk_state, ...)`` returns the chunk's outputs [C, V]. Its ``chunk_state`` is the state that
+      enters the chunk.
+
     The notation is that of Forge (Listings 1 and 3).
 
-    The functions run in PyTorch, on any device, in float32 or in the inputs' dtype if that is wider, whatever autocast
-    says; casts of floating tensors in them are dropped. On GPUs run kernels that are generated from them at the first
-    call; `explain` names the file. Inputs in float64 ask for the functions themselves, on GPUs too: kernels have no
-    float64. Kernels carry factors of the state, or of its rows, as logarithms, so these must not be negative.
+    On CPU, and with inputs in float64 on any device, the functions run in PyTorch: in float32, or in the inputs' dtype
+    if that is wider, whatever autocast says. Casts of floating tensors in the functions are dropped. On GPUs a call
+    runs kernels, which are generated from the functions at the first call; `explain` names their file. Kernels carry
+    factors of the state, or of its rows, as logarithms, so these factors must not be negative. Under torch.compile a
+    call is one node of the graph, for all lengths and batch sizes.
 
     Args:
         input_meta: name -> SymbTensor, or a number that the functions get as it is. Tensors with the size "T" are
@@ -63,22 +67,23 @@ class LinearAttention:
         merge_mode: the function of the outputs.
         sp_group: SequenceParallel over whose ranks calls run that give no ``sp``; or a ProcessGroup over whose ranks
             `flexsp.init_sequence_parallel` was called.
-        enable_aot: compile the kernels now, for all combinations of the ConstExprs and the dtypes of ``input_meta``,
-            into Triton's cache (TRITON_CACHE_DIR): for the GPU that is there, else for compute capability
-            FLEXSP_AOT_ARCH (90). Later calls, of other processes too, find them there. Inputs of other dtypes, with
-            other strides, and calls with ``prev_s`` compile at their first call.
+        enable_aot: compile the kernels now into Triton's cache (TRITON_CACHE_DIR), where later calls of any process
+            find them: for all combinations of the ConstExprs, in the dtypes of ``input_meta``, for the GPU that is
+            there or else for compute capability FLEXSP_AOT_ARCH (90). Inputs of other dtypes or with other strides,
+            and calls with ``prev_s``, still compile at their first call.
         code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
-        chunk_size: tokens of a chunk. None lets the plan choose: the functions must then not depend on where chunks
-            end. Of a number they may, and where they do shards must start on edges of chunks.
-        autotune: on GPUs, time plans (chunk size, segments, tiles, warps, stages) at the first call of each signature
-            and take the quickest; seconds to minutes, most of them compilation. `explain` then says how far the plan
-            that would have been taken was from it.
-        lowering: "auto" runs ``lowerings``: their kernels and, unless ``chunk_size`` is given, their code in PyTorch;
+        chunk_size: tokens of a chunk. None lets the plan choose it; results must then not depend on where chunks end.
+            With a number they may, and then shards must start on edges of chunks.
+        autotune: on GPUs, the first call of each signature times plans (chunk size, segments, tiles, warps, stages)
+            and takes the quickest. This takes seconds to minutes, mostly for compilation. `explain` then says how much
+            slower the plan without autotune was.
+        lowering: "auto" runs the kernels of ``lowerings`` and, unless ``chunk_size`` is given, their PyTorch code;
             "generated" runs generated kernels and the functions.
         lowerings: engines of hand-written kernels for these functions, each a `flexsp.compiler.Lowering`, in the order
             in which they are asked. The first that takes a call runs it.
-        fallback: what runs a call on a GPU that no kernels can run: None raises NotAvailable, which says why; "pytorch"
-            runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` say which calls.
+        fallback: for calls on a GPU that no kernels can run. None raises NotAvailable, which gives the reason;
+            "pytorch" runs the functions in PyTorch, many times slower, and warns once. `explain` and `runs` tell
+            which calls these are.
 
     Raises:
         CompileError: a function cannot be traced, is not causal, or has wrong shapes; names function, line and remedy.
@@ -86,9 +91,9 @@ class LinearAttention:
         NotAvailable: enable_aot where no kernels can be generated.
     """
 
-    rows: int  # of inputs a token of `SequenceParallel.lengths`; `name_of` tells graphs apart by it
-    groups: Mapping[str, int] = {}  # inputs whose every head serves so many; only an engine runs such calls
-    every: Mapping[str, int] = {}  # inputs with a row for so many tokens, likewise
+    rows: int  # rows of inputs for one token of `SequenceParallel.lengths`; graph names depend on it
+    groups: Mapping[str, int] = {}  # grouped inputs -> heads of the state for one head; only an engine runs such calls
+    every: Mapping[str, int] = {}  # inputs -> rows of the state's tokens for one row of theirs, likewise
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
@@ -142,10 +147,10 @@ class LinearAttention:
 
         Args:
             inputs: the tensors of ``input_meta`` by name, [T, H, ...] or [B, T, H, ...]; parameters [H, ...].
-            prev_s: initial states [N, H, *state], N = B or the number of documents, in float32, or float64 if an input
-                is; zeros if None. Under ``sp`` without ``cu_seqlens`` only the first rank has them.
-            cu_seqlens: int32 or int64 [N+1], global boundaries of packed documents; B must be 1. Where kernels run its
-                values are not looked at unless FLEXSP_CHECK=1.
+            prev_s: initial states [N, H, *state], N = B or the number of documents; zeros if None. In float32, or in
+                float64 if an input is. Under ``sp`` without ``cu_seqlens`` only the first rank gives them.
+            cu_seqlens: int32 or int64 [N+1], global boundaries of packed documents; B must be 1. Where kernels run,
+                its values are checked only under FLEXSP_CHECK=1.
             sp: as for the ops: None takes the ambient group or ``sp_group``, False runs on this rank alone.
 
         Returns:
@@ -170,7 +175,8 @@ class LinearAttention:
         try:
             group = resolve_sp(sp)
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
-            usual = in_memory if self._autotune else plain  # operators do not tune: one plan, whether or not watched
+            # the custom operators do not tune, so with autotune a call has one plan, whether or not a mode watches it
+            usual = in_memory if self._autotune else plain
             if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
                 found = torch_compile.call_now(self, inputs, prev_s, cu_seqlens, group)
             else:
@@ -186,20 +192,24 @@ class LinearAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         backward = self._autotune and torch.is_grad_enabled()
         backward = backward and any([getattr(x, "requires_grad", False) for x in inputs.values()])
-        signature = (*signature_of(inputs, prev_s, cu_seqlens, group), backward)  # plans tuned without may not fit with
+        # a plan that was tuned for the forward pass alone may be slow for both
+        signature = (*signature_of(inputs, prev_s, cu_seqlens, group), backward)
         call, shard, bounds = self.found(signature, inputs, prev_s, cu_seqlens, group)
         executable = call.executable
         if executable is not None:
             tuned = self._autotune and executable.device.type == "cuda"
             if tuned and not call.tuned:
-                executable = self._tune(executable, inputs, prev_s, cu_seqlens, group, shard, backward)
+                from flexsp.compiler.autotune import autotuned
+
+                executable, line = autotuned(executable, inputs, prev_s, cu_seqlens, group, shard, backward)
+                self._tuned = [*self._tuned[1 - _CALLS :], *([] if line is None else [line])]
                 self._calls[signature] = replace(call, executable=executable, tuned=True)
             key = None if tuned else self.graph_name
             return run(executable, key, [inputs[name] for name in executable.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
     def _has_kernels(self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: Any) -> bool:
-        """Whether kernels run calls with such inputs. Of what no call takes: no."""
+        """Whether kernels run calls with such inputs; False for inputs that a call refuses."""
         tokens, params, _ = self._sorted(inputs)
         first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
         odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
@@ -213,7 +223,8 @@ class LinearAttention:
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
         group: SequenceParallel | None,
     ) -> _Found:  # fmt: skip
-        """What a call in a graph of torch.compile is. Its plan is never tuned: a graph knows its sizes."""
+        """`found` for a call in a graph of torch.compile. Its plan is never tuned, since sizes of the graph's tensors
+        depend on it."""
         x = dict(zip(self.names, tensors, strict=True))
         return self.found(("graph", *signature_of(x, prev_s, cu_seqlens, group)), x, prev_s, cu_seqlens, group)
 
@@ -221,7 +232,7 @@ class LinearAttention:
         self, signature: tuple[Any, ...], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, group: SequenceParallel | None,
     ) -> _Found:  # fmt: skip
-        """What a call is; (its first token, its end, tokens of all ranks); boundaries of documents if looked at."""
+        """The call; (its first token, its end, the tokens of all ranks); boundaries of documents if they are read."""
         call = self._kept_or_checked(signature, inputs, prev_s, cu_seqlens, group)
         shard = arguments.shard_of(call.T, self.rows, cu_seqlens, group)
         bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.executable is None, self.rows)
@@ -231,11 +242,11 @@ class LinearAttention:
         return call, shard, bounds
 
     def again(
-        self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, docs: int, group: SequenceParallel | None
+        self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, n_docs: int, group: SequenceParallel | None
     ) -> _Call:
-        """What a call of `prepared` is, for its backward pass. Boundaries of documents are not looked at."""
+        """The call that `prepared` found, for its backward pass. Boundaries of documents are not read."""
         x = dict(zip(self.names, tensors, strict=True))
-        bounds = torch.empty(docs + 1, dtype=torch.int64, device=tensors[0].device) if docs else None
+        bounds = torch.empty(n_docs + 1, dtype=torch.int64, device=tensors[0].device) if n_docs else None
         return self._kept_or_checked(("again", *signature_of(x, prev_s, bounds, group)), x, prev_s, bounds, group)
 
     def _kept_or_checked(
@@ -260,7 +271,7 @@ class LinearAttention:
             group.check_signature((text, *widths, call.states, "boundaries", bounds))
 
     def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
-        """Generates them, if calls of such tensors may need them."""
+        """Generates the kernels, if calls of such tensors may need them."""
         if asks_for_kernels(on_gpu, dtype):
             _ = self._generated
 
@@ -276,34 +287,8 @@ class LinearAttention:
         with torch.no_grad():
             return self.in_pytorch(call, one | params, state, None, None)[0].shape[-1]
 
-    def _tune(
-        self, executable: Executable[Any], inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
-    ) -> Executable[Any]:  # fmt: skip
-        """The executable with the quickest plan, of generated calls. Each rank searches for itself: what ranks
-        exchange does not depend on it."""
-        from flexsp.compiler.dispatch import executable_of
-        from flexsp.compiler.planning.launches import GeneratedCall
-        from flexsp.compiler.planning.tune import tune
-        from flexsp.kernels.table import chunk_table
-
-        if not isinstance(executable.call, GeneratedCall):
-            return executable
-        given = {name: inputs[name].detach() for name in executable.names}
-        made = ft.partial(executable_of, executable.call.code, given, prev_s, cu_seqlens)
-
-        def table(chunk: int) -> torch.Tensor | None:
-            last = group is None or group.is_last
-            return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
-
-        found = tune(lambda plan: made(None, plan), [*given.values()], prev_s, table, backward)
-        what = "forward and backward" if backward else "forward"
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
-        self._tuned = [*self._tuned[1 - _CALLS :], f"autotune of {what} for {shapes}: {found}"]
-        return made(group, found.plan)
-
     def __getstate__(self) -> dict[str, Any]:
-        """Other processes make their kernels anew."""
+        """Other processes generate their kernels again."""
         return {name: x for name, x in self.__dict__.items() if name != "_generated"} | {"_calls": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -311,11 +296,11 @@ class LinearAttention:
         self.graph_name = torch_compile.name_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
-        """Copies of a module run the same kernels."""
+        """The object itself: copies of a module run the same kernels."""
         return self
 
     def likeness(self) -> str:
-        """Text that differs where variants may differ in what they compute or keep; the same in every process."""
+        """Text that differs for variants that may compute or save different values; the same in every process."""
         program = self.program
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
@@ -324,7 +309,7 @@ class LinearAttention:
         return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
-        """What an earlier call of the signature was found to be."""
+        """The call that an earlier call of the signature made."""
         return self._calls.get(signature)
 
     def in_pytorch(
@@ -350,7 +335,7 @@ class LinearAttention:
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
         group: SequenceParallel | None,
     ) -> _Call:  # fmt: skip
-        """What a call with such tensors is; ValueError where it is wrong."""
+        """The call for such tensors; ValueError if they do not fit the program."""
         meta = self.program.meta
         tokens, params, _ = self._sorted(inputs)
         first = next(iter(tokens.values()))
@@ -378,15 +363,9 @@ class LinearAttention:
     def _compile_ahead(self) -> None:
         if isinstance(self._generated, str):
             raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
-        from flexsp.compiler.ahead import compile_ahead
-        from flexsp.runtime.triton_private import current_target, gpu_target
+        from flexsp.compiler.aot import compile_ahead, target_of_host
 
-        named = os.environ.get("FLEXSP_AOT_ARCH") or "90"
-        if not named.isdecimal():
-            raise ValueError(f"FLEXSP_AOT_ARCH: expected a compute capability such as 90, got {named!r}")
-        arch = int(named)
-        target = current_target() if torch.cuda.is_available() else gpu_target(arch)
-        compile_ahead(self._generated, self.program.meta, target)
+        compile_ahead(self._generated, self.program.meta, target_of_host())
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
@@ -410,7 +389,7 @@ class LinearAttention:
         self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], looks: dict[str, TensorSpec],
         group: SequenceParallel | None, given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
-        """The kernels for this call, None where the functions run in PyTorch; NotEmittable where neither may run."""
+        """The kernels for this call; None if the functions run in PyTorch, NotEmittable if neither may run."""
         if not asks_for_kernels(first.is_cuda, wide):
             return None
         if transformed() or any(x is not None and aligned(x) is None for x in given):
@@ -429,7 +408,7 @@ class LinearAttention:
         return None
 
     def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool, ranks: bool) -> str | None:
-        """Why no kernels run calls with inputs of these sizes, by name, that look so; or None."""
+        """Why no kernels run calls with inputs of these sizes, dtypes and shapes; None if kernels do."""
         code = self._generated
         if isinstance(code, str):
             return code
@@ -440,7 +419,7 @@ class LinearAttention:
     def runs(
         self, *, prev_s: torch.Tensor | None = None, sp: SequenceParallel | bool | None = None, **inputs: torch.Tensor
     ) -> str:
-        """What runs a call with these tensors, as a sentence; nothing is computed or sent.
+        """A sentence that says what runs a call with these tensors. It computes and sends nothing.
 
         Raises:
             ValueError: inputs that a call would refuse.
@@ -478,11 +457,11 @@ class LinearAttention:
         return self._generated
 
     def explain(self, T: int = 16384, B: int = 1) -> str:
-        """What was made of the functions: kind of transition, where it runs, the kernels and their file, the graphs.
+        """Text about the program: its transition, where calls run, the kernels and their file, the graphs, and a plan.
 
-        And the plan of a call of T tokens, for the largest of the sizes that ``input_meta`` allows (32 heads where it
-        names no number) and the dtype of its first tensor: schedule, chunks, tiles; bytes and microseconds that each
-        launch is predicted to take on the GPU that is there, else on an H200.
+        The plan is that of a call of T tokens with the largest sizes that ``input_meta`` allows (32 heads where it
+        names no number), in the dtype of its first tensor. It lists schedule, chunks and tiles, and the bytes and
+        microseconds that each launch is predicted to take, on the GPU that is there or else on an H200.
         """
         for name, n in (("T", T), ("B", B)):
             if type(n) is not int or n < 0:
@@ -563,7 +542,7 @@ class LinearAttention:
         return found
 
     def _size(self, size: Size, names: dict[str, int], prev_s: torch.Tensor | None) -> int:
-        """A size of the state; one that no input has is its only choice, or what the given state has."""
+        """A size of the state: from an input that has it, else its only choice, else the size of ``prev_s``."""
         if not isinstance(size, ConstExpr):
             return int(size)
         choices, at = self._sizes[size.name], self.program.meta.state_sizes.index(size) + 2
@@ -574,11 +553,9 @@ class LinearAttention:
         return prev_s.shape[at]
 
 
-
-
 @dataclass(frozen=True)
 class _Call:
-    """What all calls of one signature share: tokens of this rank, the states' shape and dtype, the executable."""
+    """What all calls of one signature share: this rank's tokens, shape and dtype of the states, the executable."""
 
     T: int
     states: tuple[int, ...]

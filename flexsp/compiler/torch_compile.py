@@ -1,4 +1,7 @@
-"""What the operators of flexsp.kernels.operators run for a variant: its kernels, or its functions in PyTorch."""
+"""Calls of variants as custom operators: one node of a graph of torch.compile, which runs kernels or PyTorch.
+
+`flexsp.kernels.operators` defines the operators. A graph holds the name of a variant (`name_of`) and not the object.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Optional = torch.Tensor | None
 
 
 class Variant(Protocol):
-    """What the operators ask of a `LinearAttention`."""
+    """The interface of `LinearAttention` that the operators use."""
 
     names: tuple[str, ...]
     graph_name: str
@@ -41,7 +44,7 @@ class Variant(Protocol):
     ) -> Any: ...
 
     def again(
-        self, tensors: Sequence[torch.Tensor], prev_s: Optional, docs: int, group: SequenceParallel | None
+        self, tensors: Sequence[torch.Tensor], prev_s: Optional, n_docs: int, group: SequenceParallel | None
     ) -> Any: ...
 
     def checked(
@@ -59,16 +62,16 @@ class Variant(Protocol):
 
 
 _variants: WeakValueDictionary[str, Variant] = WeakValueDictionary()
-_lasting: set[Variant] = set()  # that graphs know
+_lasting: set[Variant] = set()  # whose names are in graphs, which outlive the callers' references
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 _KIND = "variant"
 
 
 def name_of(variant: Variant) -> str:
-    """What graphs hold in place of the object.
+    """The name that graphs hold in place of the object.
 
-    No number, which torch.compile would take for one of many, and different for what may differ in the sizes that the
-    operators return: Inductor's cache on disk tells graphs of two processes apart by it.
+    It is a string, because torch.compile would make a symbol of a number. It differs for variants whose operators may
+    return other sizes, because Inductor's cache on disk tells the graphs of two processes apart by it.
     """
     digest = hashlib.sha256(f"{variant.likeness()} {_package()}".encode()).hexdigest()[:16]
     name = f"{digest} {next(_numbers[digest])}"
@@ -79,20 +82,20 @@ def name_of(variant: Variant) -> str:
 
 @functools.cache
 def _package() -> str:
-    """Of this package's own code, which decides on plans and with them on sizes."""
+    """A hash of this package's own code, which decides on plans and with them on sizes."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def kept(make: Callable[[], Variant]) -> tuple[str, tuple[str, ...]]:
-    """The name of a variant that lives as long as this process, and the names of its inputs in order."""
+    """Makes a variant that lives as long as this process; returns its name in graphs and its inputs' names in order."""
     variant = run_in_clean_thread(torch.device("cpu"), make)
     _lasting.add(variant)
     return variant.graph_name, variant.names
 
 
 class _Variant:
-    """Calls of a variant, whose plans are never tuned: a graph knows its sizes."""
+    """Calls of a variant. Their plans are never tuned, since sizes of the graph's tensors depend on the plan."""
 
     def __init__(self, name: str) -> None:
         self.model = _variants[name]
@@ -122,13 +125,13 @@ class _Variant:
         model, group, (tensors, initial, cu_seqlens) = self.model, asked.group, asked[:3]
         first = tensors[0]
         _lasting.add(model)
-        looks = [_looks(x) for x in tensors]
-        others = [None if x is None else _looks(x) for x in (initial, cu_seqlens)]
+        specs = [_spec(x) for x in tensors]
+        others = [None if x is None else _spec(x) for x in (initial, cu_seqlens)]
 
         def planned() -> tuple[Any, tuple[int, ...]]:
-            model.make_kernels(looks[0][2].type == "cuda", looks[0][1])
+            model.make_kernels(specs[0][2].type == "cuda", specs[0][1])
             with FakeTensorMode():
-                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
+                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
                 state, cu = (None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others)
                 inputs = dict(zip(model.names, made, strict=True))
                 call = model.checked(inputs, state, cu, group)
@@ -156,23 +159,23 @@ operators.define_kind(
 )  # fmt: skip
 
 
-def _looks(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+def _spec(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return tuple([int(n) for n in x.shape]), x.dtype, x.device
 
 
 def call(
     key: str, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """Outputs and final states of a call through the operators. `key` is what `name_of` gave."""
-    ends = sp is None or cu_seqlens is not None or sp.is_last
-    return operators.call(key, tensors, initial, cu_seqlens, want_final=ends, sp=sp)
+    """Outputs and final states of a call through the operators. `key` is a name that `name_of` returned."""
+    returns_final = sp is None or cu_seqlens is not None or sp.is_last
+    return operators.call(key, tensors, initial, cu_seqlens, want_final=returns_final, sp=sp)
 
 
 def call_now(
     variant: Variant, inputs: dict[str, torch.Tensor], initial: Optional, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """The same outside of torch.compile. A trace keeps the key, so the variant lasts."""
+    """`call` outside of torch.compile. A trace keeps the key alone, so it makes the variant last."""
     if torch.jit.is_tracing() or get_proxy_mode() is not None:
         _lasting.add(variant)
     given = [inputs[name] for name in variant.names]

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: what a call launches is worked out once, compiled side by side, and run by addresses.
+"""Launches of Triton kernels. Work on a call is done once; later calls like it only fill in addresses.
 
 ptxas is NVIDIA's assembler, the last step of Triton's compilation. Release 12.8, which Triton 3.6 uses for Hopper
 GPUs, miscompiles some kernels with small matrix products: Gated DeltaNet with K = 20 got a wrong dk, and with K = 20

@@ -1,8 +1,7 @@
-"""Work that must not see the state of the thread that asks for it."""
+"""Runs work in a thread of its own, where the state of the calling thread is not in force."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,41 +9,24 @@ from typing import Any
 
 import torch
 
+from flexsp.runtime.workarounds.device_guard import outlive_threads
+
 __all__ = ["run_in_clean_thread"]
 
 
-@functools.cache
-def _outlive_threads() -> None:
-    """torch 2.11 built for CUDA, on a host without a GPU: the first thread that enters a FakeTensorMode leaves a device
-    guard of its own for all others, which crash once it has ended. So a thread that does not end goes first."""
-    if not torch.__version__.startswith("2.11.") or torch.version.cuda is None or torch.cuda.is_available():
-        return
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    entered = threading.Event()
-
-    def stay() -> None:
-        with FakeTensorMode():
-            entered.set()
-        threading.Event().wait()
-
-    threading.Thread(target=stay, name="flexsp-guard", daemon=True).start()
-    entered.wait()
-
-
 def run_in_clean_thread(device: torch.device, work: Callable[[], Any]) -> Any:
-    """What `work` returns in a thread of its own, on the current stream of `device`.
+    """Calls `work` in a new thread, on the current stream of `device`, and returns its result.
 
-    There no tracer, mode, transform or hook of the caller's thread is in force: inference mode, autocast, what compiles
-    or checkpoints the call, hooks on saved tensors.
+    No tracer, mode, transform or hook of the calling thread is in force there: neither inference mode nor autocast, no
+    compilation or checkpoint of the call, no hooks on saved tensors.
     """
-    if torch.compiler.is_dynamo_compiling():  # it would compile what comes behind the thread's start beside the work
-        return torch.compiler.disable(_elsewhere)(device, work)
-    return _elsewhere(device, work)
+    if torch.compiler.is_dynamo_compiling():  # Dynamo would compile what follows the thread's start while it works
+        return torch.compiler.disable(_in_thread)(device, work)
+    return _in_thread(device, work)
 
 
-def _elsewhere(device: torch.device, work: Callable[[], Any]) -> Any:
-    _outlive_threads()
+def _in_thread(device: torch.device, work: Callable[[], Any]) -> Any:
+    outlive_threads()
     answer: list[Any] = []
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

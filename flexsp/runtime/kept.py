@@ -1,4 +1,4 @@
-"""What is kept of calls for the next ones like them."""
+"""Bounded caches for results that later calls need again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Adds an entry to `kept`, which has at most so many: the oldest goes. Threads may look entries up meanwhile."""
+    """Adds an entry to `kept`, which holds at most `most`; the oldest entry goes. Other threads may read meanwhile."""
     with _lock:
         if len(kept) >= most and key not in kept:
             kept.pop(next(iter(kept)), None)
@@ -24,9 +24,9 @@ def keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
 
 
 def keep_with(position: int, most: int = 4096) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """Decorator: results are kept as long as the argument at `position` lives, at most so many for each.
+    """Decorator that caches results as long as the argument at `position` lives, at most `most` for each such argument.
 
-    functools.lru_cache would keep the argument itself alive. Results must not refer to it.
+    functools.lru_cache would keep the argument alive. For the same reason results must not refer to it.
     """
 
     def decorate(fn: Callable[..., _R]) -> Callable[..., _R]:

@@ -9,7 +9,7 @@ has settled, and waits for that in `begin`.
 
 ptxas 12.8, which Triton 3.6 uses for Hopper, miscompiles some kernels with small wgmma products: wrong results or
 illegal accesses, gone with 12.9 and 13.0. Kernels for Hopper are assembled by the newest ptxas that is found. All
-releases make mistakes in kernels that spill registers; see `flexsp.runtime.machine_code`.
+releases make mistakes in kernels that spill registers; see `flexsp.runtime.workarounds.unwritten_registers`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import REGISTERS, check_shared, reads_shared
-from flexsp.runtime import llvm_workaround, machine_code
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.tested_versions import warn_if_uncovered
 from flexsp.runtime.triton_private import current_target, make_launcher
+from flexsp.runtime.workarounds import unwritten_registers, vector_flags
 
 __all__ = [
     "KernelLaunch", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
@@ -109,7 +109,7 @@ def workers() -> ThreadPoolExecutor:
 
 
 def _forget_workers() -> None:
-    """In a process that was forked off there are no threads, and nobody finishes what they had begun."""
+    """After a fork the child has none of the parent's threads, so the compilations that they began never finish."""
     global _lock
     _lock = threading.RLock()
     workers.cache_clear()
@@ -134,7 +134,7 @@ def _submit(work: Callable[..., Any], *args: Any) -> Future[Any]:
 
 @contextmanager
 def _assembler(arch: int) -> Iterator[dict[str, str]]:
-    """Lets Triton use the newer ptxas in this thread; gives what tells its cache so."""
+    """Lets Triton use the newer ptxas in this thread; yields what its cache key must contain for that."""
     tool = newer_assembler() if arch == 90 else None
     if tool is None or tool.path == private.assembler_for(arch).path:
         yield {}
@@ -172,10 +172,10 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
             divisible.append(i)
     if not reads_shared(target.arch):  # left alone, ptxas gives kernels that spill 32 registers a thread on sm_80
         options = {"maxnreg": min(255, REGISTERS // (32 * options.get("num_warps", 4)))} | options
-    edited = private.editing_llvm(llvm_workaround.drop_lane_flags)
-    checked = private.assembling_by(machine_code.assembled)
+    edited = private.editing_llvm(vector_flags.drop_lane_flags)
+    checked = private.assembling_by(unwritten_registers.assembled)
     with _assembler(target.arch) as told, edited, checked:
-        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": machine_code.rules()}
+        told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": unwritten_registers.rules()}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
     sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
@@ -217,14 +217,14 @@ def _kind(value: Any, free: bool) -> _Kind:
 def specialisation(
     kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """What decides which compiled kernel `build` gives, but for the device: as many as there are kernels, not calls."""
+    """The key of the compiled kernel that `build` returns, without the device. Calls of one kernel have one key."""
     kinds = tuple(map(_kind, args, private.freedom(kernel)))
     how = [(k, tuple(v.items()) if type(v) is dict else v) for k, v in options.items()]
     return kernel, kinds, *constants.items(), *how
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...]:
-    """`args` as `build` needs them, without the memory."""
+    """`args` as `build` needs them: descriptions that hold no memory."""
     return tuple([_looks(x) if isinstance(x, torch.Tensor) else x for x in args])
 
 
@@ -291,7 +291,7 @@ class KernelLaunch:
         launch(self.kernel, self.grid, self.arguments(frame), self.constants, self.options)
 
     def arguments(self, frame: Any) -> tuple[Any, ...]:
-        """What the kernel takes before its constants."""
+        """The arguments of the kernel before its constants."""
         return (*(None if name is None else frame[name] for name in self.pointers), *self.numbers)
 
     def described(self, frame: Any) -> tuple[Any, ...]:
@@ -323,7 +323,7 @@ class KernelLaunch:
         return found
 
     def facts(self, frame: Any) -> tuple[Any, ...]:
-        """What decides which compiled kernel it is, but for the device."""
+        """The key of the compiled kernel, without the device."""
         return specialisation(self.kernel, self.arguments(frame), self.constants, self.options)
 
     def _compile(self, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""A call as a list of steps: launches whose pointers are named, and what PyTorch does between them.
+"""A call as a list of steps: kernel launches with named pointers, and PyTorch operations between them.
 
 Worked out once for a signature (shapes, strides, dtypes, alignment), it runs again by filling in addresses.
 """

@@ -1,4 +1,4 @@
-"""Which combinations of Triton release and GPU the GPU tests have run on.
+"""The combinations of Triton release and GPU on which the GPU tests have passed.
 
 Compilers differ in what they get wrong: a kernel that is right on one GPU under one release says little of another.
 This file imports neither Triton nor a GPU.
@@ -40,7 +40,7 @@ Triton run instead."""
 
 
 def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:
-    """None if a run covered this combination, else what to know and to do.
+    """None if a run covered this combination, else a warning that says what to do.
 
     A run counts for its release of Triton (3.6.0 and 3.6.0+cu13 are one) and for all GPUs of its compute capability.
     """
@@ -61,7 +61,7 @@ def _sm(capability: tuple[int, int]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def warn_if_uncovered(triton: str, device: int) -> None:
-    """Warns of a combination that no run covered, once for all GPUs alike."""
+    """Warns of a combination that no run covered, once for all equal GPUs."""
     _warn(triton, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 

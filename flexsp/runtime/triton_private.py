@@ -19,10 +19,8 @@ Other releases are launched by Triton's own launcher in Python, which takes more
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,6 +36,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 from flexsp.runtime import tested_versions
+from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES",
@@ -56,11 +55,11 @@ __all__ = [
     "editing_llvm",
     "freedom",
     "gpu_target",
+    "interpreter",
     "load",
     "make_launcher",
     "parameters",
     "profiled",
-    "quicken_interpreter",
     "record_launches",
     "runs_gluon",
     "shipped_assemblers",
@@ -73,37 +72,7 @@ __all__ = [
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
-# Python's parser ------------------------------------------------------------------------------------------------------
-
-_MISMATCH = "AST constructor recursion depth mismatch"
-_PARSES = 200
-
-
-def _persistent(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """`ast.parse` that begins again where another thread's parse spoiled it."""
-
-    @functools.wraps(parse)
-    def parse_again(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(_PARSES):
-            try:
-                return parse(*args, **kwargs)
-            except SystemError as error:
-                if _MISMATCH not in str(error):
-                    raise
-        return parse(*args, **kwargs)
-
-    return parse_again
-
-
-def _mend_parser() -> None:
-    """Python 3.11.0 to 3.11.7 counts the depth of all threads' parses in one number and raises SystemError where it is
-    off at the end. Triton parses a kernel for its cache key, and where that fails remembers half a key. Whoever parses
-    beside our compiling threads, with Triton or without, calls `ast.parse`: so that is where it is mended."""
-    if (3, 11) <= sys.version_info < (3, 11, 8) and not hasattr(ast.parse, "__wrapped__"):
-        ast.parse = _persistent(ast.parse)
-
-
-_mend_parser()
+mend_parser()
 
 # Kernels and their compilation ----------------------------------------------------------------------------------------
 
@@ -489,21 +458,11 @@ if knobs.runtime.interpret:
     _mend_interpreter()
 
 
-@functools.lru_cache(maxsize=1)
-def quicken_interpreter() -> None:
-    """Lets this process's interpreter not do again and again what it need do once: kernels run in less than half of the
-    time. Releases other than 3.6 to 3.9 are left as they are.
-
-    A device function that a kernel calls has the language replaced for every call of it: here once a launch. Types of
-    numbers and of shapes are looked up instead of made. Integer arithmetic is not checked for overflow, as on a GPU.
-    """
-    if not (3, 6) <= RELEASE <= (3, 9):
-        return
+def interpreter() -> Any:
+    """Triton's module that interprets kernels; it needs TRITON_INTERPRET=1."""
     from triton.runtime import interpreter
 
-    from flexsp.runtime.quick_interpreter import quicken
-
-    quicken(interpreter)
+    return interpreter
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexsp.runtime.machine_code import disassembled, unread, unwritten
 from flexsp.runtime.triton_private import (
     FENCES_COPIES,
     SharedMemory,
@@ -23,6 +22,7 @@ from flexsp.runtime.triton_private import (
     record_launches,
     tool,
 )
+from flexsp.runtime.workarounds.unwritten_registers import disassembled, unread, unwritten
 from flexsp.testing.races import UNFENCED_COPY, races
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "ptx_of", "record_launches", "shared_of", "uneven_sums"]

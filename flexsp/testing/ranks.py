@@ -305,7 +305,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: st
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from flexsp.runtime.triton_private import quicken_interpreter
+        from flexsp.testing.quick_interpreter import quicken_interpreter
 
         quicken_interpreter()
     made: dict[Any, Any] = {}

@@ -1,16 +1,8 @@
 """DeltaNet: S_t = (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o_t = scale q_t S_t (Yang et al. 2024, in chunks)."""
 
-import torch
-
-from flexsp.compiler import (
-    ConstExpr,
-    LinearAttention,
-    SymbTensor,
-    cache_result,
-    identity,
-    matmul_out_fp32,
-)
+from flexsp.compiler import cache_result, identity, matmul_out_fp32
 from flexsp.variants.delta_rule import DELTA_RULE
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, b):
@@ -33,16 +25,4 @@ def merge(q, k, u, w, chunk_state, scale):
     return ((q @ k.T).tril(0) @ errors + q @ chunk_state) * scale
 
 
-def make(
-    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
-) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "b": SymbTensor(["T", h], dtype),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5 if scale is None else scale,
-    }
-    return LinearAttention(meta, chunk, decay, merge, lowerings=[DELTA_RULE], **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV", "b": "TH"}, lowerings=[DELTA_RULE])

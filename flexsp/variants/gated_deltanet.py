@@ -3,18 +3,9 @@
 e_t = v_t - k_t e^{g_t} S_{t-1}, S_t = e^{g_t} S_{t-1} + beta_t k_t e_t^T, o_t = scale q_t S_t, a scalar gate a head.
 """
 
-import torch
-
-from flexsp.compiler import (
-    ConstExpr,
-    LinearAttention,
-    SymbTensor,
-    cache_result,
-    decayed_scores,
-    identity,
-    unit_lower_inverse,
-)
+from flexsp.compiler import cache_result, decayed_scores, identity, unit_lower_inverse
 from flexsp.variants.delta_rule import DELTA_RULE
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, beta, g):
@@ -37,17 +28,11 @@ def merge(q, k, beta, g, u, w, chunk_state, scale):
     return (decayed_scores(q, k * beta[:, None], b) @ errors + (q * b.exp()[:, None]) @ chunk_state) * scale
 
 
-def make(
-    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
-) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "beta": SymbTensor(["T", h], dtype),
-        "g": SymbTensor(["T", h]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5 if scale is None else scale,
-    }
-    return LinearAttention(meta, chunk, decay, merge, lowerings=[DELTA_RULE], **options)
+make = maker(
+    chunk,
+    decay,
+    merge,
+    {"q": "THK", "k": "THK", "v": "THV", "beta": "TH"},
+    {"g": "TH"},
+    lowerings=[DELTA_RULE],
+)

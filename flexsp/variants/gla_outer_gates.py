@@ -7,9 +7,8 @@ multiplied by up to e^{|sum of w| / 2}. So the sum of w over a chunk must stay a
 A smaller chunk_size allows stronger gates.
 """
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import decayed_scores
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, g, w):
@@ -27,15 +26,4 @@ def merge(q, k, v, g, w, chunk_state, scale):
     return (inside * c.exp() + ((q * b.exp()) @ chunk_state) * w.cumsum(0).exp()) * scale
 
 
-def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "g": SymbTensor(["T", h, k]),
-        "w": SymbTensor(["T", h, v]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5,
-    }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK", "w": "THV"})

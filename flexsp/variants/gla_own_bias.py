@@ -3,9 +3,8 @@
 S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale (q_t S_t + (e^u - 1) (q_t . k_t) v_t).
 """
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import decayed_scores
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, g):
@@ -22,15 +21,4 @@ def merge(q, k, v, g, u, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + own[:, None] * v + (q * b.exp()) @ chunk_state) * scale
 
 
-def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "g": SymbTensor(["T", h, k]),
-        "u": SymbTensor([h]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5,
-    }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK", "u": "H"})

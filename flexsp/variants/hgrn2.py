@@ -3,9 +3,8 @@
 S_t = diag(e^{g_t}) S_{t-1} + (1 - e^{g_t}) v_t^T, o_t = scale q_t S_t, a gate for each key channel.
 """
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import decayed_scores
+from flexsp.variants.maker import maker
 
 
 def chunk(v, g):
@@ -21,15 +20,4 @@ def merge(q, v, g, chunk_state, scale):
     return (decayed_scores(q, -g.expm1(), b) @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-def make(
-    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
-) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "g": SymbTensor(["T", h, k]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5 if scale is None else scale,
-    }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"q": "THK", "v": "THV"}, {"g": "THK"})

@@ -2,7 +2,8 @@
 
 import torch
 
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler import decayed_scores
+from flexsp.variants.maker import maker
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
@@ -24,14 +25,11 @@ def merge(q, k, v, log_gamma, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + (q * b.exp()[:, None]) @ chunk_state) * scale
 
 
-def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "log_gamma": SymbTensor([h]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5,
-    }
-    return LinearAttention(meta, chunk, decay, merge, lowerings=[SCALAR_DECAY], **options)
+make = maker(
+    chunk,
+    decay,
+    merge,
+    {"q": "THK", "k": "THK", "v": "THV"},
+    {"log_gamma": "H"},
+    lowerings=[SCALAR_DECAY],
+)

@@ -3,9 +3,8 @@
 o_t = scale q_t (S_{t-1} + diag(u) k_t v_t^T), S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T.
 """
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, decayed_scores, identity
+from flexsp.compiler import decayed_scores, identity
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, g):
@@ -25,17 +24,4 @@ def merge(q, k, v, g, u, chunk_state, scale):
     return (scores @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-def make(
-    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
-) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "g": SymbTensor(["T", h, k]),
-        "u": SymbTensor([h, k]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5 if scale is None else scale,
-    }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK", "u": "HK"})

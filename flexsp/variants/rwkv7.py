@@ -4,17 +4,8 @@
 S_t = diag(e^{g_t}) S_{t-1} + b_t (a_t S_{t-1}) + k_t v_t^T, o_t = scale q_t S_t.
 """
 
-import torch
-
-from flexsp.compiler import (
-    ConstExpr,
-    LinearAttention,
-    SymbTensor,
-    cache_result,
-    decayed_scores,
-    identity,
-    unit_lower_inverse,
-)
+from flexsp.compiler import cache_result, decayed_scores, identity, unit_lower_inverse
+from flexsp.variants.maker import maker
 
 
 def chunk(k, v, a, b, g):
@@ -42,18 +33,4 @@ def merge(q, k, v, b, g, u, w, chunk_state, scale):
     return (pairs + (q * since.exp()) @ chunk_state) * scale
 
 
-def make(
-    H: int, K: int, V: int, dtype: torch.dtype = torch.float32, scale: float | None = None, **options
-) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "a": SymbTensor(["T", h, k], dtype),
-        "b": SymbTensor(["T", h, k], dtype),
-        "g": SymbTensor(["T", h, k]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5 if scale is None else scale,
-    }
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"}, {"g": "THK"})

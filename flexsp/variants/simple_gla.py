@@ -1,8 +1,6 @@
 """Simple GLA (Mamba-2's recurrence): S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, a scalar gate a head."""
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.variants.maker import maker
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 
 
@@ -23,14 +21,4 @@ def merge(q, k, v, g, chunk_state, scale):
     return (p @ v + q @ chunk_state.to(q.dtype) * b.exp()[..., None]) * scale
 
 
-def make(H: int, K: int, V: int, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
-    h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
-    meta = {
-        "q": SymbTensor(["T", h, k], dtype),
-        "k": SymbTensor(["T", h, k], dtype),
-        "v": SymbTensor(["T", h, v], dtype),
-        "g": SymbTensor(["T", h]),
-        "prev_s": SymbTensor(["NS", h, k, v]),
-        "scale": K**-0.5,
-    }
-    return LinearAttention(meta, chunk, decay, merge, lowerings=[SCALAR_DECAY], **options)
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "TH"}, lowerings=[SCALAR_DECAY])

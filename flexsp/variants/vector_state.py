@@ -3,9 +3,8 @@
 HGRN (Qin et al. 2023) and the RG-LRU of Hawk and Griffin (De et al. 2024) are this, with inputs made of their gates.
 """
 
-import torch
-
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, decayed_sums
+from flexsp.compiler import cache_result, decayed_sums
+from flexsp.variants.maker import maker
 
 
 def chunk(x, g):
@@ -21,7 +20,4 @@ def merge(g, h, chunk_state):
     return h + g.cumsum(0).exp() * chunk_state
 
 
-def make(H: int, K: int, V: int = 0, dtype: torch.dtype = torch.float32, **options) -> LinearAttention:
-    h, k = ConstExpr("H", H), ConstExpr("K", K)
-    meta = {"x": SymbTensor(["T", h, k], dtype), "g": SymbTensor(["T", h, k]), "prev_s": SymbTensor(["NS", h, k])}
-    return LinearAttention(meta, chunk, decay, merge, **options)
+make = maker(chunk, decay, merge, {"x": "THK"}, {"g": "THK"}, state="HK")

@@ -109,10 +109,10 @@ def registers_left() -> Iterator[list[str]]:
     in these registers. The warps go astray, and synccheck reports what they do. ptxas takes the registers from R24 on,
     but for some kernels that spill.
     """
-    from flexsp.runtime import machine_code
+    from flexsp.runtime.workarounds import unwritten_registers
 
     names: list[str] = []
-    unwritten, rules = machine_code.unwritten, machine_code.rules
+    unwritten, rules = unwritten_registers.unwritten, unwritten_registers.rules
 
     def in_the_way(listing: str) -> list[str]:
         found = [line.strip() for line in listing.splitlines() if any(map(_is_own, _PRODUCT.findall(line)))]
@@ -120,12 +120,12 @@ def registers_left() -> Iterator[list[str]]:
         names.extend([kernel[1] if kernel else "kernel"] if found else [])
         return unwritten(listing) + found
 
-    machine_code.unwritten = in_the_way
-    machine_code.rules = lambda: f"{rules()} {OWN_REGISTERS} left"  # in Triton's cache they are others
+    unwritten_registers.unwritten = in_the_way
+    unwritten_registers.rules = lambda: f"{rules()} {OWN_REGISTERS} left"  # in Triton's cache they are others
     try:
         yield names
     finally:
-        machine_code.unwritten, machine_code.rules = unwritten, rules
+        unwritten_registers.unwritten, unwritten_registers.rules = unwritten, rules
 
 
 def _is_own(register: str) -> bool:

@@ -1,6 +1,6 @@
-"""Stage 2: what the three functions do, from their graphs and by running them on small random chunks in float64.
+"""Stage 2: checks the three functions, from their graphs and by runs on small random chunks in float64.
 
-`decay` is classified by how it acts on the state: that decides what ranks exchange. `merge` must be causal.
+It classifies how `decay` acts on the state, which decides what ranks exchange, and checks that `merge` is causal.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CHUNK = 6
 _TOLERANCE = 1e-8
 _LARGE = 1e6
 _STRONG = 400.0
-_CUT, _LONG = 3, 8  # tokens: one chunk of 8 does what chunks of 3 and 5 do
+_CUT, _LONG = 3, 8  # tokens: one chunk of 8 must equal a chunk of 3 and one of 5
 _BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
 
 
 def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
-    """The functions traced and checked; results may depend on where chunks end if ``cuts_matter``."""
+    """Traces and checks the functions. If ``cuts_matter``, results may depend on where chunks end."""
     inputs = {*meta.tokens, *meta.params, *meta.numbers}
     untransformed("making a variant", "make it, or call what makes it, once before")
 
@@ -51,9 +51,9 @@ def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.T
 
 
 def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, cuts_matter: bool = False) -> Program:
-    """Arguments, shapes, causality of `merge` and the kind of `decay`; CompileError says what is wrong.
+    """Checks arguments, shapes and causality, and classifies `decay`; CompileError says what is wrong.
 
-    Where ``cuts_matter``, results may depend on where chunks end; what else is done about it is the caller's.
+    If ``cuts_matter``, results may depend on where chunks end; the caller then has to keep shards on edges of chunks.
     """
     _check_arguments(meta, chunk, decay, merge)
     given, other = _given_sizes(meta), _other_sizes(meta)
@@ -102,12 +102,12 @@ def _check_arguments(meta: InputMeta, chunk: Traced, decay: Traced, merge: Trace
 
 
 def _given_sizes(meta: InputMeta) -> dict[str, int]:
-    """The smallest choice of each ConstExpr above 1, since at 1 one kind of transition looks like another."""
+    """The smallest choice above 1 of each ConstExpr, since at size 1 the kinds of transitions cannot be told apart."""
     return {name: min([n for n in choices if n > 1] or choices) for name, choices in meta.sizes().items()}
 
 
 def _other_sizes(meta: InputMeta) -> dict[str, int]:
-    """Small and different ones."""
+    """Small sizes that differ from each other."""
     literal = {size for shape in _tails(meta) for size in shape if isinstance(size, int)}
     free = (n for n in itertools.count(3) if n != _CHUNK and n not in literal)
     names = [size.name for shape in _tails(meta) for size in shape if isinstance(size, ConstExpr)]
@@ -115,7 +115,7 @@ def _other_sizes(meta: InputMeta) -> dict[str, int]:
 
 
 def _tails(meta: InputMeta) -> list[list[Size]]:
-    """Sizes behind the heads, of the state first."""
+    """Sizes after the heads, those of the state first."""
     tokens, params = meta.tokens.values(), meta.params.values()
     return [list(meta.state_sizes), *(list(x.shape[2:]) for x in tokens), *(list(x.shape[1:]) for x in params)]
 
@@ -133,7 +133,7 @@ def _numbers(shape: Sequence[Size], sizes: dict[str, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Inputs of one chunk of one head, and what the functions make of them."""
+    """Inputs of one chunk of one head, and the results of the functions."""
 
     values: Values
     state: torch.Tensor
@@ -147,7 +147,7 @@ class _Run:
 
 
 class _Probe:
-    """Runs at one choice of sizes. `signs` says of each input whether it is drawn normal (0) or from one sign."""
+    """Runs the functions at one choice of sizes. `signs`: 0 draws normal numbers for an input, 1 and -1 of one sign."""
 
     def __init__(self, meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, sizes: dict[str, int]) -> None:
         self.meta, self.chunk, self.decay, self.merge, self.sizes = meta, chunk, decay, merge, sizes
@@ -158,7 +158,7 @@ class _Probe:
         self.signs = dict.fromkeys(self.shapes, 0)
 
     def program(self, other: dict[str, int], cuts_matter: bool) -> Program:
-        """All checks; `other` are sizes to tell apart by which one the output's is."""
+        """Runs all checks. `other` are second sizes, which tell which of the sizes the output has."""
         base = self._first()
         if base.o.dim() != 2 or base.o.shape[0] != _CHUNK:
             got = f"expected a result [C, V], got {_shape(base.o.shape)} at {self.merge.line}"
@@ -197,7 +197,7 @@ class _Probe:
         return _Run(inputs | {CHUNK_STATE: F}, state, F, after, o)
 
     def _first(self) -> _Run:
-        """A run with finite results, which may need inputs of one sign: logarithms, roots."""
+        """A run with finite results. Logarithms and roots need inputs of one sign."""
         for signs in _all_signs(list(self.shapes)):
             run = self._run(*self._draw(signs))
             if run.finite:
@@ -217,7 +217,7 @@ class _Probe:
         )
 
     def _check_causal(self, base: _Run) -> None:
-        """New values for the tokens from j on must not change what comes out before j."""
+        """New values of the tokens from j on must not change outputs before j."""
         for name in self.meta.tokens:
             for j in range(1, _CHUNK):
                 x = base.values[name]
@@ -233,7 +233,7 @@ class _Probe:
                     )
 
     def _check_overflow(self) -> None:
-        """Strong decay must not overflow above the diagonal, where masks come too late for gradients."""
+        """Strong decay must not overflow above the diagonal: a mask after the exponential is too late for gradients."""
         for name, strong in itertools.product((*self.meta.tokens, *self.meta.params), (-_STRONG, _STRONG)):
             if self.signs[name] * strong < 0:
                 continue
@@ -255,7 +255,7 @@ class _Probe:
             )
 
     def _classify(self, base: _Run) -> tuple[Transition, Traced | None]:
-        """How decay acts on the state, S -> A S + F, and A: from its graph, with random states as a second check."""
+        """The kind of transition, and A of S -> A S + F: read from the graph of decay and checked on random states."""
         flows = Flows(self.decay, base.values, base.state)
         flow = flows.result()
         if flow.level == "curved":
@@ -287,7 +287,7 @@ class _Probe:
         )
 
     def _maxima(self, base: _Run) -> tuple[Transition, Traced | None]:
-        """Whether decay is S -> max(S + a, F), and S + a."""
+        """The kind "max-plus" and S + a if decay is S -> max(S + a, F), else "not affine"."""
         shift = shifted(self.decay, base.values, base.state)
         if shift is None:
             return "not affine", None
@@ -302,7 +302,7 @@ class _Probe:
         return "max-plus", shift
 
     def _further(self) -> Iterator[_Run]:
-        """Other inputs, so that what is inactive for some is seen: those with finite results of moderate size."""
+        """Runs on other inputs, where other branches are active; only those with finite results of moderate size."""
         for sign, scale in ((0, 1.0), (1, 1.0), (-1, 1.0), (0, 4.0)):
             try:
                 run = self._run(*self._draw(dict.fromkeys(self.shapes, sign), scale))
@@ -312,7 +312,7 @@ class _Probe:
                 yield run
 
     def _disagreement(self, kind: Transition) -> CompileError | None:
-        """How states or outputs of one chunk differ from those of the same tokens in two chunks, and whose they are."""
+        """An error that names the function if one chunk and the same tokens in two chunks give different results."""
         for _ in range(2):
             values, state = self._draw(self.signs, tokens=_LONG)
             state = state * _parts(self.decay, state)
@@ -336,13 +336,13 @@ class _Probe:
         return {name: x[begin:end] if name in self.meta.tokens else x for name, x in values.items()}  # type: ignore[index]
 
     def _factors_agree(self, whole: _Run, first: _Run, second: _Run) -> bool:
-        """Whether what decay does to a state alone does not depend on where chunks end."""
+        """Whether the part of decay that is linear in the state is independent of where chunks end."""
         X = whole.state + 1
         left = _step(self.decay, second, _step(self.decay, first, X)) - second.after
         return not _difference(left, _step(self.decay, whole, X) - whole.after)
 
     def _value_sizes(self, base: _Run, other: dict[str, int]) -> tuple[Size, ...]:
-        """The ConstExpr or number that the output's width is, at these sizes and at others if they work."""
+        """The ConstExpr that the output's width equals at both choices of sizes, else the width as a number."""
         known = [size for shape in _tails(self.meta) for size in reversed(shape)]
         widths = [(self.sizes, base.o.shape[1])]
         second = _Probe(self.meta, self.chunk, self.decay, self.merge, other)
@@ -352,7 +352,7 @@ class _Probe:
         return (fits[0] if fits else base.o.shape[1],)
 
     def _rehearse(self, program: Program) -> None:
-        """The functions as a call runs them: many heads and chunks at once, chunks of several lengths."""
+        """Runs the functions as a call does: many heads and chunks at once, with chunks of several lengths."""
         T = 2 * _CHUNK + 1
         tokens = {
             name: self._number([2, T, 2, *shape[1:]], self.signs[name])
@@ -430,7 +430,7 @@ _ABOUT_CUTS = (
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest difference as a share of the largest number; 0 where rounding explains it."""
+    """The largest difference, relative to the largest number; 0 if rounding explains it."""
     most = max(float(x.abs().max()), float(y.abs().max())) if x.numel() else 0.0
     apart = float((x - y).abs().max()) if x.numel() else 0.0
     return apart / most if apart > _TOLERANCE * most + 1e-12 else 0.0
@@ -443,7 +443,7 @@ SECOND_MATRIX = (
 
 
 def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
-    """Ones where a state that is made of parts has one, zeros beside them; ones everywhere else."""
+    """A mask of the state: ones, but zeros where a state of several parts has none of them."""
     inside = torch.ones_like(state)
     for node in decay.graph.nodes:
         if node.target is primitives.joined:
@@ -454,7 +454,7 @@ def _parts(decay: Traced, state: torch.Tensor) -> torch.Tensor:
 
 
 def _other_way(decay: Traced) -> str:
-    """The remedy for a state that a matrix from the left does not multiply."""
+    """The remedy for a decay that no matrix from the left describes."""
     if has_parts(decay):
         return "the parts of a state are rows and columns of one matrix, and are made of each other by such an A alone"
     return (
@@ -468,7 +468,7 @@ def _step(decay: Traced, run: _Run, S: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(linear: Traced, run: _Run, inside: torch.Tensor) -> bool:
-    """Whether a row of the state has one factor, where decay is elementwise."""
+    """Whether each row of the state has a single factor, for an elementwise decay."""
     factors = _step(linear, run, inside)
     return factors.dim() < 2 or _close(factors, factors[:, :1] * inside, factors)
 
@@ -476,9 +476,9 @@ def _by_row(linear: Traced, run: _Run, inside: torch.Tensor) -> bool:
 def _acts(
     decay: Traced, linear_part: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torch.Tensor
 ) -> tuple[bool, bool, bool]:
-    """Whether decay is affine in the state here, whether elementwise, and whether a matrix from the left.
+    """Whether decay is affine in the state, whether it is elementwise, and whether it is a matrix from the left.
 
-    The last is not looked at where it is elementwise and `aligned`; only what is `inside` counts.
+    The third is not computed if decay is elementwise and `aligned`. Only numbers `inside` a part count.
     """
     state, step, linear = run.state * inside, partial(_step, decay, run), partial(_step, linear_part, run)
     zero = torch.zeros_like(state)

@@ -1,4 +1,4 @@
-"""`torch.einsum` of two operands as the products, sums and transposes that it stands for."""
+"""Replaces `torch.einsum` of two operands by products, sums and transposes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORM = re.compile(r"([a-zA-Z]{1,2}),([a-zA-Z]{1,2})->([a-zA-Z]{0,2})")
 
 
 def expand_einsum(node: Node) -> Node | None:
-    """A node with the same value, behind `node`'s operands; None if some tile in it would have three axes."""
+    """A node with the same value, inserted before `node`; None if a tile of it would have three axes."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -49,20 +49,20 @@ def expand_einsum(node: Node) -> Node | None:
 
 
 def _explicit(equation: str) -> str:
-    """With its result written out: the letters that stand once, in their alphabet's order."""
+    """The equation with its result written out: letters that occur once, in alphabetical order."""
     equation = equation.replace(" ", "")
     once = sorted(x for x in equation if x.isalpha() and equation.count(x) == 1)
     return equation if "->" in equation else f"{equation}->{''.join(once)}"
 
 
 def _summed(call: Callable[..., Any], x: Any, letters: str, wanted: str) -> tuple[Any, str]:
-    """x summed over the letters that nothing else has."""
+    """x summed over its letters that are not in `wanted`, and the letters left."""
     alone = [axis for axis, letter in enumerate(letters) if letter not in wanted]
     return (call(torch.sum, x, alone) if alone else x), "".join(letter for letter in letters if letter in wanted)
 
 
 def _aligned(call: Callable[..., Any], x: Any, letters: str, order: list[str]) -> Any:
-    """x with its axes in this order, those that it lacks of size 1."""
+    """x with its axes in this order; axes that it lacks have size 1."""
     if [letter for letter in order if letter in letters] != list(letters):
         x = call("t", x)
     for axis, letter in enumerate(order):

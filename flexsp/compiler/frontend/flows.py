@@ -1,4 +1,4 @@
-"""How the state flows through decay_mode, read off its graph, and the part of decay_mode that is linear in it."""
+"""Follows the state through the graph of decay_mode, and extracts the part that is linear in the state."""
 
 # fx types the arguments of a node as a union of all there can be.
 # mypy: disable-error-code="union-attr,arg-type,index,misc"
@@ -50,7 +50,7 @@ def _join(flows: list[Flow]) -> Flow:
 
 
 def _of_parts(flows: list[Flow | None]) -> Flow:
-    """That of a state whose parts are made so."""
+    """The flow of a state whose parts have these flows."""
     known = [(i, flow) for i, flow in enumerate(flows) if flow is not None]
     if any(flow.level == "curved" for _, flow in known):
         return _CURVED
@@ -61,7 +61,7 @@ def _of_parts(flows: list[Flow | None]) -> Flow:
 
 
 class Flows:
-    """The flow of every value of decay_mode that the state goes into."""
+    """The flow of every value of decay_mode that depends on the state."""
 
     def __init__(self, decay: Traced, values: Mapping[str, Any], state: torch.Tensor) -> None:
         self.decay, self.graph, self.state = decay, decay.graph, state
@@ -70,7 +70,7 @@ class Flows:
         self.sizes: dict[int | None, list[int]] = {None: list(state.shape)}  # of the state, or of a part
 
     def linear(self) -> Traced:
-        """A S of S' = A S + F, where no flow is curved: the graph with zeros in place of what is added to the state."""
+        """A S of S' = A S + F, if no flow is curved: the graph with zeros in place of the terms added to the state."""
         graph, new = Graph(), dict[Node, Node]()
         graph.output(graph.graph_copy(self.graph, new))
         result = next(node for node in self.graph.nodes if node.op == "output").args[0][0]
@@ -85,7 +85,7 @@ class Flows:
         return replace(self.decay, module=GraphModule(torch.nn.Module(), graph))
 
     def _drop_constants(self, graph: Graph, node: Node, new: dict[Node, Node]) -> None:
-        """Zeros for those of a node's terms that no state goes into."""
+        """Zeros for the terms of a node that do not depend on the state."""
 
         def zero(x: Any) -> Any:
             if not isinstance(x, Node):

@@ -44,13 +44,13 @@ class _Chunk(NamedTuple):
 
 
 def _cut(T: int, C: int) -> list[_Chunk]:
-    """The chunks of tokens that are not packed."""
+    """The chunks of tokens without document boundaries."""
     return [_Chunk(t, min(C, T - t)) for t in range(0, T, C)]
 
 
 class _Local:
-    """One call on this rank's tokens [B, T, H, ...]. Chunks of one length are computed at once; states come as
-    [B, H, chunks, *state], chunks in order."""
+    """One call on this rank's tokens [B, T, H, ...]. All chunks of one length are computed at once. States are
+    [B, H, chunks, *state], with chunks in the order of tokens."""
 
     def __init__(
         self, program: Program, tokens: Tensors, params: Tensors, numbers: Numbers, chunks: list[_Chunk],
@@ -100,12 +100,12 @@ class _Local:
 
         if B:
             return vmap(one)(tensors)
-        # vmap over nothing fails for some functions of numbers, so one chunk of zeros is computed and left out
+        # vmap over zero chunks fails for some functions of numbers, so one chunk of zeros is computed and dropped
         o, cached = vmap(one)({name: torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for name, x in tensors.items()})
         return o[:0], {name: x[:0] for name, x in cached.items()}
 
     def _in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
-        """[B, H, chunks, ...] of what groups have [B H n, ...], and chunks without tokens: `empty` [B, H, 1, ...]."""
+        """[B, H, chunks, ...] from tensors [B H n, ...] of groups; chunks without tokens get `empty` [B, H, 1, ...]."""
         found = [x.unflatten(0, (*self.lead, n)) for x, n in zip(parts, self.counts, strict=True)]
         none = len(self.chunks) - sum(self.counts)
         if none or not found:
@@ -113,21 +113,21 @@ class _Local:
         return self.places.undone_in(torch.cat(found, 2) if len(found) > 1 else found[0], 2)
 
     def _by_group(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """[B H n, *state] for each group of what `_in_order` gives."""
+        """The inverse of `_in_order`: [B H n, *state] for each group."""
         sizes = [*self.counts, len(self.chunks) - sum(self.counts)]
         return [x.flatten(0, 2) for x in self.places.sorted_in(states, 2).split(sizes, 2)[:-1]]
 
     def contribute(self) -> None:
-        """Phase 1: what every chunk adds to the state, and what it caches."""
+        """Phase 1: chunk_mode of every chunk, with the values that it caches."""
         for values, n in zip(self.inputs, self.counts, strict=True):
             F, cached = self._on_chunks(self.program.chunk, values, n)
             values.update({**cached, CHUNK_STATE: F})
 
     @functools.cached_property
     def factors(self) -> torch.Tensor | None:
-        """A of every chunk, S' = A S + F, where decay_mode is affine.
+        """A of every chunk, S' = A S + F, for an affine decay_mode.
 
-        None where it is 1, [B, H, chunks, K, K] where it is dense, else broadcastable to the states of chunks.
+        None if A is 1, [B, H, chunks, K, K] if it is dense, else broadcastable to the states of chunks.
         """
         kind = self.program.transition
         if kind == "none":
@@ -144,7 +144,7 @@ class _Local:
         return self._in_order(factors, one[..., :1] if thin else one)
 
     def find_maxima(self, initial: torch.Tensor | None, sp: SequenceParallel | None) -> None:
-        """Which maxima the states are: then they have factors (`flexsp.scan.maxima`). Collective over ``sp``."""
+        """Finds which operand each maximum took, as a factor 1 or 0 (`flexsp.scan.maxima`). Collective over ``sp``."""
         assert self.program.linear is not None
         shifts, brought = [], []
         for values, n in zip(self.inputs, self.counts, strict=True):
@@ -178,7 +178,7 @@ class _Local:
         return torch.cat(found, dim=2)
 
     def through(self) -> Transition:
-        """What all chunks do to a state, where decay_mode is affine; nothing passes where a document begins."""
+        """The transition of all chunks together, for an affine decay_mode. It is 0 if a document begins in them."""
         dense = self.program.transition == "dense"
         one = _one(self.zero, dense)
         if self.begins:
@@ -190,13 +190,13 @@ class _Local:
         return Transition.linear(self.zero, one, dense)
 
     def states(self, initial: torch.Tensor | None) -> Callable[[torch.Tensor], States]:
-        """Phase 2. A dense A would round what decay_mode does not, so those are walked."""
+        """Phase 2: states around chunks. Dense ones are walked, since a matrix A would round more than decay_mode."""
         if self.program.transition in ("dense", "not affine"):
             return functools.partial(self.walk, initial)
         return reference.states_of(self.factors, self._added(), initial, self.documents if self.begins else None)
 
     def _added(self) -> torch.Tensor:
-        """F of every chunk: the state after it where it is 0 before."""
+        """F of every chunk: decay_mode of a state of zeros."""
         if self.maxima is not None:
             return self.maxima.added
         F = []
@@ -206,7 +206,7 @@ class _Local:
         return self._in_order(F, self.zero.unsqueeze(2))
 
     def walk(self, initial: torch.Tensor | None, entering: torch.Tensor) -> States:
-        """Phase 2 of any map, chunk after chunk."""
+        """Phase 2 for any decay_mode, chunk after chunk."""
         S, before, around = entering, [], [entering]
         values: list[Tensors] = [{} for _ in self.chunks]
         for slots, of_group in zip(self.groups.values(), self.inputs, strict=True):
@@ -226,7 +226,7 @@ class _Local:
         return torch.stack(before, 2) if before else found[:, :, :0], found
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
-        """Phase 3."""
+        """Phase 3: merge_mode of every chunk, as outputs [B, T, H, V]."""
         o = []
         if self.maxima is not None:
             entering = settled(entering, self.maxima.before)
@@ -236,12 +236,12 @@ class _Local:
         if o:
             return self.order.undone_in(torch.cat(o, 2) if len(o) > 1 else o[0], 2).transpose(1, 2)
         given = [*self.tokens.values(), *self.params.values()]
-        nothing = torch.stack([y.sum() for y in given]).sum()  # so that all have gradients
+        nothing = torch.stack([y.sum() for y in given]).sum()  # so that every input has a gradient
         return self._one_token()[:, :0] + nothing
 
     @torch.no_grad()
     def _one_token(self) -> torch.Tensor:
-        """Output of a token of zeros, which tells the width where there are no tokens."""
+        """Output of one token of zeros, which has the width of the outputs if there are no tokens."""
         zeros = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in self.tokens.items()}
         one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)], self.zero)
         one.contribute()
@@ -249,7 +249,7 @@ class _Local:
 
 
 class _Order:
-    """An order of things, by their numbers."""
+    """A permutation of an axis, given by the old index of each new place."""
 
     def __init__(self, numbers: list[int], device: torch.device) -> None:
         self.there = self.back = None
@@ -265,8 +265,10 @@ class _Order:
 
 
 def _rows_of_units(widths: list[int]) -> list[list[int]]:
-    """Columns of the unit matrix [K, K], in order, as states that have as many: by state the row of the one in each of
-    its columns, of which a row has so many."""
+    """The columns of the unit matrix [K, K] spread over as few states as `widths` allows.
+
+    For each state, the list of rows that hold the ones of its columns. Row i of a state has `widths[i]` columns.
+    """
     states: list[list[int]] = []
     for row, free in enumerate(widths):
         if not states or len(states[-1]) >= free:
@@ -276,14 +278,14 @@ def _rows_of_units(widths: list[int]) -> list[list[int]]:
 
 
 def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
-    """What changes no state like this one [B, H, *state]."""
+    """The transition that changes no state, for states like this one [B, H, *state]."""
     if not dense:
         return torch.ones_like(like)
     return torch.eye(like.shape[2], dtype=like.dtype, device=like.device).expand(*like.shape[:2], -1, -1)
 
 
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
-    """One call; CompileError where the functions, seen to work on one chunk, fail on many at once."""
+    """Runs one call; CompileError if the functions, which work on one chunk, fail on many at once."""
     T = next(iter(tokens.values())).shape[1]
     local = _Local(program, tokens, params, program.meta.numbers, _cut(T, C), torch.zeros_like(initial))
     with _many("chunk_mode", program.chunk):

@@ -1,4 +1,4 @@
-"""Whether decay_mode takes maxima, S' = max(S + a, F) number by number, and the part S + a of one that does."""
+"""Recognises a decay_mode that takes maxima, S' = max(S + a, F) elementwise, and extracts its part S + a."""
 
 # fx types the arguments of a node as a union of all there can be.
 # mypy: disable-error-code="union-attr,arg-type"
@@ -27,8 +27,8 @@ _MAXIMA = {"maximum", "clamp_min"}
 def shifted(decay: Traced, values: Mapping[str, Any], state: torch.Tensor) -> Traced | None:
     """S + a of decay's S' = max(S + a, F): its graph with -inf in place of what the state is compared with.
 
-    None where the graph does more to the state than to add to it and to take maxima. That each number is worked on
-    alone, and that max(S + a, F) is what comes out, the caller sees from values.
+    None if the graph does anything else to the state than additions and maxima. The caller checks with values that
+    the result is elementwise and equals max(S + a, F).
     """
     found = values_of(decay, {**values, STATE: state})
     graph, new = Graph(), dict[Node, Node]()
@@ -38,7 +38,7 @@ def shifted(decay: Traced, values: Mapping[str, Any], state: torch.Tensor) -> Tr
         if node.op == "output" or not flows.intersection(node.all_input_nodes):
             continue
         if not isinstance(found[node], torch.Tensor):
-            continue  # a shape
+            continue  # a shape, which does not carry the state
         if not _moves_alone(node, flows):
             return None
         if named(node) in _MAXIMA:
@@ -53,7 +53,7 @@ def shifted(decay: Traced, values: Mapping[str, Any], state: torch.Tensor) -> Tr
 
 
 def _moves_alone(node: Node, flows: set[Any]) -> bool:
-    """Whether a value is the state plus something, or the larger one of such values and others."""
+    """Whether a node adds to the state, takes a maximum with it, or views it."""
     of_state = [x for x in node.args if isinstance(x, Node) and x in flows]
     if node.kwargs or len(of_state) < len(flows.intersection(node.all_input_nodes)):
         return False
@@ -66,7 +66,7 @@ def _moves_alone(node: Node, flows: set[Any]) -> bool:
 
 
 def _nothing(graph: Graph, new: dict[Node, Node], node: Node, x: Any, flows: set[Any]) -> Any:
-    """An operand of a maximum, or -inf where no state goes into it."""
+    """The operand of a maximum if it depends on the state, else -inf in its place."""
     if not isinstance(x, Node):
         return -math.inf
     if x in flows:

@@ -1,4 +1,4 @@
-"""What a variant's inputs look like: symbolic shapes, dtypes and constants, by name."""
+"""`input_meta` of a variant: symbolic shapes, dtypes and constants of its inputs, by name."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class SymbTensor:
 
     Tokens are ["T", heads, ...], or [heads, "T", ...] where calls bring heads first; the functions get [C, ...].
 
-    before: the name of another input of tokens. This one has its values a token earlier, over ranks too, and zeros
-        where a sequence or a document begins. Calls need not give it; they may give what stands there instead,
-        [N, H, ...], by the rules of initial states.
-    rows: each token has so many rows of this input, the same number in all inputs that say it: calls bring
-        [T, rows, H, ...] or [H, T, rows, ...]. The functions then take rows as they take tokens otherwise, those of a
-        token one after the other, and a chunk of C rows may end inside a token. Outputs are those of the last rows.
-    row: beside such inputs, the row of its token, from 0 or backwards from -1, at which this input has its value; the
-        other rows have zeros. None: all rows of a token have it.
+    before: makes this a shifted input: its values are those of the named input one token earlier, across ranks too,
+        and zeros where a sequence or a document begins. Calls leave it out, or give the values [N, H, ...] that stand
+        before the first tokens, by the rules of initial states.
+    rows: the number of rows of each token, the same in all inputs that have rows. Calls give [T, rows, H, ...] or
+        [H, T, rows, ...]. The functions then work on rows as they otherwise work on tokens, the rows of a token one
+        after the other. A chunk of C rows may end inside a token. The output of a token is that of its last row.
+    row: for an input without rows beside inputs with rows: the row, from 0 or backwards from -1, at which a token has
+        this value; its other rows have zeros. None gives all rows of a token the value.
     """
 
     shape: Sequence[Size]
@@ -76,9 +76,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a state that is kept as one matrix: `sizes` by name, [K, V], a row [V], a column [K], or [] a number.
+    """A part of a state that is stored in one matrix with the others.
 
-    `first` is the row of the matrix with which it begins, or, of a column, the column.
+    `sizes` are names: [K, V] for a matrix, [V] for a row, [K] for a column, [] for a number. `first` is the first row
+    of the part in the stored matrix; for a column it is the column.
     """
 
     name: str
@@ -90,9 +91,9 @@ class Part:
 class InputMeta:
     """`input_meta` sorted by role: `tokens` [T, H, ...], `params` [H, ...], numbers, and the state [NS, H, ...].
 
-    earlier: names of tokens that are others a token earlier, and these others.
-    heads_first: tokens that calls bring as [H, T, ...]; in `tokens` they are [T, H, ...].
-    rows: of a token, in those of `tokens` that say so; None where none does.
+    earlier: the shifted inputs, with the inputs whose values they have one token earlier.
+    heads_first: inputs that calls give as [H, T, ...]; in `tokens` they are [T, H, ...].
+    rows: the number of rows of a token; None if no input has rows.
     """
 
     tokens: dict[str, SymbTensor]
@@ -105,7 +106,7 @@ class InputMeta:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> InputMeta:
-        """Sorts what the user gave; ValueError names the entry that does not fit."""
+        """Sorts a user's `input_meta`; ValueError names the entry that does not fit."""
         tokens: dict[str, SymbTensor] = {}
         params: dict[str, SymbTensor] = {}
         numbers: dict[str, float] = {}

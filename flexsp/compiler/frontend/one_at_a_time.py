@@ -1,4 +1,4 @@
-"""Making variants and kernels, which must not see the state of the thread that asks for it."""
+"""Makes variants and kernels one at a time, away from the state of the calling thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _Result = TypeVar("_Result")
 
 
 def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
-    """What `work` returns, in a thread of its own and in no other at the same time; CompileError inside of itself."""
+    """Calls `work` in a thread of its own while no other thread is in here, and returns its result.
+
+    Raises:
+        CompileError: `work` itself calls this function.
+    """
     if getattr(_here, "making", False):
         raise CompileError(
             "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "

@@ -1,6 +1,6 @@
-"""What the three functions of a variant may call besides PyTorch: each on one chunk of one head.
+"""Functions that the three functions of a variant may call besides PyTorch, each on one chunk of one head.
 
-Under the tracer they leave one node each, whichever way they were imported.
+Under the tracer each leaves one node, however it was imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def matmul_out_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @primitive
 def cache_result(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Hands x of the chunk phase to the functions that follow, as their argument ``name``; returns x."""
+    """Returns x of chunk_mode, and passes it to decay_mode and merge_mode as their argument ``name``."""
     return x
 
 
@@ -103,20 +103,20 @@ def decayed_sums(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def delayed(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x moved down by so many rows, zeros above."""
+    """x moved down by a number of rows, with zeros above."""
     return torch.cat([torch.zeros_like(x[:rows]), x[:-rows]])
 
 
 @primitive
 def unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of a lower triangular matrix [C, C] with ones on the diagonal; what is on or above it is not read."""
+    """Inverse of a lower triangular [C, C] with ones on the diagonal; only entries below the diagonal are read."""
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
 
 
 @primitive
 def to_floating(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """x if it is floating, else x in the dtype of ``like`` (float32 if None): what casts of masks become."""
+    """x if it is floating, else x in the dtype of ``like`` (float32 if None). Casts of masks become this."""
     if x.is_floating_point():
         return x
     return x.to(torch.float32 if like is None else like.dtype)
@@ -130,7 +130,7 @@ def part_of(x: torch.Tensor, part: int, place: tuple[Any, Any]) -> torch.Tensor:
 
 @primitive
 def joined(*parts: torch.Tensor, places: tuple[tuple[Any, Any], ...]) -> torch.Tensor:
-    """The matrix whose parts lie at ``places``, the first at its corner; zeros elsewhere."""
+    """The matrix with parts at ``places``, the first one in its upper left corner, and zeros elsewhere."""
     V, rows, columns = parts[0].shape[1], [], []
     for i, (x, (row, column)) in enumerate(zip(parts[1:], places[1:], strict=True), 2):
         if isinstance(row, int) and isinstance(column, int):

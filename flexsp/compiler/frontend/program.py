@@ -1,4 +1,4 @@
-"""What `check` makes of three functions: a program, which all that follows reads."""
+"""`Program`: three traced functions and what `check` found out about them. All later stages read it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ KINDS = {  # what ranks do
 
 @dataclass(frozen=True)
 class Program:
-    """The three traced functions with what was found out about them."""
+    """Three traced functions, with what `flexsp.compiler.frontend.check` found out about them."""
 
     meta: InputMeta
     chunk: Traced
     decay: Traced
     merge: Traced
     transition: Transition
-    linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None where it is neither
-    value_sizes: tuple[Size, ...]  # of one token's output; a number where it is the size of no input
-    parts: tuple[Part, ...] = ()  # of the state besides the first, which has its sizes in `meta`
+    linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None if decay is neither
+    value_sizes: tuple[Size, ...]  # sizes of one token's output; a number if no input has this size
+    parts: tuple[Part, ...] = ()  # the state's parts after the first one, whose sizes are in `meta`
     lowerings: tuple[Any, ...] = ()  # each a `Lowering`: the first that takes a call runs it, else generated kernels
-    disagrees: str | None = None  # how results depend on where chunks end, None where they do not
+    disagrees: str | None = None  # how results depend on where chunks end; None if they do not
 
     def call_text(self, dtype: torch.dtype, packed: bool) -> str:
-        """What ranks tell each other of a call, by which they notice that they are in different ones."""
+        """The description of a call that ranks compare, to notice that they make different calls."""
         names = ", ".join(x.name for x in (self.chunk, self.decay, self.merge))
         return f"{names} on {dtype}{', packed' if packed else ''}"
 
@@ -58,13 +58,12 @@ def call(
 
 
 def has_parts(decay: Traced) -> bool:
-    """Whether the state is made of parts."""
+    """Whether the state consists of several parts."""
     return any(node.target is primitives.joined for node in decay.graph.nodes)
 
 
 def widths(decay: Traced, K: int, V: int) -> list[int]:
-    """How many columns, from the left, each row of the state [K, V] has, which are less than all where it is made of
-    parts."""
+    """The number of columns, from the left, that each row of the state [K, V] has: V, or fewer in a state of parts."""
     nodes = [node for node in decay.graph.nodes if node.target is primitives.joined]
     places: list[Any] = [place for node in nodes for place in node.kwargs["places"]]  # type: ignore[union-attr]
     found = [0 if places else V] * K

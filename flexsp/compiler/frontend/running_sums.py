@@ -1,8 +1,8 @@
-"""Running sums of gates in float64, where the three functions run in float32.
+"""Computes running sums of gates in float64 when the three functions run in float32.
 
-A chunk decays by e^{b_i - b_j} of running sums b of log gates. Behind a strong gate both sums are large, float32 holds
-few digits of what comes after, and their difference has none of the others. So sums over the tokens of a chunk whose
-only use is such an exponent are float64 until the exponent is known, and so are their gradients.
+A chunk decays by e^{b_i - b_j}, with running sums b of log gates. After a strong gate both sums are large, and float32
+rounds away most digits of the gates that follow, which their difference then lacks. So a sum over the tokens of a chunk
+whose only use is such an exponent stays in float64 until the exponent is computed, and so does its gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VIEWS = ("getitem", "unsqueeze", "squeeze", "expand", "view", "reshape", "flip"
 
 
 def with_wide_sums(module: GraphModule) -> GraphModule:
-    """The same function of float32 tensors, with such sums in float64; the module itself where it has none."""
+    """The same function of float32 tensors, with such sums in float64; the module itself if it has none."""
     if module not in _made:
         _made[module] = _widened(module)
     return _made[module] or module
@@ -57,7 +57,7 @@ def _over_tokens(node: Node) -> bool:
 
 
 def _is_exponent(node: Node) -> bool:
-    """Whether all that is computed of a sum is linear in it, up to exponents."""
+    """Whether a sum is used in exponents alone, by way of linear functions."""
     return bool(node.users) and all(
         _ends(user, node) or (_passes(user) and _is_exponent(user)) for user in node.users
     )
@@ -77,7 +77,7 @@ def _passes(user: Node) -> bool:
 
 
 def _reaches(node: Any, wide: list[Node]) -> bool:
-    """Whether an exponent is made of one of these sums."""
+    """Whether an exponent depends on one of these sums."""
     if not isinstance(node, Node):
         return False
     return node in wide or (_passes(node) and any(_reaches(x, wide) for x in node.all_input_nodes))

@@ -204,12 +204,12 @@ def _graph(function: Callable[..., torch.Tensor], role: str, name: str) -> Graph
 
 
 def first_line(error: Exception) -> str:
-    """What it says, without the lists of overloads and the traces that some releases of torch add below."""
+    """The message, without the lists of overloads and the traces that some releases of torch append."""
     return (str(error).splitlines() or [""])[0]
 
 
 def _line(error: Exception) -> str:
-    """The user's line that raised."""
+    """The line of the user's file that raised."""
     at, found = error.__traceback__, "an unknown line"
     while at is not None:
         file = at.tb_frame.f_code.co_filename
@@ -347,7 +347,7 @@ def _replace_casts(graph: Graph, role: str, name: str, numbers: Collection[str])
 
 
 def _wanted(node: Node, role: str, name: str, numbers: Collection[str]) -> Literal["floating", "bool", "same"]:
-    """What a cast makes: a floating tensor, a mask, or (to a device) nothing new."""
+    """The result of a cast: a floating tensor, a mask, or, for a cast to a device, its operand."""
     if node.target in _TO_FLOATING or node.target == "bool":
         return "bool" if node.target == "bool" else "floating"
     kinds = [_kind(x, node, role, name, numbers) for x in (*node.args[1:], *node.kwargs.values())]
@@ -355,7 +355,7 @@ def _wanted(node: Node, role: str, name: str, numbers: Collection[str]) -> Liter
 
 
 def _kind(x: Any, node: Node, role: str, name: str, numbers: Collection[str]) -> Literal["floating", "bool", "same"]:
-    """What one argument of a cast asks for."""
+    """The dtype or device that one argument of a cast names."""
     if isinstance(x, str) and "Tensor" in x:
         x = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16}.get(
             x.split(".")[-1].removesuffix("Tensor"), torch.bool if "Bool" in x else torch.int64
@@ -375,7 +375,7 @@ def _kind(x: Any, node: Node, role: str, name: str, numbers: Collection[str]) ->
 
 
 def _floating(node: Any, numbers: Collection[str]) -> bool:
-    """Whether a value is seen to be floating, whatever the inputs."""
+    """Whether the graph shows that a value is floating for all inputs."""
     if not isinstance(node, Node):
         return isinstance(node, (list, tuple)) and any(_floating(x, numbers) for x in node)
     if node.op == "placeholder":
@@ -448,7 +448,7 @@ def _selects(node: Node) -> tuple[Node | None, _Mask] | None:
 
 
 def _zeros(node: Any) -> _Mask | None:
-    """Where a factor is seen to be zero."""
+    """Where the graph shows that a factor is zero."""
     if not _calls(node):
         return None
     if _is(node, "tril") and isinstance(_diagonal(node), int):
@@ -464,7 +464,7 @@ def _zeros(node: Any) -> _Mask | None:
 
 
 def _zeroed(value: Node, user: Node, factors: tuple[Node, ...]) -> _Mask | None:
-    """Where what becomes of `value` in `user` is zero, if that is seen and it is all that becomes of it."""
+    """Where the result of `user` is zero, if the graph shows it and `user` is the only user of `value`."""
     if _is(user, "tril") and isinstance(_diagonal(user), int):
         return _Mask("tril", _diagonal(user), factors=factors)
     selected = _selects(user)
@@ -516,7 +516,7 @@ def _mask_exponents(graph: Graph) -> None:
 
 
 def _sort(graph: Graph) -> None:
-    """Puts nodes behind what they read, otherwise as they are."""
+    """Moves nodes behind the nodes that they read, and keeps the order otherwise."""
     placed: set[Node] = set()
 
     def ahead(node: Node) -> Iterator[Node]:
@@ -575,7 +575,7 @@ def _triangular_inverses(graph: Graph, role: str, name: str) -> None:
 
 
 def _is_unit_lower(node: Node) -> bool:
-    """Whether a sum or difference is seen to be identity(...) and something below the diagonal."""
+    """Whether the graph shows that a sum or difference is identity(...) and a matrix below the diagonal."""
     if len(node.args) != 2 or node.kwargs:
         return False
     first, second = node.args

@@ -1,4 +1,4 @@
-"""Hand-written code in place of what is generated for a program."""
+"""`Lowering`: hand-written kernels in place of some or all that are generated for a program."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ if TYPE_CHECKING:
 __all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of an input, without the sequences."""
+"""Dtype and shape of an input, without the batch axis."""
 
 
 class Lowering:
     """How an engine of hand-written kernels runs the calls of a program.
 
-    It may state a whole call (`call`), or replace launches of a generated one (`forward`, `backward`, `buffer`).
-    A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`). A lowering is given
-    that list and returns the one that is run. Memory, packed documents, ranks, autograd, torch.compile, compilation
-    ahead of time and the cost model go by what it returns. Subclass it and give an instance to the variants that it
-    runs, as ``LinearAttention(..., lowerings=[...])``.
+    It makes a whole call of its own (`call`), or replaces launches of a generated call (`forward`, `backward`,
+    `buffer`). A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`); a
+    lowering gets that list and returns the list that runs. Memory, packed documents, ranks, autograd, torch.compile,
+    compilation ahead of time and the cost model use the returned list. Subclass it, and give an instance to the
+    variants that it runs: ``LinearAttention(..., lowerings=[...])``.
 
     Attributes:
-        name: what ``explain`` calls it; one word, that of no other lowering of the program.
-        saved: those of its own buffers that the backward pass reads.
+        name: its name in ``explain``: one word, which no other lowering of the program has.
+        saved: names of its own buffers that the backward pass reads.
     """
 
     name: str = ""
     saved: frozenset[str] = frozenset()
 
     def call(
-        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,
+        sp: SequenceParallel | None,
     ) -> Call | None:  # fmt: skip
-        """A call with a plan, buffers and launches of its own; None where it has none for such a call.
+        """A call with a plan, buffers and launches of its own; None if the lowering does not take the call.
 
         Args:
             code: the generated kernels, with the program.
-            given: what the inputs look like.
-            initial: initial states are given on this rank.
-            docs: packed documents, 0 if not packed.
-            ends: final states leave on this rank.
-            sp: the ranks, None for one.
+            given: shapes, dtypes and strides of the inputs.
+            initial: whether this rank is given initial states.
+            n_docs: number of packed documents, 0 if not packed.
+            returns_final: whether this rank returns the final states.
+            sp: the ranks, None for one rank.
         """
         return None
 
@@ -59,28 +60,28 @@ class Lowering:
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, text: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
-        """Outputs and final states of a call on CPU or in float64; None where the functions themselves run.
+        """Outputs and final states of a call on CPU or in float64; None if the program's functions run it.
 
         Args:
             inputs: by name, tokens [B, T, H, ...] and parameters [H, ...], in the dtype of states.
-            text: what ranks compare of the call.
+            text: the description of the call that ranks compare.
         """
         return None
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
-        """Whether `call` runs all calls with such inputs, by name, where no kernels are generated for their sizes."""
+        """Whether `call` takes all calls with such inputs, even with sizes that no kernels are generated for."""
         return False
 
     def refuses(self, call: GeneratedCall) -> str | None:
-        """Why such a call runs the generated launches alone, or None."""
+        """Why this call runs the generated launches unchanged; None if the lowering replaces some."""
         return None
 
     def forward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
-        """The launches of the forward pass, of those that are generated."""
+        """The launches of the forward pass, given the generated ones."""
         return launches
 
     def backward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
-        """The launches of the backward pass, of those that are generated."""
+        """The launches of the backward pass, given the generated ones."""
         return launches
 
     def buffer(self, call: GeneratedCall, name: str) -> Buffer:
@@ -89,10 +90,10 @@ class Lowering:
 
 
 def replaced(launches: Sequence[LaunchSpec], phases: Mapping[str, Sequence[LaunchSpec]]) -> list[LaunchSpec]:
-    """Launches where `phases` says by kind what is run in place of one: nothing, if empty.
+    """The launches, with those of each kind in `phases` replaced by its list, which may be empty.
 
     Raises:
-        ValueError: a kind that is not launched.
+        ValueError: no launch is of a kind in `phases`.
     """
     missing = sorted(phases.keys() - {x.kind for x in launches})
     if missing:
@@ -101,10 +102,10 @@ def replaced(launches: Sequence[LaunchSpec], phases: Mapping[str, Sequence[Launc
 
 
 def in_order(lowerings: Sequence[Lowering]) -> tuple[Lowering, ...]:
-    """What a program carries of these: the first that takes a call runs it.
+    """The lowerings of a program, checked. The first that takes a call runs it.
 
     Raises:
-        ValueError: no Lowering, one without a name, or two of one name.
+        ValueError: an entry that is no Lowering, one without a name, or two of the same name.
     """
     if not isinstance(lowerings, (list, tuple)) or not all(isinstance(x, Lowering) for x in lowerings):
         fail("lowerings", "a list of instances of classes made from Lowering", repr(lowerings))

@@ -1,8 +1,8 @@
 """Arithmetic of Triton's interpreter in one call of numpy.
 
-The interpreter finds out of every two operands what they become, makes copies of one as large as the other, and only
-then calls numpy, which would have done both. Here that is looked up for the types that kernels compute with most;
-other operands, and those that do not fit each other, go the interpreter's own way.
+For every two operands the interpreter works out their common type and broadcasts them, and only then calls numpy, which
+would have done both. Here a table gives the common type of the types that kernels compute with most. Other operands,
+and operands that do not fit each other, take the interpreter's own way.
 """
 
 from __future__ import annotations

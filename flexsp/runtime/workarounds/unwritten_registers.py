@@ -1,13 +1,15 @@
-"""Looks in assembled kernels for registers that are read before anything wrote them.
+"""Looks in assembled kernels for registers that are read before an instruction writes them.
 
-Where a kernel has more values than registers, ptxas (12.8 to 13.4 were tried) may put the one instruction that makes a
-constant behind its first use. Seen of `stmatrix`: of four registers that it stores, one held what another kernel had
-left there. The results are wrong and differ from call to call, and compute-sanitizer finds nothing. Where the register
-held something of the same kernel before, what is left to see is a constant that nothing reads. Such kernels are
-assembled again with another limit of registers.
+Fault: ptxas, of which 12.8 to 13.4 were tried. In a kernel with more values than registers it may put the only
+instruction that makes a constant behind the first use of that constant. Seen with `stmatrix`: one of the four registers
+that it stores held a value that another kernel had left there. The results are wrong and differ from call to call, and
+compute-sanitizer finds no fault. If the register held a value of the same kernel before, the only trace is a constant
+that no instruction reads. Such kernels are assembled again with another limit of registers.
 
-A kernel that its limit of registers had put 82 words on the stack was wrong in eight columns of 128, in every call
-alike, and neither search found why. So a limit that makes a kernel spill more than it would without is not kept.
+A kernel whose limit of registers put 82 words on the stack was wrong in eight columns of 128, in every call alike, and
+neither search found why. So a limit under which a kernel spills more than without it is not kept.
+
+`tests/test_machine_code.py` holds listings of such kernels and of good ones.
 """
 
 from __future__ import annotations

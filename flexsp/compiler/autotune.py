@@ -1,7 +1,8 @@
-"""autotune=True: the plan of a call is searched for by timing plans on the GPU, from the predicted one on."""
+"""What ``LinearAttention(..., autotune=True)`` does: it times plans on the GPU, beginning with the predicted one."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -10,13 +11,16 @@ from typing import Any
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
+from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.planning.launches import GeneratedCall, Plan
 from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.executable import Executable
+from flexsp.kernels.table import chunk_table
 from flexsp.runtime.triton_private import OutOfResources, PTXASError
 
-__all__ = ["Tuned", "tune"]
+__all__ = ["Tuned", "autotuned", "tune"]
 
 _HOPEFUL = 3.0  # plans predicted to take more than this of the best prediction are not tried
 _WARMUP, _RUNS = 2, 7
@@ -24,7 +28,7 @@ _WARMUP, _RUNS = 2, 7
 
 @dataclass(frozen=True)
 class Tuned:
-    """The quickest plan of `tried`, its microseconds, and those of the plan that would be taken without a search."""
+    """The quickest of `tried` plans; its microseconds and those of the plan that a call takes without a search."""
 
     plan: Plan
     us: float
@@ -82,8 +86,8 @@ def tune(
 
     Args:
         make: the executable for a plan, or for the predicted one.
-        table_for: the chunk table for a chunk size, None if nothing is packed.
-        backward: a backward pass counts too.
+        table_for: the chunk table for a chunk size, None if no documents are packed.
+        backward: time a forward and a backward pass.
     """
     usual = make(None)
     executables: dict[Plan, Executable[GeneratedCall]] = {usual.call.plan: usual}
@@ -93,7 +97,7 @@ def tune(
         if plan not in seen:
             try:
                 seen[plan] = time(executables[plan], tensors, initial, table_for(plan.chunk), backward)
-            except (ValueError, OutOfResources, PTXASError):  # what a block does not have
+            except (ValueError, OutOfResources, PTXASError):  # more shared memory or registers than a block has
                 seen[plan] = float("inf")
         return seen[plan]
 
@@ -112,3 +116,30 @@ def tune(
         improved = of(better) < of(best)
         best = better if improved else best
     return Tuned(best, seen[best], of(call.plan), len(seen))
+
+
+def autotuned(
+    executable: Executable[Any], inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, group: SequenceParallel | None, shard: tuple[int, int, int], backward: bool,
+) -> tuple[Executable[Any], str | None]:  # fmt: skip
+    """The executable with the quickest plan, and a line about the search.
+
+    Calls of hand-written kernels alone have no plan to search: they come back as they are, without a line. Each rank
+    searches by itself, since the plan does not change what ranks exchange.
+
+    Args:
+        shard: this rank's first token, its end, and the number of tokens of all ranks.
+    """
+    if not isinstance(executable.call, GeneratedCall):
+        return executable, None
+    given = {name: inputs[name].detach() for name in executable.names}
+    made = functools.partial(executable_of, executable.call.code, given, initial, cu_seqlens)
+
+    def table(chunk: int) -> torch.Tensor | None:
+        last = group is None or group.is_last
+        return None if cu_seqlens is None else chunk_table(cu_seqlens, *shard[:2], chunk, last)
+
+    found = tune(lambda plan: made(None, plan), [*given.values()], initial, table, backward)
+    what = "forward and backward" if backward else "forward"
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+    return made(group, found.plan), f"autotune of {what} for {shapes}: {found}"

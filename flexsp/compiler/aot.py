@@ -1,8 +1,9 @@
-"""Stage 6b: kernels compiled before they are called for (enable_aot=True)."""
+"""What ``LinearAttention(..., enable_aot=True)`` does: it compiles kernels before the first call needs them."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,18 +17,28 @@ from flexsp.compiler.frontend.meta import InputMeta
 from flexsp.compiler.planning.plan import refusal
 from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.runtime.launch import workers
+from flexsp.runtime.triton_private import current_target, gpu_target
 
-__all__ = ["compile_ahead"]
+__all__ = ["compile_ahead", "target_of_host"]
 
 _AHEAD = (1024, 65536)  # tokens: plans for short and for long sequences differ in flags and tiles
 
 
-def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
-    """Compiles forward and backward for all combinations of the sizes in `meta`, into Triton's cache. How many kernels.
+def target_of_host() -> Any:
+    """The GPU that is there, else one of compute capability FLEXSP_AOT_ARCH."""
+    named = os.environ.get("FLEXSP_AOT_ARCH") or "90"
+    if not named.isdecimal():
+        raise ValueError(f"FLEXSP_AOT_ARCH: expected a compute capability such as 90, got {named!r}")
+    return current_target() if torch.cuda.is_available() else gpu_target(int(named))
 
-    For inputs that are contiguous and aligned, in the dtypes of `meta`, packed and not, without initial states and
-    without gradients of final ones. Sizes that have no kernels are left out. Plans are those of the GPU that is there,
-    else of the known one of the target's compute capability.
+
+def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
+    """Compiles forward and backward kernels into Triton's cache; returns their number.
+
+    It goes through all combinations of the sizes in `meta`, for calls with and without packed documents. Inputs are
+    contiguous, aligned, and of the dtypes of `meta`; there are no initial states, and no gradients of final states.
+    Sizes that have no kernels are left out. Plans are made for the GPU that is there, else for the known GPU of the
+    target's compute capability.
     """
     if not isinstance(intrinsic_kernels.inverse_kernel, triton.JITFunction):
         raise ValueError("enable_aot: expected a process without TRITON_INTERPRET, whose kernels can be compiled")

@@ -1,13 +1,15 @@
-"""Takes promises about unused lanes out of the LLVM text that Triton makes of a kernel.
+"""Removes flags on unused vector lanes from the LLVM text that Triton makes of a kernel.
 
-LLVM packs scalars that are computed alike into short vectors. A lane that nobody reads may then get an operand of its
-neighbour's: `shl nuw nsw <2 x i32> <tid, lane>, <28, 1>` of a thread number that was never to be shifted. "nuw" (no
-unsigned wrap) is broken in that lane, which is allowed as long as it is not read. But the code generator of Triton 3.6
-holds both lanes in one 64-bit register, trusts the flag and forms the product in 64 bits, so that what overflows the
-first lane changes the second one. One kernel of vector gates read wrong columns that way, with warps that disagreed: a
-result wrong by half, and another one every time.
+Fault: the code generator of Triton 3.6. LLVM packs scalars that are computed alike into short vectors. A lane that
+nobody reads may then get an operand of its neighbour: `shl nuw nsw <2 x i32> <tid, lane>, <28, 1>` shifts a thread
+number that was never to be shifted. The flag "nuw" (no unsigned wrap) is false for that lane, which LLVM allows as long
+as nobody reads the lane. But the code generator holds both lanes in one 64-bit register, trusts the flag and computes
+the product in 64 bits. What overflows the first lane then changes the second one. One kernel of vector gates read wrong
+columns in this way, with warps that disagreed: its result was wrong by half, and differed from call to call.
 
 The flags only allow more optimisations. Without them every lane is what the operation says.
+
+`tests/test_llvm_workaround.py` shows the fault; where a release does not show it any more, this file can go.
 """
 
 from __future__ import annotations

@@ -38,13 +38,11 @@ class Documents(NamedTuple):
 class Step(Protocol):
     """The chunks of one call."""
 
-    affine: bool  # S' = A S + F
-
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
         """States of the one that enters the shard; `initial` are those of documents."""
 
     def through(self) -> Transition:
-        """What all chunks do to a state, if they are affine."""
+        """What all chunks do to a state; "sequential" where that is no one map, so that ranks run one by one."""
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         """Outputs [B, T, H, V] of the states that enter the chunks."""
@@ -96,9 +94,10 @@ def run(
     from flexsp.scan.relay import Relay
 
     assert anchor is not None
-    relay = None if step.affine else Relay(sp, anchor, call)
+    transition = step.through()
+    relay = Relay(sp, anchor, call) if transition.kind == "sequential" else None
     if relay is None:
-        arrived = exchange(states(entering)[1][:, :, -1], step.through(), sp, call, anchor)
+        arrived = exchange(states(entering)[1][:, :, -1], transition, sp, call, anchor)
         entering = entering + arrived
     else:
         arrived = entering = relay.from_left(entering)

@@ -36,7 +36,7 @@ class Relay:
     def begin(self, like: torch.Tensor, reverse: bool) -> None:
         """Starts to hand states along, from right to left in `reverse`."""
         source, target = self.sp.neighbours(reverse)
-        signature = Signature("relay", self.call, facts_of((like,)), "not affine", reverse, self.sp.schedule)
+        signature = Signature("relay", self.call, facts_of((like,)), "sequential", reverse, self.sp.schedule)
         self._begun = begin_call(self.sp, signature, like, source, target)
 
     def receive(self, like: torch.Tensor, source: int | None) -> torch.Tensor:

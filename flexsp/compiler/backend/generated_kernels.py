@@ -99,7 +99,7 @@ def _refuse_transition(program: Program) -> None:
             f"the transition of {name!r} (at {line}) is elementwise, with a factor for each number of the state; of a "
             "state in several parts kernels take one for each head or each row, so make it of gates [C] or [C, K]"
         )
-    if program.transition == "not affine":
+    if program.transition == "sequential":
         raise NotEmittable(
             f"{name!r} (at {line}) is not affine in the state, and kernels carry states as A S + F or max(S + a, F), "
             "with A, a and F that do not depend on S"

@@ -61,8 +61,6 @@ def run(
 class _Step:
     """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V] and log gates [B, H, chunks, C]."""
 
-    affine = True
-
     def __init__(
         self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional
     ) -> None:  # fmt: skip

@@ -67,8 +67,6 @@ class _Step:
     Places without a token have dt = 0: a state passes them as it is.
     """
 
-    affine = True
-
     def __init__(self, layout: Layout, tokens: tuple[torch.Tensor, ...], A: torch.Tensor, zoh: bool) -> None:
         self.layout, self.tokens, self.A = layout, tokens, A
         self._walk = functools.partial(_walk, zoh=zoh)
@@ -90,7 +88,7 @@ class _Step:
             stretch = stretch.masked_fill(cut, 0.0)
         passed = (stretch.unsqueeze(-1) * self.A).exp().unsqueeze(1)
         passed = passed if cut is None else passed.masked_fill(cut, 0.0)
-        return Transition.linear(self.summaries[:, :, 0], passed, dense=False)
+        return Transition.of(self.summaries[:, :, 0], passed, kind="elementwise")
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         y = _by_groups(functools.partial(self._walk, reads=True), self.A, entering.squeeze(1), self.tokens)

@@ -81,7 +81,7 @@ def run(
         zero: a state [B, H, *state].
         initial: [N, H, *state], None for zeros.
         documents: None for tokens that are not packed.
-        anchor: the one that `joined` gives beside the inputs of a call over ranks.
+        anchor: the one that `share_backward` gives beside the inputs of a call over ranks.
         call: what ranks compare of the call.
     """
     ends, own = (sp is None or sp.is_last), initial if documents is None and (sp is None or sp.is_first) else None
@@ -90,7 +90,7 @@ def run(
     if sp is None or sp.world_size == 1:
         before, around = states(entering)
         return step.merge(before), _final(around, documents, ends) if want_final else None
-    from flexsp.scan.exchange import exchange, tie
+    from flexsp.scan.exchange import add_backward_dependency, exchange
     from flexsp.scan.relay import Relay
 
     assert anchor is not None
@@ -107,7 +107,8 @@ def run(
         return relay.to_right(o, final, around[:, :, -1], arrived)
     for other in (arrived, of_documents):  # neither may reach this rank's tokens
         if other is not None:
-            o, final = tie(o, other), None if final is None else tie(final, other)
+            o = add_backward_dependency(o, other)
+            final = None if final is None else add_backward_dependency(final, other)
     return o, final
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
@@ -19,7 +19,7 @@ from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
-from flexsp.scan.exchange import tie
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import (
     arriving,
     begins,
@@ -135,7 +135,7 @@ def mamba3(
     check.same_call(sp, "mamba3", x, *sizes[2:], N, cu_seqlens is None, output_final_state)
     if sp is not None:
         given = (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x)
-        _, *views = joined(sp, *given, *(initial or ()))
+        _, *views = share_backward(sp, *given, *(initial or ()))
         (x, dt, A, B, C, trap, angles, D, B_bias, C_bias, mimo_x), state = views[: len(given)], views[len(given) :]
         here = [read_here(part, sizes.T, cu_seqlens, sp) for part in state]
         initial = Mamba3State(*here) if initial is not None else None  # type: ignore[arg-type]
@@ -145,8 +145,9 @@ def mamba3(
     y, ssm, ends = run(sizes, given, how)
     y = without_tail(y, cu_seqlens, sp)
     if sp is not None:
-        y = tie(y, ends[0]) if ends else y  # the backward pass of y answers for the exchange of ends
-        _, y, ssm, *views = joined(sp, y, ssm, *ends)
+        if ends:  # the backward pass of y answers for the exchange of ends
+            y = add_backward_dependency(y, ends[0])
+        _, y, ssm, *views = share_backward(sp, y, ssm, *ends)
         ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.diagonal.op import diagonal
@@ -102,7 +102,7 @@ def chunk_mlstm(
     scale = check.check_scale(scale, K)
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
-        _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
+        _, q, k, v, i, f, *given = share_backward(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
@@ -125,7 +125,7 @@ def chunk_mlstm(
     if C is None or n is None:
         return h, None
     if sp is not None:
-        _, h, C, n = joined(sp, h, C, n)
+        _, h, C, n = share_backward(sp, h, C, n)
     return h, gates.last(C, n.squeeze(-1))
 
 

@@ -13,7 +13,7 @@ from flexsp.scan.by_kernel import goes_by_kernel, incoming_by_kernel
 from flexsp.scan.schedules import incoming_state
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["exchange", "tie"]
+__all__ = ["exchange", "add_backward_dependency"]
 
 _NAME = "the exchange of states between ranks"
 Optional = torch.Tensor | None
@@ -33,7 +33,8 @@ def exchange(
         transition: what the shard does to the state that enters it; of one kind on all ranks. "max-plus" has no
             derivatives: `flexsp.scan.maxima` gives those.
         call: the op that needs it, the same text on every rank.
-        anchor: the one that `joined` gives beside the inputs of the call; needed where F may not depend on them.
+        anchor: the one that `share_backward` gives beside the inputs of the call. It is needed where F may not depend
+            on them.
         reverse: from the last rank to the first, each of which does A^T S + F.
 
     Returns:
@@ -100,7 +101,7 @@ class _ExchangeFunction(torch.autograd.Function):
         return dF, da, None, None, None, None, None, None
 
 
-class _Tie(torch.autograd.Function):
+class _BackwardDependency(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(other)
@@ -111,6 +112,6 @@ class _Tie(torch.autograd.Function):
         return grad, torch.zeros_like(ctx.saved_tensors[0])
 
 
-def tie(o: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def add_backward_dependency(o: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``o``, whose backward pass goes through ``other`` too, since neighbours wait there whether o needs it or not."""
-    return _Tie.apply(o, other)
+    return _BackwardDependency.apply(o, other)

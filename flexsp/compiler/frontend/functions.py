@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.func import vmap
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.program import Program, call, has_parts, widths
@@ -319,7 +319,7 @@ def run(
     x, anchor = next(iter(tokens.values())), None
     B, T, H = x.shape[:3]
     if sp is not None and sp.world_size > 1:
-        anchor, initial, *given = joined(sp, initial, *tokens.values(), *params.values())
+        anchor, initial, *given = share_backward(sp, initial, *tokens.values(), *params.values())
         tokens = dict(zip(tokens, given, strict=False))
         params = dict(zip(params, given[len(tokens) :], strict=True))
     chunks, documents, tail = _cut(T, C), None, 0

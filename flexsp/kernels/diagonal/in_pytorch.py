@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.kernels import reference
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.reference import Documents, States
@@ -46,7 +46,7 @@ def run(
     """
     anchor = None
     if sp is not None:
-        anchor, q, k, v, g, g_gamma, initial = joined(sp, q, k, v, g, g_gamma, initial)
+        anchor, q, k, v, g, g_gamma, initial = share_backward(sp, q, k, v, g, g_gamma, initial)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = chunk_layout(cu_seqlens, B, T, sp, rows)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.kernels import reference
 from flexsp.kernels.diagonal.in_pytorch import chunk_layout
 from flexsp.kernels.reference import States
@@ -50,7 +50,7 @@ def run(
     """
     anchor = None
     if sp is not None:
-        anchor, u, dt, A, B, C, initial = joined(sp, u, dt, A, B, C, initial)
+        anchor, u, dt, A, B, C, initial = share_backward(sp, u, dt, A, B, C, initial)
     layout = chunk_layout(cu_seqlens, u.shape[0], u.shape[1], sp)
     tokens = tuple(layout.chunks(x.unsqueeze(2), dt.dtype).squeeze(1) for x in (u, dt, B, C))
     step = _Step(layout, tokens, A, zoh)

@@ -53,9 +53,9 @@ _SCAN = [
         "flexsp/scan/propagate.py",
         ("pushed = any_cut & (word == 0)", "pushed = nseg < 0", "ranks with a cut wait before they push",
          "tests/test_propagate.py::test_behind_a_cut_no_rank_waits_for_those_before"),
-        ("adjoint.apply(states[:, -1 if reverse else 0], F) if seeded", "F if seeded", "the first rank's state is lost",
+        ("adjoint.apply(entering, F) if seeded", "F if seeded", "the first rank's state is lost",
          "tests/test_propagate.py::test_process_group_schedules_use_the_same_kernel[chain]"),
-        ("transition.transpose() if reverse else transition", "transition", "A goes out the wrong way round",
+        ("whole.adjoint() if reverse else whole", "whole", "A goes out the wrong way round",
          "tests/test_propagate.py::test_process_group_schedules_use_the_same_kernel[chain]"),
     ),
     *_in(
@@ -65,15 +65,15 @@ _SCAN = [
     ),
     *_in(
         "flexsp/scan/transitions.py",
-        ("dropped = (self.cut != 0)", "dropped = (self.cut > 1)", "cuts do not cut",
+        ("_like(self.cut != 0, like)", "_like(self.cut > 1, like)", "cuts do not cut",
          "tests/test_schedules.py::test_nothing_passes_a_cut"),
     ),
     *_in(
         "flexsp/scan/transitions.py",
-        ("times(self.apply(state), dF)", "times(self.log_a.exp().view(*self.log_a.shape, *[1] * (state.dim() - self.log_a.dim())) * state, dF)",
+        ("times(self.apply(state), dF)", "times(_like(self.a.exp(), state) * state, dF)",
          "decays behind a cut have a gradient",
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),
-        ("dims = (-2, -1) if", "dims = (-1,) if", "a gate's gradient is not summed over K",
+        ("range(self.a.dim(), found.dim())", "range(self.a.dim() + 1, found.dim())", "a gate's gradient is not summed over K",
          "tests/test_exchange.py::test_gradients[2-chain]"),
     ),
     *_in(
@@ -83,7 +83,7 @@ _SCAN = [
     ),
     *_in(
         "flexsp/scan/transitions.py",
-        ("else dF * state", "else dF * dF", "the gradient of a decay", _RANKS + "[gla-[9, 0, 21]]"),
+        ("return dF * state", "return dF * dF", "the gradient of a decay", _RANKS + "[gla-[9, 0, 21]]"),
     ),
     *_in(
         "flexsp/runtime/steps.py",

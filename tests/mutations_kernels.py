@@ -323,7 +323,7 @@ KERNELS = [
          _ANY_LENGTH + "[simple_gla]"),
     ),
     *_in(
-        "flexsp/scan/max_plus.py",
+        "flexsp/scan/maxima.py",
         ("if torch.compiler.is_dynamo_compiling() and", "if False and", "twice as many tokens are another graph",
          _ANY_LENGTH + "[mlstm]"),
     ),

@@ -85,8 +85,8 @@ OPS = [
          "tests/test_vector_state.py::test_kernels[several programs]"),
     ),
     *_in(
-        "flexsp/ops/mamba3.py",
-        ('check.fail("x", "at least one batch row and one head", list(x.shape))', "pass", "calls without heads are taken",
+        "flexsp/ops/_validate.py",
+        ("x.shape[0] < 1 or x.shape[2] < 1", "x.shape[0] < 1", "calls without heads are taken",
          "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
     ),
     *_in(

@@ -31,7 +31,7 @@ PROGRAMS = [
     ),
     *_in(
         "flexsp/scan/maxima.py",
-        ("start = torch.full_like(start, -torch.inf)", "pass", "what enters the first rank reaches the first document",
+        ("start, cut = start.new_full(a.shape[:-1], -torch.inf), first", "cut = first", "what enters the first rank reaches the first document",
          "tests/test_max_plus.py::test_nothing_enters_from_before_the_documents"),
     ),
     *_in(

@@ -21,8 +21,8 @@ STATES = [
     *_in(
         "flexsp/scan/propagate.py",
         (
-            'float("-inf") if BY == 2 else 0.0, tl.float32)',
-            "0.0, tl.float32)",
+            'float("-inf") if BY == 2 else 0.0, NUMBER)',
+            "0.0, NUMBER)",
             "ranks begin maxima at 0",
             "tests/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
         ),
@@ -54,17 +54,17 @@ STATES = [
             "tests/test_max_plus.py::test_equal_numbers_share_gradients_as_in_a_loop",
         ),
         (
-            "c = torch.where(cut, torch.maximum(c, a + own), c)",
-            "c = c",
+            "F, shift = torch.where(first, torch.maximum(F, a + begun), F)",
+            "F, shift = F",
             "documents begin at -inf",
             "tests/test_max_plus.py::test_against_the_token_loop[packed]",
         ),
     ),
     *_in(
-        "flexsp/kernels/executable.py",
+        "flexsp/scan/transitions.py",
         (
-            'kind == "max-plus" and spec.constants["REVERSE"]',
-            "False",
+            'by=2, adjoint="elementwise"',
+            'by=2, adjoint="max-plus"',
             "gradients of maxima are maxima",
             _PROGRAMS + "test_maxima[a matrix]",
         ),

@@ -28,6 +28,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle each odd": {"shape": (1, 9, 3, 100, 37), "kind": "elementwise", "cut": True, "reverse": True, "rank": 1},
     "local maxima": {"shape": (1, 9, 32, 64, 1), "kind": "max-plus", "cut": True, "reverse": False},
     "middle maxima": {"shape": (1, 9, 32, 128, 128), "kind": "max-plus", "cut": True, "reverse": False, "rank": 1},
+    "maxima in float64": {
+        "shape": (1, 2, 1, 16, 256),
+        "kind": "max-plus",
+        "cut": True,
+        "reverse": False,
+        "rank": 1,
+        "number": "float64",
+    },
     "last": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 2},
     "few numbers": {"shape": (1, 2, 1, 1, 256), "kind": "none", "cut": True, "reverse": True, "rank": 1},
     "many numbers": {"shape": (1, 2, 3, 16, 256), "kind": "none", "cut": True, "reverse": False, "rank": 1},
@@ -41,15 +49,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
 }
 QUICK = (
-    "local odd", "first", "middle", "middle vector", "local each", "middle maxima", "last", "few numbers", "fold",
-    "middle dense back",
+    "local odd", "first", "middle", "middle vector", "local each", "middle maxima", "maxima in float64", "last",
+    "few numbers", "fold", "middle dense back",
 )  # fmt: skip
 """Of each kind of transition and of ranks one; they are compiled in one child, the others in another."""
 
 
 def launch_of(
     shape: tuple[int, ...], kind: str, cut: bool, reverse: bool, rank: int | None = None, put: bool = False,
-    fold: bool = False,
+    fold: bool = False, number: str = "float32",
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The one launch of a call on meta tensors, in a child process."""
     import torch
@@ -57,6 +65,7 @@ def launch_of(
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
     from flexsp.scan import propagate as module
+    from flexsp.scan.transitions import Transition
     from flexsp.testing.offline import record_launches
 
     class Heap(SymmetricHeap):
@@ -67,12 +76,10 @@ def launch_of(
         return torch.empty(size, dtype=dtype, device="meta")
 
     B, slots, H, K, V = shape
-    n = slots - 1
-    log_a = {"none": None, "scalar": meta(B, n, H), "vector": meta(B, n, H, K)}.get(kind)
-    A = meta(B, n, H, K, K) if kind == "dense" else None
-    each = {"elementwise": "factors", "max-plus": "shifts"}
-    numbers = {each[kind]: meta(B, n, H, K, V)} if kind in each else {}
-    cuts = meta(B, n, dtype=torch.int32) if cut else None
+    n, dtype = slots - 1, getattr(torch, number)
+    behind = {"none": None, "scalar": (), "vector": (K,), "dense": (K, K)}.get(kind, (K, V))
+    a = None if behind is None else meta(B, n, H, *behind, dtype=dtype)
+    through = Transition(kind, a, meta(B, n, dtype=torch.int32) if cut else None)
     sp = None
     if rank is not None:
         arena = meta(64 << 20, dtype=torch.uint8)
@@ -81,9 +88,9 @@ def launch_of(
     with record_launches() as launches:
         if fold:
             folded = meta(B, H, K, V)
-            module._launch(meta(*shape), log_a, cuts, kind, reverse, folded=folded, seeded=False)
+            module._launch(meta(*shape), through, reverse, folded=folded, seeded=False)
         else:
-            module.propagate(meta(*shape), log_a, cuts, sp, A=A, **numbers, reverse=reverse)
+            module.propagate(meta(*shape, dtype=dtype), through, sp, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
     return launches[0]
 
@@ -176,7 +183,11 @@ def first_reached(code: list[str], follow: list[list[int]], start: int, pattern:
 @pytest.mark.parametrize(
     "name",
     [
-        "first", "middle", "middle vector", "middle dense back", "last",
+        "first",
+        "middle",
+        "middle vector",
+        "middle dense back",
+        "last",
         *slow("middle wide", "middle odd", "middle dense", "middle large", "middle large back"),
     ],
 )

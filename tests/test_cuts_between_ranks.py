@@ -38,7 +38,7 @@ def _through_the_middle(sp: Any, at: int, cuts: bool, seed: int) -> float:
         (states[:, :-1] if reverse else states[:, 1:]).copy_(F[:, part])
         if sp.rank == (2 if reverse else 0):
             states[:, -1 if reverse else 0] = initial
-        propagate(states, log_a[:, part], cut[:, part] if cuts else None, sp, reverse=reverse)
+        propagate(states, Transition("scalar", log_a[:, part], cut[:, part] if cuts else None), sp, reverse=reverse)
         worst = max(worst, (states.double() - want).abs().max().item())
     return worst
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import flexsp
 from flexsp import SequenceParallel, nn, ops
 from flexsp.comm import collectives
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.halo import halo_exchange
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, torch_compile
 from flexsp.exceptions import NotAvailable
@@ -28,7 +28,7 @@ from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
 from flexsp.nn import conv
 from flexsp.nn.attention import scaled_dot_product_attention
-from flexsp.scan.exchange import tie
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.testing import compare
 from flexsp.testing.cases import CASES, DELTA_CASES, Shape
 from flexsp.testing.ranks import run_ranks
@@ -167,15 +167,15 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
 }
 
 
-def of_joined(*x: torch.Tensor) -> torch.Tensor:
-    _, a, b = joined(SequenceParallel(world_size=2), *x)
+def of_shared(*x: torch.Tensor) -> torch.Tensor:
+    _, a, b = share_backward(SequenceParallel(world_size=2), *x)
     return a.sin() * b
 
 
 # Name: a function of tensors that may be differentiated twice, and the shapes of these.
 TWICE: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
-    "flexsp.comm.derivatives._Joined": (of_joined, [(3,), (3,)]),
-    "flexsp.scan.exchange._Tie": (lambda a, b: tie(a * a * b, b), [(3,), (3,)]),
+    "flexsp.comm.derivatives._SharedBackward": (of_shared, [(3,), (3,)]),
+    "flexsp.scan.exchange._BackwardDependency": (lambda a, b: add_backward_dependency(a * a * b, b), [(3,), (3,)]),
     "flexsp.nn.conv._CausalTapsFunction": (
         lambda x, w: conv._CausalTapsFunction.apply(x, w, torch.tensor([0, 1, 0, 1, 2])),
         [(1, 7, 2), (2, 3)],

@@ -233,7 +233,7 @@ def _flags(sp: Any) -> list[int]:
 
     for _ in range(4):
         try:
-            propagate(torch.zeros(1, 2, 3, 4, 4 + (sp.rank > 0)), None, None, sp)
+            propagate(torch.zeros(1, 2, 3, 4, 4 + (sp.rank > 0)), Transition("none"), sp)
             sp.check()
         except FlexspError as error:
             channel = _channel(sp)

@@ -34,7 +34,7 @@ def element(kind: str, shape: tuple[int, ...], rank: int, seed: int, dtype: torc
     B, H, K, V = shape
     if kind in ("dense", "elementwise"):
         A = torch.randn(B, H, K, K if kind == "dense" else V, generator=made, dtype=torch.float64) / K**0.5
-        return F.to(dtype), Transition.linear(F, A.to(dtype), kind == "dense")
+        return F.to(dtype), Transition.of(F, A.to(dtype), kind=kind)
     decay = {"none": None, "scalar": (B, H), "vector": (B, H, K)}[kind]
     log_a = None if decay is None else -torch.rand(decay, generator=made, dtype=torch.float64).to(dtype)
     return F.to(dtype), Transition.of(F, log_a, cut)
@@ -43,7 +43,7 @@ def element(kind: str, shape: tuple[int, ...], rank: int, seed: int, dtype: torc
 def answers(sp: Any, given: tuple, reverse: bool) -> list[torch.Tensor]:
     """What arrives, and gradients of F and of the transition."""
     F, through = given
-    leaves = [x.requires_grad_() for x in (F, through.log_a, through.A) if x is not None]
+    leaves = [x.requires_grad_() for x in (F, through.a) if x is not None]
     state = exchange(F, through, sp, "a test", reverse=reverse)
     return [state.detach(), *torch.autograd.grad((state + 0.5 * F).sin().sum(), leaves)]
 
@@ -79,12 +79,12 @@ def reversed_answers(sp: Any, kind: str, seed: int) -> list[torch.Tensor]:
 def test_gradients_in_reverse(kind: str, seed: int) -> None:
     """In float64 over torch.distributed, against autograd in one process."""
     elements = [element(kind, SHAPES[0], rank, seed, torch.float64) for rank in range(3)]
-    leaves = [[x.requires_grad_() for x in (F, t.log_a, t.A) if x is not None] for F, t in elements]
+    leaves = [[x.requires_grad_() for x in (F, t.a) if x is not None] for F, t in elements]
     state, loss, entered = torch.zeros_like(elements[0][0]), torch.zeros(()), []
     for F, through in reversed(elements):
         entered.append(state.detach())
         loss = loss + (state + 0.5 * F).sin().sum()
-        state = through.transpose().apply(state, F)
+        state = through.adjoint().apply(state, F)
     grads = torch.autograd.grad(loss, sum(leaves, []), allow_unused=True, materialize_grads=True)
     got = run_ranks(reversed_answers, 3, kind, seed)
     for rank, (arrived, *found) in enumerate(got):
@@ -109,12 +109,12 @@ def odd_calls(sp: Any) -> None:
     F = torch.full((2, 1, 2, 3), float("nan") if first else 1.0)
     for kind, log_a in (("none", None), ("scalar", torch.zeros(2, 1)), ("vector", torch.zeros(2, 1, 2))):
         cut = torch.tensor([sp.rank == 1, False])
-        got = exchange(F, Transition(kind, log_a, cut), sp)  # type: ignore[arg-type]
+        got = exchange(F, Transition(kind, log_a, cut), sp)
         assert torch.equal(got[0], torch.full_like(got[0], [0.0, float("nan"), 1.0][sp.rank])) or sp.rank == 1
         assert bool(got[1].isnan().all()) != first
     # Documents of A = 0, for which there is no flag.
     A = torch.zeros(2, 1, 2, 2) if sp.rank == 1 else torch.eye(2).expand(2, 1, 2, 2)
-    got = exchange(F, Transition.linear(F, A, True), sp)
+    got = exchange(F, Transition.of(F, A, kind="dense"), sp)
     assert bool(got.eq(1.0).all()) == last_one
     sp.check()
 

@@ -70,7 +70,7 @@ def _exchanges(sp: Any) -> dict[str, Callable[[], Any]]:
             lambda: convolution(x, since=tokens_since_start(6, cu, sp, sp.device)).sum().backward(),
     }
     for reverse in (False, True):
-        for through in (Transition.of(F, log_a), Transition.linear(F, A, True)):
+        for through in (Transition.of(F, log_a), Transition.of(F, A, kind="dense")):
             name = f"state, {through.kind}, reverse {reverse}"
             found[name] = lambda way=reverse, through=through: incoming_state(F, through, sp, way)
     return found

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.ops import mlstm
+from flexsp.scan import maxima
+from flexsp.scan.by_kernel import goes_by_kernel
+from flexsp.scan.transitions import Transition
 from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.offline import compile_launches, record_launches
@@ -244,23 +248,41 @@ def test_ranks(cu: list[int] | None) -> None:
 NUMBERS = [0.0, -0.0, 1.5, -1e300, 5e-324, math.inf, -math.inf, math.nan, -745.133, 2**-1050]
 
 
-def entering(sp: SequenceParallel, a: Tensor, c: Tensor, start: Tensor) -> Tensor:
-    from flexsp.kernels.mlstm import gates
+@triton.jit
+def push_bytes(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
+    """As `push_store`, but it sends `nbytes` and no more, as a put does."""
+    sent = offsets < nbytes // (there.dtype.element_ty.primitive_bitwidth // 8)
+    tl.store(there + offsets, tile, mask=mask & sent)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
 
-    mine = a[sp.rank], c[sp.rank]
-    return gates.enters(gates.Blocks(mine, mine), start if sp.is_first else torch.zeros_like(start), sp)
+
+def entering(sp: SequenceParallel, a: Tensor, c: Tensor, start: Tensor, cut: Tensor) -> tuple[Tensor, bool]:
+    """What enters this rank, and whether the kernel of the scan sent it."""
+    through = Transition("max-plus", a[sp.rank])
+    if sp.heap is not None:
+        from flexsp.scan import propagate
+
+        sp.channels["propagate"] = dataclasses.replace(propagate._channel(sp), push=push_bytes)
+    mine = start if sp.is_first else torch.full_like(start, math.nan)
+    arrived = maxima.enters(a[sp.rank], c[sp.rank], mine, cut[sp.rank], sp, "a test")
+    return arrived, goes_by_kernel(c[sp.rank], through, sp)
 
 
 @pytest.mark.parametrize("transport", ["posix", "process_group"])
 def test_what_enters_ranks_is_exact(transport: str) -> None:
-    """Whatever the numbers are."""
-    a, c = (torch.tensor(random.choices(NUMBERS, k=3 * 2 * 90), dtype=torch.float64).view(3, 2, 90) for _ in range(2))
-    a, start = torch.where(a == math.inf, -0.3, a), torch.randn(2, 90, dtype=torch.float64)
-    heap = {"heap_mib": 1} if transport == "posix" else {}
-    m = start
-    for r, got in enumerate(run_ranks(entering, 3, a, c, start, transport=transport, env=INTERPRETED, **heap)):
+    """Whatever the numbers are, in float64; a document that begins lets nothing pass."""
+    numbers = torch.tensor(random.choices(NUMBERS, k=2 * 4 * 2 * 2090), dtype=torch.float64)
+    a, c = numbers.view(2, 4, 2, 2090).unbind(0)
+    a, start = torch.where(a.abs() == math.inf, -0.3, a), torch.randn(2, 2090, dtype=torch.float64)
+    cut = torch.tensor([[0, 1], [0, 0], [1, 0], [0, 0]], dtype=torch.bool)
+    a[cut] = -math.inf  # as kernels of gates have it
+    heap = {"heap_mib": 1, "fresh_sp": True} if transport == "posix" else {}
+    m, found = start, run_ranks(entering, 4, a, c, start, cut, transport=transport, env=INTERPRETED, **heap)
+    for r, (got, by_kernel) in enumerate(found):
+        assert by_kernel == (transport == "posix")
         torch.testing.assert_close(got, m, rtol=0, atol=0, equal_nan=True)
-        m = torch.where(a[r] == -math.inf, c[r], torch.maximum(a[r] + m, c[r]))
+        m = torch.where(cut[r].unsqueeze(-1), c[r], torch.maximum(a[r] + m, c[r]))
 
 
 def twice(sp: SequenceParallel, seed: int) -> bool:
@@ -294,14 +316,11 @@ def launched() -> list[Any]:
     )
     with record_launches() as found:
         blocks = gates.blocks(f.detach(), i.detach(), starts)
-        with mock.patch.object(gates, "exchange", lambda x, *others: x):
-            second = SimpleNamespace(world_size=2, rank=1, is_first=False)
-            gates.enters(blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"), second)
         forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
         keys = rows.weighted(k, i, m, torch.bfloat16)
         h = rows.quotients(keys[0], keys[2].unsqueeze(-1), m, 0.0, torch.bfloat16) * keys[1]
         torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
-    assert len(found) == 9
+    assert len(found) == 7
     return found
 
 

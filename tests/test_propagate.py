@@ -118,10 +118,11 @@ def test_schedule_wins_over_the_heap(seed: int) -> None:
 
 def without_passing(sp: Any) -> bool:
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     states = torch.randn(1, 3, 1, 4, 4)
     want = scan_oracle(states[:, 1:], None, None, states[:, 0], False)
-    propagate(states, None, None, sp, passes=False)
+    propagate(states, Transition("none"), sp, passes=False)
     return torch.allclose(states.double(), want, atol=1e-5)
 
 
@@ -136,6 +137,7 @@ def absent_rank(sp: Any, absent: int, reverse: bool, with_cut: bool = False) -> 
     """(seconds until the error, the error, whether the states of the failed call were all NaN)."""
     from flexsp.exceptions import FlexspError
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     if sp.rank == absent:
         return 0.0, None, True
@@ -143,7 +145,7 @@ def absent_rank(sp: Any, absent: int, reverse: bool, with_cut: bool = False) -> 
     for _ in range(4):
         states, cut = torch.zeros(1, 3, 3, 4, 4), torch.full((1, 2), int(with_cut), dtype=torch.int32)
         try:
-            propagate(states, None, cut, sp, reverse=reverse)
+            propagate(states, Transition("none", None, cut), sp, reverse=reverse)
             sp.check()
         except FlexspError as error:
             return time.monotonic() - start, error, bool(states.isnan().all())
@@ -156,7 +158,14 @@ def test_absent_rank_is_reported_by_all_others(absent: int, reverse: bool) -> No
 
     limit = 4.0
     answers = run_ranks(
-        absent_rank, 3, absent, reverse, transport="posix", heap_mib=1, env=INTERPRETED, sp_timeout_s=limit,
+        absent_rank,
+        3,
+        absent,
+        reverse,
+        transport="posix",
+        heap_mib=1,
+        env=INTERPRETED,
+        sp_timeout_s=limit,
         fresh_sp=True,
     )
     for rank, (seconds, error, poisoned) in enumerate(answers):
@@ -189,6 +198,7 @@ def heedless(sp: Any) -> Any:
     """Rank 0 does not come, and rank 1's launches go on after they failed, as those of a graph do."""
     from flexsp.exceptions import FlexspError
     from flexsp.scan import propagate
+    from flexsp.scan.transitions import Transition
 
     if sp.rank == 0:
         return None
@@ -198,7 +208,7 @@ def heedless(sp: Any) -> Any:
     try:
         for _ in range(2 * sp.rank):
             states, cut = torch.zeros(1, 2, 1, 4, 4), torch.ones(1, 1, dtype=torch.int32)
-            propagate.propagate(states, None, cut, sp)
+            propagate.propagate(states, Transition("none", None, cut), sp)
             assert sp.rank == 2 or states.isnan().all()
             if sp.rank == 2:
                 time.sleep(4.0)  # rank 1 has made its second call before the next one
@@ -229,6 +239,7 @@ _LATE = 6.0
 def late_first_rank(sp: Any, reverse: bool) -> float:
     """Seconds that a call took behind one that all ranks made together."""
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     for late in (False, True):
         states, cut = torch.full((1, 2, 1, 4, 4), sp.rank + 1.0), torch.ones(1, 1, dtype=torch.int32)
@@ -236,7 +247,7 @@ def late_first_rank(sp: Any, reverse: bool) -> float:
         if late and sp.neighbours(reverse)[0] is None:
             time.sleep(_LATE)
         start = time.monotonic()
-        propagate(states, None, cut, sp, reverse=reverse)
+        propagate(states, Transition("none", None, cut), sp, reverse=reverse)
         sp.check()
         seconds = time.monotonic() - start
         source = sp.neighbours(reverse)[0]
@@ -264,10 +275,11 @@ def test_failure_is_passed_on() -> None:
 def other_shape(sp: Any) -> Any:
     from flexsp.exceptions import FlexspError
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     for _ in range(4):
         try:
-            propagate(torch.zeros(1, 2, 1, 4, 4 + sp.rank), None, None, sp)
+            propagate(torch.zeros(1, 2, 1, 4, 4 + sp.rank), Transition("none"), sp)
             sp.check()
         except FlexspError as error:
             return error
@@ -287,9 +299,10 @@ def test_ranks_of_other_shapes_are_told() -> None:
 def too_many_tiles(sp: Any) -> tuple[int, int]:
     from flexsp.exceptions import HeapTooSmall
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     with pytest.raises(HeapTooSmall, match="needed") as caught:
-        propagate(torch.zeros(1, 2, 20, 64, 64), None, None, sp)
+        propagate(torch.zeros(1, 2, 20, 64, 64), Transition("none"), sp)
     return caught.value.needed, caught.value.had
 
 
@@ -301,37 +314,42 @@ def test_heap_too_small_says_needed_and_had() -> None:
 
 def bad_inputs(sp: Any) -> None:
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
-    good = torch.zeros(2, 4, 3, 5, 6)
-    for states, log_a, cut, words in [
-        (good[0], None, None, "states"),
-        (good.double(), None, None, "states"),
-        (good.transpose(3, 4), None, None, "states"),
-        (torch.zeros(1, 2, 1, 65537, 1), None, None, "expected 1..65536 rows and 1..512 columns, got K=65537, V=1"),
-        (torch.zeros(1, 2, 1, 4, 513), None, None, "K=4, V=513"),
-        (good, torch.zeros(2, 4, 3), None, "log_a"),
-        (good, torch.zeros(2, 3, 3, 6), None, "log_a"),
-        (good, torch.zeros(2, 3, 3).double(), None, "log_a"),
-        (good, None, torch.zeros(2, 4, dtype=torch.int32), "cut"),
-        (good, None, torch.zeros(2, 3), "cut"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            propagate(states, log_a, cut)
+    good, none, ints = torch.zeros(2, 4, 3, 5, 6), Transition("none"), torch.int32
     one, A = torch.zeros(2, 2, 3, 5, 6), torch.zeros(2, 1, 3, 5, 5)
-    for states, log_a, dense, words in [
-        (one, torch.zeros(2, 1, 3), A, "neither log_a"),
-        (one, None, A.double(), "A: expected a contiguous float32"),
-        (one, None, A.mT, "A: expected a contiguous float32"),
-        (one, None, torch.zeros(2, 1, 3, 6, 6), r"A: .*\(2, 1, 3, 5, 5\)"),
-        (good, None, torch.zeros(2, 3, 3, 5, 5), "at most one segment"),
-        (torch.zeros(1, 2, 1, 257, 4), None, torch.zeros(1, 1, 1, 257, 257), "1..256 rows .* got K=257"),
+    for states, transition, words in [
+        (good[0], none, "states"),
+        (good.double(), none, "states: expected a contiguous float32 tensor"),
+        (good.half(), Transition("max-plus", good[:, 1:].half()), "states: expected a contiguous float32 or float64"),
+        (good.transpose(3, 4), none, "states"),
+        (torch.zeros(1, 2, 1, 65537, 1), none, "expected 1..65536 rows and 1..512 columns, got K=65537, V=1"),
+        (torch.zeros(1, 2, 1, 4, 513), none, "K=4, V=513"),
+        (good, Transition("scalar", torch.zeros(2, 4, 3)), r"a: .*\(2, 3, 3\).*\(2, 4, 3\)"),
+        (good, Transition("scalar"), r"a: .*\(2, 3, 3\).*None"),
+        (good, Transition("vector", torch.zeros(2, 3, 3, 6)), r"a: .*\(2, 3, 3, 5\)"),
+        (good, Transition("elementwise", torch.zeros(2, 3, 3, 5)), r"a: .*\(2, 3, 3, 5, 6\)"),
+        (good, Transition("scalar", torch.zeros(2, 3, 3).double()), "a: expected torch.float32"),
+        (good, Transition("none", torch.zeros(2, 3, 3)), "a: expected shape None"),
+        (good, Transition("none", None, torch.zeros(2, 4, dtype=ints)), "cut"),
+        (good, Transition("none", None, torch.zeros(2, 3)), "cut"),
+        (good, Transition("diagonal"), "kind: expected one of none, .*, sequential, got 'diagonal'"),
+        (good, Transition("sequential"), "expected a linear one, got the kind 'sequential'"),
+        (one, Transition("dense", A.double()), "a: expected torch.float32"),
+        (one, Transition("dense", A, torch.zeros(2, 1, dtype=ints)), "no cut"),
+        (one, Transition("dense", torch.zeros(2, 1, 3, 6, 6)), r"a: .*\(2, 1, 3, 5, 5\)"),
+        (good, Transition("dense", torch.zeros(2, 3, 3, 5, 5)), "one segment at most .*, got 3"),
+        (torch.zeros(1, 2, 1, 257, 4), Transition("dense", torch.zeros(1, 1, 1, 257, 257)), "1..256 rows .* got K=257"),
     ]:
         with pytest.raises(ValueError, match=words):
-            propagate(states, log_a, None, A=dense)
+            propagate(states, transition)
+    with pytest.raises(ValueError, match="linear one, got the kind 'max-plus'"):
+        propagate(good, Transition("max-plus", good[:, 1:]), reverse=True)
 
 
 def larger_than_heads(sp: Any) -> list[float]:
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     errors = []
     for K, V in ((6, 257), (1000, 1)):
@@ -339,7 +357,7 @@ def larger_than_heads(sp: Any) -> list[float]:
         want = states.double()
         for i in range(3):
             want[:, i + 1] += log_a[:, i, :, :, None].double().exp() * want[:, i]
-        propagate(states, log_a, None)
+        propagate(states, Transition("vector", log_a))
         errors.append((states - want).abs().max().item())
     return errors
 

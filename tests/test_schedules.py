@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.scan.exchange import exchange
 from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
@@ -68,8 +69,8 @@ def test_strided_input() -> None:
     torch.testing.assert_close(run_ranks(_incoming_strided, 2, elements), fold(elements), rtol=1e-14, atol=1e-14)
 
 
-def _linear(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor, dense: bool, reverse: bool) -> torch.Tensor:
-    return incoming_state(F[sp.rank], Transition.linear(F[sp.rank], A[sp.rank], dense), sp, reverse)
+def _linear(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor, kind: str, reverse: bool) -> torch.Tensor:
+    return incoming_state(F[sp.rank], Transition.of(F[sp.rank], A[sp.rank], kind=kind), sp, reverse)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -86,7 +87,8 @@ def test_transitions_that_are_matrices_or_come_as_numbers(schedule: str) -> None
                 want.append(state)
                 a = A[r].mT if dense and reverse else A[r]
                 state = (a @ state if dense else a * state) + F[r]
-            got = run_ranks(_linear, ranks, F, A, dense, reverse, schedule=schedule)
+            kind = "dense" if dense else "elementwise"
+            got = run_ranks(_linear, ranks, F, A, kind, reverse, schedule=schedule)
             torch.testing.assert_close(got, want[::-1] if reverse else want, rtol=1e-13, atol=1e-13)
 
 
@@ -97,7 +99,7 @@ def test_nothing_passes_a_cut() -> None:
 
 def _under_autocast(sp: SequenceParallel, F: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return _linear(sp, F, A, True, False)
+        return _linear(sp, F, A, "dense", False)
 
 
 @pytest.mark.parametrize("schedule", ["chain", "all_gather"])
@@ -112,19 +114,60 @@ def test_transpose_is_the_adjoint(kind: str) -> None:
     F, log_a, cut = random_elements("none" if kind == "dense" else kind, 2)[1]
     transition, x, y = Transition.of(F, log_a, cut), torch.randn_like(F), torch.randn_like(F)
     if kind == "dense":
-        transition = Transition.linear(F, torch.randn(*F.shape[:3], F.shape[2], dtype=F.dtype), dense=True)
-    torch.testing.assert_close((transition.apply(x) * y).sum(), (x * transition.transpose().apply(y)).sum())
+        transition = Transition.of(F, torch.randn(*F.shape[:3], F.shape[2], dtype=F.dtype), kind="dense")
+    torch.testing.assert_close((transition.apply(x) * y).sum(), (x * transition.adjoint().apply(y)).sum())
 
 
 def test_bad_shapes() -> None:
     F = torch.zeros(2, 3, 4, 5)
-    with pytest.raises(ValueError, match=r"log_a: expected shape \(2, 3\) or \(2, 3, 4\), got \(3, 2\)"):
-        Transition.of(F, torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"cut: expected shape \(2,\), got \(3,\)"):
-        Transition.of(F, None, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"A: expected shape \(2, 3, 4, 4\), got \(2, 3, 5, 5\)"):
-        Transition.linear(F, torch.zeros(2, 3, 5, 5), dense=True)
-    with pytest.raises(ValueError, match=r"A: expected shape \(2, 3, 4, 5\), got \(2, 3, 4\)"):
-        Transition.linear(F, torch.zeros(2, 3, 4), dense=False)
-    with pytest.raises(ValueError, match=r"state: expected \[\.\.\., H, K, V\], got shape \(3, 4, 5\)"):
-        Transition.of(F[0], None, None)
+    for a, cut, kind, words in [
+        (torch.zeros(3, 2), None, None, r"a: expected shape \(2, 3\) for the kind 'scalar', got \(3, 2\)"),
+        (torch.zeros(2, 3, 5), None, None, r"a: expected shape \(2, 3, 4\) for the kind 'vector', got \(2, 3, 5\)"),
+        (None, torch.zeros(3), None, r"cut: expected shape \(2,\), got \(3,\)"),
+        (torch.zeros(2, 3, 5, 5), None, "dense", r"a: expected shape \(2, 3, 4, 4\) .*, got \(2, 3, 5, 5\)"),
+        (torch.zeros(2, 3, 4), None, "elementwise", r"a: expected shape \(2, 3, 4, 5\) .*, got \(2, 3, 4\)"),
+        (None, None, "max-plus", r"a: expected shape \(2, 3, 4, 5\) .*, got None"),
+        (F, None, "sequential", "a: expected shape None"),
+        (None, None, "affine", "kind: expected one of none, .*, got 'affine'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Transition.of(F, a, cut, kind)
+    with pytest.raises(ValueError, match=r"state: expected \[B, H, \*state\], got shape \(5,\)"):
+        Transition.of(torch.zeros(5))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_no_schedule_runs(reverse: bool) -> None:
+    """A map of unknown kind is no state that is kept, and a maximum has no adjoint."""
+    two = SequenceParallel(world_size=2)
+    for kind in ("sequential", *(["max-plus"] if reverse else [])):
+        with pytest.raises(ValueError, match=f"got .*'{kind}'"):
+            incoming_state(torch.zeros(1, 1, 2), Transition(kind, torch.zeros(1, 1, 2)), two, reverse)
+
+
+def _maxima(sp: SequenceParallel, given: list[tuple], anchored: bool) -> torch.Tensor:
+    F, a, cut = given[sp.rank]
+    through = Transition.of(F, a, cut, "max-plus")
+    return exchange(F.requires_grad_(), through, sp) if anchored else incoming_state(F, through, sp)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_maxima(schedule: str) -> None:
+    """Of states of any shape, over cuts and NaN before them; no maximum is 0 where there is none."""
+    for shape in ((2, 1, 4, 5), (2, 3), (2, 1, 17)):
+        given = [(torch.randn(shape) * 9, torch.randn(shape) - 0.5, None) for _ in range(4)]
+        given[1] = (*given[1][:2], torch.tensor([1, 0]))
+        given[0][0][0].fill_(torch.nan)
+        want, state = [], torch.full(shape, -torch.inf)
+        for F, a, cut in given:
+            want.append(state)
+            passed = (
+                a + state
+                if cut is None
+                else (a + state).masked_fill(cut.bool().view(-1, *[1] * (a.dim() - 1)), -torch.inf)
+            )
+            state = torch.maximum(passed, F)
+        for anchored in (False, True):
+            got = run_ranks(_maxima, 4, given, anchored, schedule=schedule)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            assert not any(x.requires_grad for x in got)

@@ -133,6 +133,7 @@ def _scale_rows(
 def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argparse.Namespace) -> list[Row]:
     """Time of `propagate` alone: B states [H, K, V] in fp32 a rank through the whole group, segments 1 and 8."""
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     first = aligned.sp
     rows = []
@@ -145,7 +146,7 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
             log_a = torch.full((batch, segments, args.H), -0.1, device=first.device)
 
             def call(sp: SequenceParallel, states: torch.Tensor = states, log_a: torch.Tensor = log_a) -> torch.Tensor:
-                propagate(states, log_a, None, sp)
+                propagate(states, Transition("scalar", log_a), sp)
                 return states
 
             def refill(states: torch.Tensor = states, master: torch.Tensor = master) -> None:

@@ -1,5 +1,5 @@
-"""The few collectives outside the rank scan: gather with its exact adjoint and without one, rows exchanged between all
-ranks, and a sum of counts."""
+"""The few collectives outside the rank scan: gather with its exact adjoint, rows exchanged between all ranks, and a sum
+of counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexsp.comm.process_group import (
 from flexsp.comm.ranks import Ranks, ranks_call, ranks_of
 from flexsp.comm.signature import Signature, facts_of
 
-__all__ = ["exchange_rows", "gather", "of_every_rank", "sum_over_ranks"]
+__all__ = ["exchange_rows", "gather", "sum_over_ranks"]
 
 _ALONE = "compute them on one rank, where nothing has to be gathered"
 
@@ -62,12 +62,6 @@ def exchange_rows(
 def sum_over_ranks(x: torch.Tensor, sp: Ranks) -> torch.Tensor:
     """Sum of ``x`` over the ranks, on every rank; not differentiable (for counts)."""
     return _sum(x.detach(), ranks_of(sp.id).order, sp.id)
-
-
-def of_every_rank(x: torch.Tensor, sp: Ranks) -> torch.Tensor:
-    """Every rank's ``x``, of one shape on all, as [..., ranks]; not differentiable. Collective over ``sp``."""
-    x = x.detach().unsqueeze(-1)
-    return x if sp.world_size == 1 else _gather(x, x.dim() - 1, [1] * sp.world_size, ranks_of(sp.id).order, sp.id)
 
 
 def _begin(sp: Ranks, what: str, tensor: torch.Tensor, backward: bool = False) -> Call:

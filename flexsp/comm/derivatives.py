@@ -11,7 +11,7 @@ from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "joined",
+    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "share_backward",
     "keep_for_backward", "kept_for_backward", "same_place", "transformed", "untransformed",
 ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def kept_for_backward(ctx: Any) -> list[Any]:
     return found
 
 
-class _Joined(torch.autograd.Function):
+class _SharedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -109,7 +109,7 @@ class _Joined(torch.autograd.Function):
         return grads
 
 
-def joined(sp: Ranks, *tensors: Any) -> tuple[Any, ...]:
+def share_backward(sp: Ranks, *tensors: Any) -> tuple[Any, ...]:
     """(the group's anchor, *tensors), with every path of gradients to one of them leading to all of them.
 
     A backward pass runs only the nodes between the outputs that a loss used and the tensors that were asked for. A call
@@ -122,6 +122,6 @@ def joined(sp: Ranks, *tensors: Any) -> tuple[Any, ...]:
     if sp.world_size == 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return (sp.anchor, *tensors)
     floating = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in tensors]
-    anchor, *views = _Joined.apply(sp.anchor, *[x for x, joins in zip(tensors, floating, strict=True) if joins])
+    anchor, *views = _SharedBackward.apply(sp.anchor, *[x for x, joins in zip(tensors, floating, strict=True) if joins])
     found = iter(views)
     return (anchor, *(next(found) if joins else x for x, joins in zip(tensors, floating, strict=True)))

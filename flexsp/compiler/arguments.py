@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, sp_over
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta
 from flexsp.compiler.planning.lowering import TensorSpec
@@ -188,7 +188,7 @@ def answered(
         o = o[..., meta.rows - 1 :: meta.rows, :, :]
     if sp is None or not meta.earlier:
         return o, final
-    _, o, final = joined(sp, o, final)
+    _, o, final = share_backward(sp, o, final)
     return o, final
 
 
@@ -258,7 +258,7 @@ def _with_earlier(
     for name, source in meta.earlier.items():
         _check_earlier(meta, name, inputs[source], starts.get(name), cu_seqlens, sp)
     if sp is not None:
-        _, *views = joined(sp, *given.values(), *starts.values())
+        _, *views = share_backward(sp, *given.values(), *starts.values())
         given, starts = dict(zip(given, views, strict=False)), dict(zip(starts, views[len(given) :], strict=True))
     return given | {
         name: _earlier(given[source], starts.get(name), meta.dims(name), cu_seqlens, sp)

@@ -19,13 +19,14 @@ from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import program_of
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
-from flexsp.compiler.frontend.program import KINDS, Program
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Lowering, TensorSpec, in_order
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
+from flexsp.scan.transitions import KINDS
 
 if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
@@ -467,7 +468,7 @@ class LinearAttention:
             if type(n) is not int or n < 0:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
-        lines = [f"transition: {program.transition} ({KINDS[program.transition]})"]
+        lines = [f"transition: {program.transition} ({KINDS[program.transition].text})"]
         code = self._generated
         sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())

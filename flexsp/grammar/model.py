@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel, ranks_call, resolve_sp
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, torch_compile
@@ -246,7 +246,7 @@ class FlexLinearAttention:
         several = group is not None and summed  # sums go over the ranks too
         if group is not None and several:
             names = tuple(given)
-            _, q, k, v, initial_state, *views = joined(group, q, k, v, initial_state, *given.values())
+            _, q, k, v, initial_state, *views = share_backward(group, q, k, v, initial_state, *given.values())
             given = dict(zip(names, views, strict=True))
         before = None
         if self._keeps_angle:
@@ -260,7 +260,7 @@ class FlexLinearAttention:
         if angles is not None and output_final_state:
             o, final = angles.finish(o, final)
         if group is not None and several:
-            _, o, final = joined(group, o, final)
+            _, o, final = share_backward(group, o, final)
         return o, final if output_final_state else None
 
     def _run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:

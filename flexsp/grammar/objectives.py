@@ -16,7 +16,7 @@ from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights,
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
-from flexsp.scan.exchange import tie
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Rows(Objective):
             if last_keys is not None and last_v is not None:
                 start = torch.cat([last_keys.transpose(1, 2).flatten(2), last_v], -1)
             ends = last(ends, start, call.cu_seqlens, call.group)
-            o = o if call.group is None else tie(o, ends)
+            o = o if call.group is None else add_backward_dependency(o, ends)
             of_keys, row = ends.split([self.rank * K, V], -1)
             columns.append(of_keys.unflatten(-1, (self.rank, K)).transpose(-1, -2))
         if S is None:
@@ -278,7 +278,7 @@ class Spectral(Objective):
         if not call.want_final:
             return o.to(call.v.dtype), None
         ends = last(angles, None, call.cu_seqlens, call.group)
-        o = o if call.group is None else tie(o, ends)
+        o = o if call.group is None else add_backward_dependency(o, ends)
         if S is None:
             return o.to(call.v.dtype), None
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
@@ -305,7 +305,7 @@ class _GeneralDelta(Objective):
         o, S = compiled(call, "general_delta", self._tokens(call, r, p), call.state)
         if not call.want_final or column is None:
             return o, None
-        o = o if call.group is None else tie(o, column)
+        o = o if call.group is None else add_backward_dependency(o, column)
         return o, None if S is None else torch.cat([S, column.unsqueeze(-1)], -1)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.ops._rotary import rotate
-from flexsp.scan.exchange import tie
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import last, positions, running_sum
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Angles:
         """o, which leads to all exchanges, and the final state [N, H, K + rows, columns] for a call after this one."""
         angle = self._at_end()
         if self._sp is not None and self._sums is not None:
-            o = tie(o, angle)
+            o = add_backward_dependency(o, angle)
         if state is None:
             return o, None
         if self.kept:

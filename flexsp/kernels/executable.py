@@ -25,6 +25,7 @@ from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
 from flexsp.scan.step import propagate_step
+from flexsp.scan.transitions import KINDS
 
 __all__ = ["CallSpec", "Executable", "aligned_16"]
 
@@ -164,8 +165,7 @@ class Executable(Generic[_C]):
         states, carried, cut = spec.pointers
         facts, sp_id = self.call.facts, self.sp_id if self.chained else -1
         kind, rows, cols = facts.scan
-        if kind == "max-plus" and spec.constants["REVERSE"]:
-            kind = "elementwise"  # the derivative of a maximum
+        kind = KINDS[kind].adjoint or kind if spec.constants["REVERSE"] else kind
         shape = facts.B, facts.n_seg, facts.H, rows, cols
         return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, facts.text)
 

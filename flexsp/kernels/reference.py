@@ -38,13 +38,11 @@ class Documents(NamedTuple):
 class Step(Protocol):
     """The chunks of one call."""
 
-    affine: bool  # S' = A S + F
-
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
         """States of the one that enters the shard; `initial` are those of documents."""
 
     def through(self) -> Transition:
-        """What all chunks do to a state, if they are affine."""
+        """What all chunks do to a state; "sequential" where that is no one map, so that ranks run one by one."""
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         """Outputs [B, T, H, V] of the states that enter the chunks."""
@@ -83,7 +81,7 @@ def run(
         zero: a state [B, H, *state].
         initial: [N, H, *state], None for zeros.
         documents: None for tokens that are not packed.
-        anchor: the one that `joined` gives beside the inputs of a call over ranks.
+        anchor: the one that `share_backward` gives beside the inputs of a call over ranks.
         call: what ranks compare of the call.
     """
     ends, own = (sp is None or sp.is_last), initial if documents is None and (sp is None or sp.is_first) else None
@@ -92,13 +90,14 @@ def run(
     if sp is None or sp.world_size == 1:
         before, around = states(entering)
         return step.merge(before), _final(around, documents, ends) if want_final else None
-    from flexsp.scan.exchange import exchange, tie
+    from flexsp.scan.exchange import add_backward_dependency, exchange
     from flexsp.scan.relay import Relay
 
     assert anchor is not None
-    relay = None if step.affine else Relay(sp, anchor, call)
+    transition = step.through()
+    relay = Relay(sp, anchor, call) if transition.kind == "sequential" else None
     if relay is None:
-        arrived = exchange(states(entering)[1][:, :, -1], step.through(), sp, call, anchor)
+        arrived = exchange(states(entering)[1][:, :, -1], transition, sp, call, anchor)
         entering = entering + arrived
     else:
         arrived = entering = relay.from_left(entering)
@@ -108,7 +107,8 @@ def run(
         return relay.to_right(o, final, around[:, :, -1], arrived)
     for other in (arrived, of_documents):  # neither may reach this rank's tokens
         if other is not None:
-            o, final = tie(o, other), None if final is None else tie(final, other)
+            o = add_backward_dependency(o, other)
+            final = None if final is None else add_backward_dependency(final, other)
     return o, final
 
 

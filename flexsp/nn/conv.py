@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
@@ -103,7 +103,7 @@ def convolve(
         check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
     reach = weight.shape[1] - 1
     if sp is not None and reach:
-        _, x, weight, bias = joined(sp, x, weight, bias)
+        _, x, weight, bias = share_backward(sp, x, weight, bias)
         x = torch.cat([tokens_before(x, reach, sp), x], dim=1)
     elif reach:
         x = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]), x], dim=1)

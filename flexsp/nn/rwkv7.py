@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, fail
 from flexsp.nn.conv import tokens_since_start
@@ -208,7 +208,7 @@ class RWKV7(RecurrentLayer):
         if sp is None:
             first = x.new_zeros(x.shape[0], 1, self.hidden_size)
         else:
-            _, x, *mixes = joined(sp, x, *mixes)
+            _, x, *mixes = share_backward(sp, x, *mixes)
             first = tokens_before(x, 1, sp)
         before = torch.cat([first, x], 1)[:, :-1]
         return x, before if since is None else before.masked_fill((since < 1)[None, :, None], 0.0), mixes

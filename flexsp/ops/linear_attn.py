@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
@@ -86,7 +86,7 @@ def chunk_linear_attn(
     # The two calls below exchange states one after the other, and so must their backward passes, in one order on all
     # ranks.
     if sp is not None and normalize:
-        _, q, k, v, state, z = joined(sp, q, k, v, state, z)
+        _, q, k, v, state, z = share_backward(sp, q, k, v, state, z)
     numerator, final = diagonal(
         q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
         op="linear_attn",
@@ -104,7 +104,7 @@ def chunk_linear_attn(
         return o, None
     final_z = final_z.permute(0, 3, 1, 2)
     if sp is not None:
-        _, o, final, final_z = joined(sp, o, final, final_z)
+        _, o, final, final_z = share_backward(sp, o, final, final_z)
     return o, (final, final_z)
 
 

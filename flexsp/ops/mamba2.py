@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
@@ -88,7 +88,7 @@ def mamba2_ssd(
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
     if sp is not None and D is not None:  # D does not reach the exchange of states, whose backward pass must run
-        x, dt, A, B, C, D, dt_bias, initial_state = joined(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
+        x, dt, A, B, C, D, dt_bias, initial_state = share_backward(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
     dtype = check.accumulation_dtype(x)

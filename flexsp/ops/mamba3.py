@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
@@ -19,7 +19,7 @@ from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
-from flexsp.scan.exchange import tie
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import (
     arriving,
     begins,
@@ -135,7 +135,7 @@ def mamba3(
     initial = _check_state(initial_state, N, sizes, x, cu_seqlens, sp)
     check.same_call(sp, "mamba3", x, *sizes[2:], N, cu_seqlens is None, output_final_state)
     if sp is not None:
-        _, *views = joined(sp, *given, *(initial or ()))
+        _, *views = share_backward(sp, *given, *(initial or ()))
         given, states = _Inputs(*views[: len(given)]), views[len(given) :]
         if initial is not None:
             here = [read_here(part, sizes.T, cu_seqlens, sp) for part in states]
@@ -145,8 +145,9 @@ def mamba3(
     y, ssm, ends = run(sizes, given, options)
     y = without_tail(y, cu_seqlens, sp)
     if sp is not None:
-        y = tie(y, ends[0]) if ends else y  # so that y's backward pass makes the exchange of ends, too
-        _, y, ssm, *views = joined(sp, y, ssm, *ends)
+        if ends:  # so that y's backward pass makes the exchange of ends, too
+            y = add_backward_dependency(y, ends[0])
+        _, y, ssm, *views = share_backward(sp, y, ssm, *ends)
         ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
 

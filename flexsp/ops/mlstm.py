@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.diagonal.op import diagonal
@@ -16,7 +16,7 @@ from flexsp.kernels.operators import plain
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-from flexsp.scan import max_plus
+from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chunk_mlstm", "recurrent_mlstm"]
 
+MAXIMA = "the maxima of mLSTM"  # as ranks call their exchange
 _LEAST_MAXIMUM = -1e30  # of initial states, finite so that differences are
 Optional = torch.Tensor | None
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -101,7 +102,7 @@ def chunk_mlstm(
     scale = check.check_scale(scale, K)
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
-        _, q, k, v, i, f, *given = joined(sp, q, k, v, i, f, *given)
+        _, q, k, v, i, f, *given = share_backward(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
@@ -124,7 +125,7 @@ def chunk_mlstm(
     if C is None or n is None:
         return h, None
     if sp is not None:
-        _, h, C, n = joined(sp, h, C, n)
+        _, h, C, n = share_backward(sp, h, C, n)
     return h, gates.last(C, n.squeeze(-1))
 
 
@@ -201,17 +202,11 @@ def _stabilised(
     a, c = log_f.detach().transpose(1, 2), i.detach().double().transpose(1, 2)  # [B, H, T]
     begun, documents = _begun(i, start, N), None if cu_seqlens is None else _Documents.of(cu_seqlens, i.shape[1], sp)
     if documents is None:
-        tokens, entering = max_plus.Elements(a, c), begun
+        before, along = maxima_between(a, c, begun, None, None, sp, MAXIMA)
     else:
-        cut, own = documents.first.expand_as(a), begun.index_select(0, documents.of_token).t()
-        tokens = max_plus.Elements(a, torch.where(cut, torch.maximum(c, a + own), c), cut)
-        entering = begun.new_full(a.shape[:2], -torch.inf)
-    until = max_plus.scan(tokens)
-    if sp is not None and sp.world_size > 1:
-        entering = max_plus.enters(max_plus.together(until), entering, sp)
-    m = torch.maximum(until.c, until.passing(entering.unsqueeze(-1)))
-    along = torch.cat([entering.unsqueeze(-1), m], -1)
-    before = along[..., :-1] if documents is None else torch.where(cut, own, along[..., :-1])
+        own = begun.index_select(0, documents.of_token).t()
+        before, along = maxima_between(a, c, begun, own, documents.first, sp, MAXIMA)
+    m = along[..., 1:]
     last = along[..., -1] if documents is None else documents.last(m, begun)
     log_forget = log_f + (before - m).transpose(1, 2)
     return _Gates(log_forget.to(check.accumulation_dtype(q)), m.transpose(1, 2), last)
@@ -232,7 +227,8 @@ def _stabilised_in_kernels(
         entering = begun.new_full((1, i.shape[2]), -torch.inf)
     found = gates.blocks(f.detach(), i.detach(), starts)
     if sp is not None and sp.world_size > 1:
-        entering = gates.enters(found, entering, sp)
+        cut = None if documents is None else documents.first.any().view(1)
+        entering = enters(*found.all, entering, cut, sp, MAXIMA)
     log_forget, m = gates.gates(f, i, starts, found, entering)
     if documents is not None:
         return _Gates(log_forget, m, documents.last(m.transpose(1, 2), begun))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import ranks_call
 from flexsp.kernels.selective import in_pytorch
 from flexsp.kernels.selective.op import selective
@@ -192,7 +192,7 @@ def _with_constants(
     n = check.number_of_states(batch, cu_seqlens)
     check.check_state("initial_state", initial_state, (n, width, N), "[n, D, N]", u, cu_seqlens, group)
     if group is not None:  # C, D and z do not reach the exchange of states, whose backward pass must run all the same
-        u, delta, A, B, C, D, z, delta_bias, initial_state = joined(
+        u, delta, A, B, C, D, z, delta_bias, initial_state = share_backward(
             group, u, delta, A, B, C, D, z, delta_bias, initial_state
         )[1:]
     u = without_tail(u, cu_seqlens, group)  # a NaN behind the last document would reach B's gradient

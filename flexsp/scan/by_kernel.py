@@ -1,8 +1,8 @@
 """The state that arrives at a rank, sent by the kernel of `flexsp.scan.propagate`, to which a rank is one segment.
 
-What `flexsp.scan.schedules` does with torch.distributed, in one launch. A transition that is the same for all numbers
-("none") needs no rows and columns of a state: its numbers go as few tiles, of few widths, so that few kernels are
-compiled.
+What `flexsp.scan.schedules` does with torch.distributed, in one launch. Where each number has a transition of its own,
+or none, rows and columns of a state do not count: its numbers go as few tiles, of few widths, so that few kernels are
+compiled (`Kind.sent_as`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.signature import facts_of
 from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import kernels_on_cpu
-from flexsp.scan.transitions import Transition
+from flexsp.scan.transitions import KINDS, Transition
 
 __all__ = ["goes_by_kernel", "incoming_by_kernel", "sends"]
 
@@ -21,10 +21,10 @@ _COLUMNS = 256  # of a state in the kernel, at most; rows too
 _ROWS = 16  # with as many columns, of a whole tile
 
 
-def sends(sp: SequenceParallel, device: torch.device, dtype: torch.dtype) -> bool:
+def sends(sp: SequenceParallel, device: torch.device, dtype: torch.dtype, kind: str = "none") -> bool:
     """Whether the kernel sends numbers of this dtype on such devices between the ranks of a group: the same on all."""
     launches = device.type == "cuda" or kernels_on_cpu()
-    return in_kernel(sp) and launches and device.type == sp.device.type and dtype == torch.float32
+    return in_kernel(sp) and launches and device.type == sp.device.type and dtype in KINDS[kind].dtypes
 
 
 def goes_by_kernel(F: torch.Tensor, transition: Transition, sp: SequenceParallel) -> bool:
@@ -33,17 +33,20 @@ def goes_by_kernel(F: torch.Tensor, transition: Transition, sp: SequenceParallel
     It depends on nothing but the group, dtype, device and shape of F and the kind of the transition, which are alike on
     all ranks that make the same call.
     """
-    tiled = F.dim() == 4 and max(F.shape[2:]) <= _COLUMNS and transition.kind != "elementwise"
-    if not sends(sp, F.device, F.dtype) or not (transition.kind == "none" or tiled):
+    sent_as = KINDS[transition.kind].sent_as
+    tiled = F.dim() == 4 and max(F.shape[2:]) <= _COLUMNS and sent_as == "matrix"
+    if not sends(sp, F.device, F.dtype, transition.kind) or not (sent_as == "numbers" or tiled):
         return False
     from flexsp.scan.propagate import fits
 
-    return fits(F.shape[0], *_shape(F, transition), transition.kind == "dense", sp)
+    return fits(F.shape[0], *_shape(F, transition), transition.kind, sp)
 
 
 def _shape(F: torch.Tensor, transition: Transition) -> tuple[int, int, int]:
     """(heads, rows, columns) of a state in the kernel."""
-    return _tiles(F.shape[1:].numel()) if transition.kind == "none" else (F.shape[1], F.shape[2], F.shape[3])
+    if KINDS[transition.kind].sent_as == "numbers":
+        return _tiles(F.shape[1:].numel())
+    return F.shape[1], F.shape[2], F.shape[3]
 
 
 def incoming_by_kernel(
@@ -57,21 +60,25 @@ def incoming_by_kernel(
     """
     from flexsp.scan.propagate import propagate
 
-    count = F.shape[1:].numel()
-    cut, log_a, A = transition.cut, transition.log_a, transition.A
+    count, numbers = F.shape[1:].numel(), KINDS[transition.kind].sent_as == "numbers"
     with torch.no_grad():
         first = sp.neighbours(reverse)[0] is None
-        states = (F.new_zeros if first else F.new_empty)((F.shape[0], 2, *_shape(F, transition)))
+        states = F.new_empty((F.shape[0], 2, *_shape(F, transition)))
+        if first:
+            states.fill_(transition.nothing)
         slots = [slot[:, :count].view(F.shape) for slot in states.flatten(2).unbind(1)]
         own, entering = slots if reverse else reversed(slots)
         own.copy_(F)
-        propagate(
-            states, None if log_a is None else log_a.to(F.dtype).unsqueeze(1),
-            None if cut is None else cut.to(torch.int32).unsqueeze(1), sp,
-            A=None if A is None else A.to(F.dtype).unsqueeze(1).contiguous(), reverse=reverse,
-            call=f"{call} with states {facts_of((F,))}",
+        a = transition.a
+        if numbers and a is not None:  # laid out as the states are
+            given, a = a, torch.zeros_like(states[:, 1])
+            a.flatten(1)[:, :count].view(F.shape).copy_(given)
+        through = Transition(
+            transition.kind, None if a is None else a.to(F.dtype).unsqueeze(1),
+            None if transition.cut is None else transition.cut.to(torch.int32).unsqueeze(1),
         )  # fmt: skip
-    aligned = entering.is_contiguous() and transition.kind == "none"  # as compiled graphs take results to be
+        propagate(states, through, sp, reverse=reverse, call=f"{call} with states {facts_of((F,))}")
+    aligned = entering.is_contiguous() and numbers  # as compiled graphs take results to be
     return entering if aligned else entering.clone(memory_format=torch.contiguous_format)
 
 

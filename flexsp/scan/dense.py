@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-__all__ = ["MOST", "check_dense", "load_dense", "through"]
+__all__ = ["MOST", "load_dense", "through"]
 
 MOST = 256  # rows of a state
 
 _BLOCK = tl.constexpr(32)
 _UNROLLED = tl.constexpr(128)
-
-
-def check_dense(A: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """ValueError unless A is what `propagate` takes; `shape` is [B, NSEG, H, K, K]."""
-    if A.shape != shape or A.dtype != torch.float32 or not A.is_contiguous():
-        raise ValueError(f"A: expected a contiguous float32 tensor {shape}, got {A.dtype} {tuple(A.shape)}")
-    if shape[1] > 1:
-        raise ValueError(f"A: expected at most one segment, got {shape[1]}")
 
 
 @triton.jit

@@ -30,12 +30,12 @@ from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
-from flexsp.scan.dense import check_dense, load_dense, through
-from flexsp.scan.max_plus import Elements, enters
+from flexsp.scan import segments
+from flexsp.scan.dense import load_dense, through
 from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_tile
-from flexsp.scan.segments import DECAYS, TAKES, apply, fold, write
+from flexsp.scan.segments import apply, fold, write
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles, too_large
-from flexsp.scan.transitions import Transition
+from flexsp.scan.transitions import KINDS, Transition
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -75,6 +75,8 @@ def _propagate_kernel(
     rank, and no block waits for another block of its rank.
     """
     begin(PDL)
+    NUMBER: tl.constexpr = states.dtype.element_ty
+    POINTER: tl.constexpr = tl.pointer_type(NUMBER)
     began = cycles() if PACE > 0 else 0
     TILES: tl.constexpr = (V + BV - 1) // BV if DENSE else (K + BK - 1) // BK
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -88,7 +90,7 @@ def _propagate_kernel(
         start = slot + offsets
         alive = nseg >= 0
         if HAS_IN:
-            S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, tl.float32)
+            S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, NUMBER)
         else:
             S = tl.load(start, mask=mask, other=0.0)
         if DENSE:
@@ -108,8 +110,8 @@ def _propagate_kernel(
             place = ((epoch & 1) * max_tiles + tile) * _TILE
             packed = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
             stamp = epoch << 32
-            stage = home + (2 * max_tiles.to(tl.int64) + tile) * _TILE
-            nbytes = tl.full((), BK * BV * 4, tl.int64)
+            stage = (home + (2 * max_tiles.to(tl.int64) + tile) * _TILE).to(POINTER)
+            nbytes = tl.full((), BK * BV * (NUMBER.primitive_bitwidth // 8), tl.int64)
             word = tl.full((), 0, tl.int64)
             if HAS_OUT:
                 ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
@@ -122,7 +124,10 @@ def _propagate_kernel(
                 # What leaves does not depend on what arrives. After a failure here it is withheld, to pass that on.
                 pushed = any_cut & (word == 0) & (tl.atomic_add(counters, 0, sem="relaxed") == 0)
                 if pushed:
-                    PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
+                    PUSH(
+                        (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
+                        pe_out,
+                    )  # fmt: skip
             if HAS_IN:
                 word = wait_tile(
                     word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
@@ -132,7 +137,9 @@ def _propagate_kernel(
             pad = control_of(home, max_tiles, tile, REGIONS) + 12
             if HAS_IN:
                 # .cg: the slot was used two epochs ago, and L1 is not coherent with what peers write.
-                S = tl.load(home + place + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg")
+                S = tl.load(
+                    (home + place).to(POINTER) + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg"
+                )
             else:
                 S = tl.where(alive, S, float("nan"))
             if DENSE:
@@ -150,7 +157,10 @@ def _propagate_kernel(
                             wait_cycles(began, tile * PACE)
                         if HAS_IN and not DENSE:
                             F = apply(S, F, total, any_cut, BY, True)
-                        PUSH(there_out + place, stage, packed, F, mask, ready, stamp + signature, nbytes, pe_out)
+                        PUSH(
+                            (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
+                            pe_out,
+                        )  # fmt: skip
                     else:
                         SIGNAL(ready, pad, stamp + word, pe_out)
             if HAS_IN:
@@ -166,9 +176,7 @@ def _propagate_kernel(
         if DENSE:
             tl.store(leaving, F, mask=mask & (nseg > 0))
         elif not FOLD_ONLY:
-            write(
-                S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
-            )
+            write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE)
 
 
 # The host ------------------------------------------------------------------------------------------------------------
@@ -249,46 +257,37 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
     )
 
 
-def signature_of(B: int, H: int, K: int, V: int, decay: str, reverse: bool, call: str = "") -> sig.Signature:
+def signature_of(states: torch.Tensor, kind: str, reverse: bool, call: str = "") -> sig.Signature:
     """What both ends of a hop must agree on."""
-    return sig.Signature("state exchange", call, f"{(B, H, K, V)} float32", decay, reverse, "chain")
+    B, _, H, K, V = states.shape
+    number = str(states.dtype).removeprefix("torch.")
+    return sig.Signature("state exchange", call, f"{(B, H, K, V)} {number}", kind, reverse, "chain")
 
 
 @ranks_call
 def propagate(
     states: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
+    transition: Transition,
     sp: SequenceParallel | None = None,
     *,
-    A: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-    shifts: torch.Tensor | None = None,
     reverse: bool = False,
     passes: bool = True,
     call: str = "",
 ) -> None:
     """Replaces the contributions of segments by the states at their boundaries, over all ranks. In place, no autograd.
 
-    Forward: slot s + 1 of ``states`` holds F of segment s, slot 0 the initial state (zeros if none; only the first
-    rank's counts). On return slot s is the state entering segment s and slot NSEG the state leaving the rank:
-    S_{s+1} = e^{a_s} S_s + F_s, or F_s alone where cut_s.
-    Reverse: slot s holds G of segment s, slot NSEG the incoming dS (only the last rank's counts). On return slot s is
-    e^{a_s} slot_{s+1} + G_s (G_s alone where cut_s) and slot NSEG what arrived from the right neighbour.
-    With a dense A: S_{s+1} = A_s S_s + F_s, and in reverse A_s^T slot_{s+1} + G_s. With factors: S_{s+1} =
-    factors_s * S_s + F_s, number by number, and in reverse factors_s * slot_{s+1} + G_s. With shifts: S_{s+1} =
-    max(S_s + shifts_s, F_s), of which there is no reverse.
+    Forward: slot s + 1 of ``states`` holds F of segment s. Slot 0 holds the initial state (zeros if none; only the
+    first rank's counts). On return slot s is the state that enters segment s, and slot NSEG the one that leaves the
+    rank: S_{s+1} = A_s S_s + F_s, or F_s alone where there is a cut. Of "max-plus" it is max(S_s + a_s, F_s).
+    Reverse: slot s holds G of segment s. Slot NSEG holds the incoming dS (only the last rank's counts). On return slot
+    s is A_s^T slot_{s+1} + G_s, or G_s alone where there is a cut, and slot NSEG what arrived from the right neighbour.
 
     Args:
         states: [B, NSEG + 1, H, K, V] fp32, contiguous; NSEG >= 0 and may differ between ranks; K in 1..65536
-            (1..256 with A), V in 1..512.
-        log_a: natural log of the decay, fp32: None, [B, NSEG, H] or [B, NSEG, H, K].
-        cut: None or int32 [B, NSEG], nonzero where what came before a segment must not reach its end.
+            (1..256 of a dense transition), V in 1..512. Float64 too if the kind has it in `Kind.dtypes`.
+        transition: of the segments, its ``a`` [B, NSEG, H, ...] in the dtype of the states, its cut int32 [B, NSEG].
+            "dense" takes one segment or none and no cut: A is zero where a document starts.
         sp: the ranks; None is one rank.
-        A: a dense transition instead of log_a and cut: fp32 [B, NSEG, H, K, K], contiguous, NSEG 0 or 1; zero where a
-            document starts in the segment.
-        factors: instead of log_a, one for each number of the state, of any sign: fp32 [B, NSEG, H, K, V].
-        shifts: instead of log_a, likewise.
         passes: False keeps the scan on this rank although ``sp`` is given.
         call: the op that needs it, the same text on every rank.
 
@@ -296,77 +295,56 @@ def propagate(
         ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
         call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
     """
-    each = {name: x for name, x in (("factors", factors), ("shifts", shifts)) if x is not None}
-    kind = _validate(states, log_a, cut, A, each, reverse)
+    _validate(states, transition, reverse)
     chained = sp is not None and sp.world_size > 1 and passes
     if chained and sp is not None:
         watchdog.raise_pending(sp)
     if states.device.type == "cpu" and not _INTERPRETED:
         raise NotAvailable("propagate on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
-    log_a = next(iter(each.values()), log_a)
-    log_a = A if A is not None else None if log_a is None else log_a.contiguous()
-    cut = cut if cut is None else cut.contiguous()
     if not chained or sp is None:
-        _launch(states, log_a, cut, kind, reverse)
+        _launch(states, transition, reverse)
     elif not in_kernel(sp):
-        _over_process_group(states, log_a, cut, kind, reverse, sp, call)
+        _over_process_group(states, transition, reverse, sp, call)
     else:
-        _launch(states, log_a, cut, kind, reverse, sp=sp, call=call)
+        _launch(states, transition, reverse, sp=sp, call=call)
 
 
-def fits(B: int, H: int, K: int, V: int, dense: bool, sp: SequenceParallel) -> bool:
+def fits(B: int, H: int, K: int, V: int, kind: str, sp: SequenceParallel) -> bool:
     """Whether the arenas of ``sp`` hold such states: alike on all ranks."""
-    return _tiles("dense" if dense else "none", B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
+    return _tiles(kind, B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
 
 
 def _tiles(kind: str, B: int, H: int, K: int, V: int, size: int) -> Tiles:
-    """Tiles of `size` numbers; of half as many where as many decays are read beside them."""
+    """Tiles of `size` numbers; of half as many where as many numbers of the transition are read beside them."""
     if kind == "dense":
         return Tiles.dense(B, H, K, V)
-    return Tiles.of(B, H, K, V, size, halved=kind in TAKES)
+    return Tiles.of(B, H, K, V, size, halved=KINDS[kind].by_number)
 
 
-def _validate(
-    states: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None, A: torch.Tensor | None,
-    each: dict[str, torch.Tensor], reverse: bool,
-) -> str:  # fmt: skip
-    """Checks the arguments of ``propagate``; returns the kind of decay."""
+def _validate(states: torch.Tensor, transition: Transition, reverse: bool) -> None:
+    """Checks the arguments of ``propagate``."""
     if states.dim() != 5 or states.size(1) < 1:
         raise ValueError(f"states: expected [B, NSEG + 1, H, K, V], got shape {tuple(states.shape)}")
-    if states.dtype != torch.float32 or not states.is_contiguous():
-        raise ValueError(f"states: expected a contiguous float32 tensor, got {states.dtype}, strides {states.stride()}")
     B, slots, H, K, V = states.shape
-    if (expected := too_large(K, V, A is not None)) is not None:
+    transition.check(2, (B, slots - 1, H, K, V))
+    kind = KINDS[transition.kind]
+    if states.dtype not in kind.dtypes or not states.is_contiguous():
+        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
+        raise ValueError(f"states: expected a contiguous {dtypes} tensor, got {states.dtype}, {states.stride()}")
+    if (expected := too_large(K, V, transition.kind == "dense")) is not None:
         raise ValueError(f"states: expected {expected}, got K={K}, V={V}")
-    shapes = {(B, slots - 1, H): "scalar", (B, slots - 1, H, K): "vector"}
-    if log_a is not None and (tuple(log_a.shape) not in shapes or log_a.dtype != torch.float32):
-        expected = " or ".join(str(s) for s in shapes)
-        raise ValueError(f"log_a: expected float32 {expected}, got {log_a.dtype} {tuple(log_a.shape)}")
-    if cut is not None and (cut.shape != (B, slots - 1) or cut.dtype != torch.int32):
-        raise ValueError(f"cut: expected int32 {(B, slots - 1)}, got {cut.dtype} {tuple(cut.shape)}")
-    for name, x in each.items():
-        if tuple(x.shape) != (B, slots - 1, H, K, V) or x.dtype != torch.float32:
-            raise ValueError(f"{name}: expected float32 {(B, slots - 1, H, K, V)}, got {x.dtype} {tuple(x.shape)}")
-        if log_a is not None or A is not None or len(each) > 1 or (reverse and name == "shifts"):
-            raise ValueError(f"{name}: expected no other transition beside them, and shifts not in reverse")
-    for name, tensor in (("log_a", log_a), ("cut", cut), ("A", A), *each.items()):
-        if tensor is not None and tensor.device != states.device:
-            raise ValueError(f"{name}: expected device {states.device}, got {tensor.device}")
-    if each:
-        return "elementwise" if "factors" in each else "max-plus"
-    if A is None:
-        return "none" if log_a is None else shapes[tuple(log_a.shape)]
-    if log_a is not None or cut is not None:
-        raise ValueError("A: expected neither log_a nor cut beside it")
-    check_dense(A, (B, slots - 1, H, K, K))
-    return "dense"
+    if (reverse and kind.adjoint != transition.kind) or kind.adjoint is None:
+        raise ValueError(f"transition: expected a linear one, got the kind {transition.kind!r}")
+    if transition.kind == "dense" and (slots > 2 or transition.cut is not None):
+        raise ValueError(f"transition: expected one segment at most and no cut if dense, got {slots - 1} segments")
+    for name, x, dtype in (("a", transition.a, states.dtype), ("cut", transition.cut, torch.int32)):
+        if x is not None and (x.dtype != dtype or x.device != states.device):
+            raise ValueError(f"{name}: expected {dtype} on {states.device}, got {x.dtype} on {x.device}")
 
 
 def _launch(
     states: torch.Tensor,
-    log_a: torch.Tensor | None,
-    cut: torch.Tensor | None,
-    kind: str,
+    transition: Transition,
     reverse: bool,
     *,
     sp: SequenceParallel | None = None,
@@ -376,13 +354,14 @@ def _launch(
 ) -> None:
     """One launch: local without ``sp``; with ``folded``, only F_tot (with the initial state where ``seeded``)."""
     B, slots, H, K, V = states.shape
-    has_cut = cut is not None
+    kind, has_cut = transition.kind, transition.cut is not None
+    a, cut = (None if x is None else x.contiguous() for x in (transition.a, transition.cut))
     if sp is None:
         kernel, grid, numbers, constants, options = local_launch(
             B, slots - 1, H, K, V, kind, has_cut, reverse, folded=folded is not None, has_in=not seeded
         )
         if grid[0]:
-            launch(kernel, grid, (states, log_a, cut, folded, *[None] * 5, *numbers), constants, options)
+            launch(kernel, grid, (states, a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
     channel = _channel(sp)
     tiles = _tiles(kind, B, H, K, V, CHAIN_TILE)
@@ -391,7 +370,7 @@ def _launch(
     if tiles.count > channel.max_tiles:
         raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
     edge = channel.edges[reverse]
-    signature = signature_of(B, H, K, V, kind, reverse, call)
+    signature = signature_of(states, kind, reverse, call)
     if sp.check_calls:
         sp.check_signature((signature.text(),))
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {
@@ -402,7 +381,7 @@ def _launch(
     launch(
         _propagate_kernel,
         (min(tiles.count, MAX_BLOCKS, of_device(states.device).multiprocessors),),
-        (states, log_a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
+        (states, a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
          slots - 1, H, tiles.count, channel.max_tiles, int(sp.timeout_s * 1e9),
          signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out),
         constants,
@@ -414,8 +393,8 @@ def _launch(
 def _constants(tiles: Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
     """Constants of the kernel; those of the neighbours are for a rank that has none."""
     return {
-        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": DECAYS[kind],
-        "BY": TAKES.get(kind, 0), "DENSE": kind == "dense", "HAS_CUT": has_cut, "REVERSE": reverse,
+        "K": K, "V": V, "BK": tiles.rows, "BV": tiles.cols, "DECAY": getattr(segments, KINDS[kind].function),
+        "BY": KINDS[kind].by, "DENSE": kind == "dense", "HAS_CUT": has_cut, "REVERSE": reverse,
         "FOLD_ONLY": False, "HAS_IN": False, "HAS_OUT": False, "REGIONS": 2,
         "PUSH": dev.push_store, "SIGNAL": dev.signal_store, "CLOCK": _CLOCK, "CHECK_EVERY": _CHECK_EVERY, "PACE": 0,
     }  # fmt: skip
@@ -435,53 +414,31 @@ def local_launch(
 
 
 def _over_process_group(
-    states: torch.Tensor, carried: torch.Tensor | None, cut: torch.Tensor | None, kind: str, reverse: bool,
-    sp: SequenceParallel, call: str,
-) -> None:  # fmt: skip
+    states: torch.Tensor, transition: Transition, reverse: bool, sp: SequenceParallel, call: str
+) -> None:
     """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
     from flexsp.scan.schedules import incoming_state
 
-    if kind == "max-plus" and carried is not None:
-        _maximum_over_ranks(states, carried, cut, sp)
-        _launch(states, carried, cut, kind, reverse)
-        return
     first = sp.neighbours(reverse)[0] is None
-    folded, transition = _folded(states, carried, cut, kind, reverse, first)
-    arrived = incoming_state(folded, transition, sp, reverse, call)
+    arrived = incoming_state(*_folded(states, transition, reverse, first), sp, reverse, call)
     if not first:
         states[:, -1 if reverse else 0].copy_(arrived)
-    _launch(states, carried, cut, kind, reverse)
-
-
-def _maximum_over_ranks(
-    states: torch.Tensor, shifts: torch.Tensor, cut: torch.Tensor | None, sp: SequenceParallel
-) -> None:  # fmt: skip
-    """Puts what enters this rank in slot 0: every rank hears of all others."""
-    folded = torch.empty_like(states[:, 0])
-    _launch(states, shifts, cut, "max-plus", False, folded=folded, seeded=False)
-    dropped = None if cut is None else (cut != 0).any(1)[:, None, None, None].expand_as(folded)
-    states[:, 0].copy_(enters(Elements(shifts.sum(1), folded, dropped), states[:, 0], sp))
+    _launch(states, transition, reverse)
 
 
 def _folded(
-    states: torch.Tensor, carried: torch.Tensor | None, cut: torch.Tensor | None, kind: str, reverse: bool, seeded: bool
+    states: torch.Tensor, transition: Transition, reverse: bool, seeded: bool
 ) -> tuple[torch.Tensor, Transition]:
     """What all segments do to the state that enters: F, with the initial state where `seeded`, and the transition."""
-    B, slots, H, K, V = states.shape
-    folded = states.new_zeros(B, H, K, V)
-    if kind != "dense" or carried is None:
-        _launch(states, carried, cut, kind, reverse, folded=folded, seeded=seeded)
-        if kind == "elementwise" and carried is not None:
-            total = carried.prod(1)
-            if cut is not None:
-                total = total.masked_fill((cut != 0).any(1)[:, None, None, None], 0.0)
-            return folded, Transition.linear(folded, total, False)
-        total = None if carried is None else carried.sum(1)
-        return folded, Transition.of(folded, total, None if cut is None else (cut != 0).any(1))
-    if slots == 1:
-        transition = Transition.linear(folded, torch.eye(K, device=states.device).expand(B, H, K, K), True)
-        return states[:, 0] if seeded else folded, transition
-    transition, F = Transition.linear(folded, carried[:, 0], True), states[:, 0 if reverse else -1]
+    if transition.kind != "dense":
+        folded = torch.empty_like(states[:, 0])
+        _launch(states, transition, reverse, folded=folded, seeded=seeded)
+        return folded, transition.composed()
+    entering, F = (states[:, -1], states[:, 0]) if reverse else (states[:, 0], states[:, -1])
+    if states.shape[1] == 1:
+        A = torch.eye(states.shape[3], device=states.device).expand(*states.shape[:1], *states.shape[2:4], -1)
+        return entering if seeded else torch.zeros_like(entering), Transition("dense", A)
+    whole = transition.composed()
     with torch.autocast(states.device.type, enabled=False):
-        adjoint = transition.transpose() if reverse else transition
-        return adjoint.apply(states[:, -1 if reverse else 0], F) if seeded else F, transition
+        adjoint = whole.adjoint() if reverse else whole
+        return adjoint.apply(entering, F) if seeded else F, whole

@@ -21,7 +21,7 @@ class Relay:
     """States handed from rank to rank by maps that are not affine: each rank starts when its left neighbour is done.
 
     One object serves one call of the op `call`, the same text on every rank. Neighbours compare it before they start.
-    `anchor` is the one that `joined` gives beside the inputs of the call.
+    `anchor` is the one that `share_backward` gives beside the inputs of the call.
     """
 
     def __init__(self, sp: SequenceParallel, anchor: torch.Tensor, call: str = "") -> None:
@@ -36,7 +36,7 @@ class Relay:
     def begin(self, like: torch.Tensor, reverse: bool) -> None:
         """Starts to hand states along, from right to left in `reverse`."""
         source, target = self.sp.neighbours(reverse)
-        signature = Signature("relay", self.call, facts_of((like,)), "not affine", reverse, self.sp.schedule)
+        signature = Signature("relay", self.call, facts_of((like,)), "sequential", reverse, self.sp.schedule)
         self._begun = begin_call(self.sp, signature, like, source, target)
 
     def receive(self, like: torch.Tensor, source: int | None) -> torch.Tensor:

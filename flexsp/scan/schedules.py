@@ -22,7 +22,7 @@ PIECES = 8
 def incoming_state(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool = False, call: str = ""
 ) -> torch.Tensor:
-    """State that arrives at this rank when every rank maps S to A S + F. Collective, no autograd.
+    """The state that arrives at this rank where every rank maps S to `transition.apply(S, F)`. Collective, no autograd.
 
     Args:
         F: [B, H, *state] fp32 or fp64, this rank's own contribution (the first rank's includes the initial state).
@@ -31,16 +31,17 @@ def incoming_state(
         call: the op that needs it, the same text on every rank.
 
     Returns:
-        The shape of F; zeros on the rank that has no neighbour on the incoming side.
+        The shape of F; on the rank that has no neighbour on the incoming side zeros, -inf of "max-plus".
     """
+    transition.check_composes()
     if sp.world_size == 1:
-        return torch.zeros_like(F, memory_format=torch.contiguous_format)
+        return torch.full_like(F, transition.nothing, memory_format=torch.contiguous_format)
     if sp.schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {sp.schedule!r}")
     with torch.no_grad(), torch.autocast(F.device.type, enabled=False):
         F = F.contiguous()
         signature = Signature("state exchange", call, facts_of((F,)), transition.kind, reverse, sp.schedule)
-        transition = transition.transpose() if reverse else transition
+        transition = transition.adjoint() if reverse else transition
         if sp.schedule == "all_gather":
             return _all_gather(F, transition, sp, reverse, signature)
         return _hop(F, transition, sp, reverse, PIECES if sp.schedule == "pipelined" else 1, signature)
@@ -72,6 +73,8 @@ def _hop(
             call.look_at(arriving[i + 1], source)
         pending += [item for item in started if item.message.op == "send"]
     wait_all(sp, pending)
+    if source is None:
+        return call.end(torch.full_like(F, transition.nothing))
     arrived = [call.data(buffer, part) for buffer, (part, _) in zip(arriving, parts, strict=True)]
     return call.end(transition.join(arrived, F.shape))
 
@@ -80,24 +83,12 @@ def _all_gather(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, signature: Signature
 ) -> torch.Tensor:
     """Everybody's (A, F) to everybody, then each rank folds those on its incoming side."""
-    factor = transition.factor(F)
-    a = F.new_ones(()) if factor is None else factor
-    a_shape = _shape_of_factor(F, transition)
-    mine = torch.cat([a.expand(a_shape).reshape(-1), F.reshape(-1)])
+    mine = transition.packed(F)
     call = begin_call(sp, signature, mine)
     everyone = of_all_ranks(sp, call.sealed(mine))
-    state = torch.zeros_like(F)
+    state = torch.full_like(F, transition.nothing)
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)
     for r in range(sp.world_size - 1, sp.rank, -1) if reverse else range(sp.rank):
-        a_r, F_r = call.data(everyone[r], mine).split([a_shape.numel(), F.numel()])
-        a_r = a_r.view(a_shape)
-        state = transition.times(a_r, state) + F_r.view(F.shape)
+        state = transition.apply_packed(call.data(everyone[r], mine), state)
     return call.end(state)
-
-
-def _shape_of_factor(F: torch.Tensor, transition: Transition) -> torch.Size:
-    """Of A as it travels: the same on every rank, whether it has a cut or not."""
-    if transition.A is not None:
-        return transition.A.shape
-    return torch.Size((*F.shape[:3], 1) if transition.kind == "vector" else (*F.shape[:2], 1, 1))

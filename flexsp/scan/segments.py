@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DECAYS", "TAKES", "apply", "fold", "write"]
+__all__ = [
+    "apply", "decay_elementwise", "decay_none", "decay_scalar", "decay_shift", "decay_vector", "fold", "write",
+]  # fmt: skip
 
 
 # Decays of one segment: logarithms as [BK, 1], or factors or shifts as [BK, BV]; the unit past the end ----------------
@@ -35,14 +37,6 @@ def decay_elementwise(log_a, segment, h, rows, offsets, mask, live, H, K: tl.con
 @triton.jit
 def decay_shift(log_a, segment, h, rows, offsets, mask, live, H, K: tl.constexpr, V: tl.constexpr):
     return tl.load(log_a + (segment * H + h) * (K * V) + offsets, mask=mask & live, other=0.0)
-
-
-DECAYS = {
-    "none": decay_none, "scalar": decay_scalar, "vector": decay_vector, "elementwise": decay_elementwise,
-    "max-plus": decay_shift, "dense": decay_none,
-}  # fmt: skip
-TAKES = {"elementwise": 1, "max-plus": 2}
-"""BY of the kernel, what a decay is: a factor for each number, or a shift before a maximum; else 0, a logarithm."""
 
 
 # The walk over segments ----------------------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def fold(
 ):  # fmt: skip
     """Composes all segments onto S. Returns (F_tot, the decay of all, whether there was a cut)."""
     if BY > 0:
-        total = (offsets * 0).to(tl.float32) + (1.0 if BY == 1 else 0.0)
+        total = (offsets * 0).to(states.dtype.element_ty) + (1.0 if BY == 1 else 0.0)
     else:
         total = (rows * 0).to(tl.float32)[:, None]
     any_cut = nseg < 0

@@ -16,7 +16,7 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.halo import halo_exchange
 from flexsp.scan.by_kernel import sends
-from flexsp.scan.exchange import exchange, tie
+from flexsp.scan.exchange import add_backward_dependency, exchange
 from flexsp.scan.transitions import Transition
 
 __all__ = [
@@ -205,7 +205,7 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
         end = torch.zeros_like(head)
     else:
         end = _arrived(head.squeeze(1), _any_token(x, T), sp, "the token behind", reverse=True)
-        head = tie(head, end) if T else head
+        head = add_backward_dependency(head, end) if T else head
     first, behind = head if T else end, torch.cat([rest, end], 1)
     behind = behind if T else behind[:, :0]
     if cu_seqlens is None:

@@ -1,20 +1,81 @@
-"""What a stretch of tokens does to the state that enters it: S' = A S + F.
+"""What a stretch of tokens does to the state that enters it: S' = A S + F, or S' = max(S + a, F).
 
-A diagonal A of the fused kernels is carried as its logarithm (natural log, <= 0) and a document boundary as the flag
-``cut`` (A = 0), never as -inf: sums and differences of logs stay finite (docs/math.md, section 3). What PyTorch
-functions compute comes as A itself. The adjoint runs the same algebra from right to left with A^T.
+This file says all that depends on the kind of A: its shape, how two stretches compose, how one is applied, its adjoint,
+what ranks send, and which Triton function the kernel of the scan reads it with. All schedules go by it.
+
+A decay is carried as its natural logarithm (<= 0), and the start of a document as the flag ``cut`` (A = 0), never as a
+logarithm of -inf: so sums and differences of logarithms stay finite (docs/math.md, section 3). The adjoint runs the
+same algebra from right to left with A^T.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["Kind", "Transition", "times"]
+__all__ = ["KINDS", "Kind", "Transition", "times"]
 
-Kind = Literal["none", "scalar", "vector", "elementwise", "dense"]
+
+class Kind(NamedTuple):
+    """What all transitions of a kind share.
+
+    Attributes:
+        text: what the ranks do, for people.
+        axes: of ``a`` behind those of the heads, for states [..., H, K, V]: "K", "KV" (all of the state) or "KK"; None
+            where there is no ``a``.
+        logarithm: ``a`` is the logarithm of a factor.
+        function: the Triton function of flexsp/scan/segments.py that reads one segment's ``a``.
+        by: BY of the kernel, what it reads: 0 a logarithm, 1 a factor for each number, 2 a shift before a maximum.
+        adjoint: the kind of the scan of gradients, from right to left.
+        dtypes: of states that the kernel scans.
+        sent_as: how the kernel sends one state of any shape from rank to rank: as "numbers", which need no rows and
+            columns; as a "matrix"; or "" where torch.distributed sends it.
+    """
+
+    text: str
+    axes: str | None = None
+    logarithm: bool = False
+    function: str = "decay_none"
+    by: int = 0
+    adjoint: str | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    sent_as: str = ""
+
+    @property
+    def by_number(self) -> bool:
+        """Whether each number of the state has one of its own in ``a``."""
+        return self.axes == "KV"
+
+
+KINDS: dict[str, Kind] = {
+    "none": Kind("the state is kept: ranks add up", adjoint="none", sent_as="numbers"),
+    "scalar": Kind(
+        "one factor for the state: ranks exchange the state and multiply",
+        axes="", logarithm=True, function="decay_scalar", adjoint="scalar", sent_as="matrix",
+    ),
+    "vector": Kind(
+        "one factor a row of the state: ranks exchange the state and multiply",
+        axes="K", logarithm=True, function="decay_vector", adjoint="vector", sent_as="matrix",
+    ),
+    # The kernel multiplies: it would let NaN pass a factor of 0, where PyTorch says that a document begins.
+    "elementwise": Kind(
+        "a factor for each number of the state: ranks exchange the state and multiply",
+        axes="KV", function="decay_elementwise", by=1, adjoint="elementwise",
+    ),
+    "dense": Kind(
+        "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
+        axes="KK", adjoint="dense", sent_as="matrix",
+    ),
+    # The derivative of a maximum has a factor for each number, which says whose it is. Stabilisers need float64.
+    "max-plus": Kind(
+        "the larger of state plus shift and another: ranks exchange the shifts and the others",
+        axes="KV", function="decay_shift", by=2, adjoint="elementwise", dtypes=(torch.float32, torch.float64),
+        sent_as="numbers",
+    ),
+    "sequential": Kind("not affine in the state: ranks run one after the other, exactly"),
+}  # fmt: skip
 
 
 def times(a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -27,78 +88,126 @@ def _matmul(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
     return (A @ S).masked_fill((A == 0).all(-1).all(-1)[..., None, None], 0.0)
 
 
+def _like(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """``x`` with axes of 1 behind its own, to be broadcast to the state."""
+    return x.view(*x.shape, *[1] * (state.dim() - x.dim()))
+
+
 @dataclass(frozen=True)
 class Transition:
-    """A over states [..., H, K, V].
+    """What a stretch does to states [B, H, *state]; [B, NSEG, H, K, V] for the segments of a rank.
 
-    Diagonal: ``log_a`` is None (A = 1, "none"), [..., H] (one decay a head, "scalar") or [..., H, K] (one a key
-    channel, "vector"); ``cut`` is None or [...], nonzero where the stretch contains the start of a document, so nothing
-    passes through. Else ``A`` itself: "elementwise", broadcastable to the states, or "dense", [..., H, K, K].
+    Attributes:
+        kind: one of `KINDS`.
+        a: None ("none", "sequential"); logarithms of one factor a head [..., H] ("scalar") or a key channel [..., H, K]
+            ("vector"); factors ("elementwise") or shifts ("max-plus") of the state's shape; or matrices [..., H, K, K].
+        cut: None or [...], as the axes before the heads; nonzero where a document starts in the stretch, so that
+            nothing passes it.
     """
 
-    kind: Kind
-    log_a: torch.Tensor | None = None
+    kind: str
+    a: torch.Tensor | None = None
     cut: torch.Tensor | None = None
-    A: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, state: torch.Tensor, log_a: torch.Tensor | None, cut: torch.Tensor | None = None) -> Transition:
-        """The diagonal transition over ``state`` [..., H, K, V], its kind read off the shape of ``log_a``."""
-        if state.dim() < 4:
-            raise ValueError(f"state: expected [..., H, K, V], got shape {tuple(state.shape)}")
-        lead, heads, channels = state.shape[:-3], state.shape[-3], state.shape[-2]
-        kinds: dict[tuple[int, ...], Kind] = {(*lead, heads): "scalar", (*lead, heads, channels): "vector"}
-        if log_a is not None and tuple(log_a.shape) not in kinds:
-            raise ValueError(f"log_a: expected shape {' or '.join(map(str, kinds))}, got {tuple(log_a.shape)}")
-        if cut is not None and cut.shape != lead:
-            raise ValueError(f"cut: expected shape {tuple(lead)}, got {tuple(cut.shape)}")
-        return cls("none" if log_a is None else kinds[tuple(log_a.shape)], log_a, cut)
+    def of(
+        cls, state: torch.Tensor, a: torch.Tensor | None = None, cut: torch.Tensor | None = None,
+        kind: str | None = None,
+    ) -> Transition:  # fmt: skip
+        """The transition over ``state`` [B, H, *state], checked; without a kind, "scalar" or "vector" by the shape."""
+        if state.dim() < 2:
+            raise ValueError(f"state: expected [B, H, *state], got shape {tuple(state.shape)}")
+        if kind is None:
+            kind = "none" if a is None else "scalar" if a.dim() == 2 else "vector"
+        found = cls(kind, a, cut)
+        found.check(1, tuple(state.shape))
+        return found
 
-    @classmethod
-    def linear(cls, state: torch.Tensor, A: torch.Tensor, dense: bool) -> Transition:
-        """The transition with this A, which must have the state's shape or, if ``dense``, [..., K, K]."""
-        shape = (*state.shape[:-1], state.shape[-2]) if dense else tuple(state.shape)
-        if tuple(A.shape) != shape:
-            raise ValueError(f"A: expected shape {shape}, got {tuple(A.shape)}")
-        return cls("dense" if dense else "elementwise", A=A)
+    def check(self, lead: int, states: tuple[int, ...]) -> None:
+        """ValueError unless the shapes are those of a transition over these states, with ``lead`` axes before heads."""
+        want = self._shape(lead, states)
+        got = None if self.a is None else tuple(self.a.shape)
+        if got != want:
+            raise ValueError(f"a: expected shape {want} for the kind {self.kind!r}, got {got}")
+        if self.cut is not None and self.cut.shape != states[:lead]:
+            raise ValueError(f"cut: expected shape {states[:lead]}, got {tuple(self.cut.shape)}")
+
+    def _shape(self, lead: int, state: tuple[int, ...]) -> tuple[int, ...] | None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        heads, rows, axes = state[: lead + 1], state[lead + 1 : lead + 2], KINDS[self.kind].axes
+        if axes is None:
+            return None
+        return state if axes == "KV" else heads + rows * len(axes)
+
+    def check_composes(self) -> None:
+        """ValueError where no two stretches are known to be one, so that ranks run one after the other."""
+        if self.kind == "sequential":
+            raise ValueError("transition: expected one that composes, got 'sequential' (see flexsp/scan/relay.py)")
+
+    # Applied and composed
+
+    @property
+    def nothing(self) -> float:
+        """What adds nothing to a state: F of a stretch without tokens."""
+        return -torch.inf if self.kind == "max-plus" else 0.0
 
     def factor(self, like: torch.Tensor) -> torch.Tensor | None:
-        """A itself in the dtype of ``like``, broadcastable to the states unless dense; None for the identity."""
-        if self.A is not None:
-            return self.A.to(like.dtype)
+        """A itself in the dtype of ``like``, broadcastable to the states unless dense; None for the identity.
+
+        Of "max-plus" the shifts, -inf where there is a cut.
+        """
+        self.check_composes()
         a = None
-        if self.log_a is not None:
-            a = self.log_a.to(like.dtype).exp()
-            a = a[..., None, None] if self.kind == "scalar" else a[..., None]
+        if self.a is not None:
+            a = self.a.to(like.dtype)
+            a = _like(a.exp() if KINDS[self.kind].logarithm else a, like)
         if self.cut is not None:
-            dropped = (self.cut != 0)[..., None, None, None]
-            a = (~dropped).to(like.dtype) if a is None else a.masked_fill(dropped, 0.0)
+            dropped = _like(self.cut != 0, like)
+            a = (~dropped).to(like.dtype) if a is None else a.masked_fill(dropped, self.nothing)
         return a
 
-    def apply(self, state: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
-        """A S, or A S + F."""
-        a = self.factor(state)
-        out = state if a is None else self.times(a, state)
-        return out if plus is None else out + plus
-
     def times(self, a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """a S of a factor `a` of this kind."""
+        """What is left of a state behind a factor ``a`` of this kind."""
+        if self.kind == "max-plus":
+            return (a + state).masked_fill(a == -torch.inf, -torch.inf)
         return _matmul(a, state) if self.kind == "dense" else times(a, state)
 
-    def gradients(self, state: torch.Tensor, dF: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of `log_a` and of `A`, where `state` came in and ``dF`` is the gradient of A S + F."""
-        if self.A is not None:
-            return None, dF @ state.mT if self.kind == "dense" else dF * state
-        if self.log_a is None:
-            return None, None
-        dims = (-2, -1) if self.kind == "scalar" else (-1,)
-        return times(self.apply(state), dF).sum(dims).to(self.log_a.dtype), None
+    def apply(self, state: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        """A S, or A S + F; of "max-plus" S + a, or max(S + a, F)."""
+        a = self.factor(state)
+        out = state if a is None else self.times(a, state)
+        if plus is None:
+            return out
+        return torch.maximum(out, plus) if self.kind == "max-plus" else out + plus
 
-    def transpose(self) -> Transition:
-        """A^T, for the adjoint: a diagonal is its own."""
-        if self.kind == "dense" and self.A is not None:
-            return Transition("dense", A=self.A.mT)
-        return self
+    def composed(self) -> Transition:
+        """All stretches along the second axis, as the segments of a rank, in one. A "dense" one is alone."""
+        cut = None if self.cut is None else (self.cut != 0).any(1)
+        if self.a is None or self.kind == "dense":
+            return Transition(self.kind, None if self.a is None else self.a[:, 0], cut)
+        return Transition(self.kind, self.a.prod(1) if self.kind == "elementwise" else self.a.sum(1), cut)
+
+    # Backward
+
+    def adjoint(self) -> Transition:
+        """A^T: a diagonal is its own."""
+        if KINDS[self.kind].adjoint != self.kind:
+            raise ValueError(f"reverse: expected a transition that is linear, got one of the kind {self.kind!r}")
+        return Transition("dense", self.a.mT, self.cut) if self.kind == "dense" and self.a is not None else self
+
+    def gradient(self, state: torch.Tensor, dF: torch.Tensor, reverse: bool = False) -> torch.Tensor | None:
+        """That of ``a``, where `state` came in and ``dF`` is the gradient of A S + F, of A^T S + F if ``reverse``."""
+        if self.a is None:
+            return None
+        if self.kind == "dense":
+            return state @ dF.mT if reverse else dF @ state.mT
+        if self.kind == "elementwise":
+            return dF * state
+        found = times(self.apply(state), dF)
+        return found.sum(tuple(range(self.a.dim(), found.dim()))).to(self.a.dtype)
+
+    # On the wire
 
     def split(self, state: torch.Tensor, pieces: int) -> list[tuple[torch.Tensor, Transition]]:
         """``state`` in parts that do not depend on each other, each with its transition: some columns where A is dense,
@@ -109,12 +218,31 @@ class Transition:
         a = self.factor(state)
         if a is None:
             return [(part, Transition("none")) for part in rows]
+        kind: str = "max-plus" if self.kind == "max-plus" else "elementwise"
         a = a.expand(*state.shape[:-1], a.shape[-1])
         parts = a.reshape(-1, a.shape[-1]).chunk(pieces)
-        return [(part, Transition("elementwise", A=x)) for part, x in zip(rows, parts, strict=True)]
+        return [(part, Transition(kind, x)) for part, x in zip(rows, parts, strict=True)]
 
     def join(self, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
         """The state of this shape from its parts."""
         if len(parts) == 1:
             return parts[0].view(shape)
         return torch.cat(parts, dim=-1 if self.kind == "dense" else 0).view(shape)
+
+    def packed(self, F: torch.Tensor) -> torch.Tensor:
+        """A and F as one row of numbers in F's dtype, alike on all ranks whether they have a cut or not."""
+        factor = self.factor(F)
+        a = F.new_ones(()) if factor is None else factor
+        return torch.cat([a.expand(self._packed_shape(F)).reshape(-1), F.reshape(-1)])
+
+    def apply_packed(self, packed: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """`apply` of another rank's A and F, as `packed` gave them there, to the state."""
+        shape = self._packed_shape(state)
+        a, F = packed.split([shape.numel(), state.numel()])
+        left = self.times(a.view(shape), state)
+        F = F.view(state.shape)
+        return torch.maximum(left, F) if self.kind == "max-plus" else left + F
+
+    def _packed_shape(self, F: torch.Tensor) -> torch.Size:
+        a = self._shape(1, tuple(F.shape)) or F.shape[:2]
+        return torch.Size((*a, *[1] * (F.dim() - len(a))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -113,6 +113,7 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
     The slot that the neighbour's state goes to is NaN before.
     """
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     rank, world = (0, 1) if sp is None else (sp.rank, sp.world_size)
     F, log_a, cut, initial = call.draw(seed, device)
@@ -124,14 +125,7 @@ def scan_error(sp: SequenceParallel | None, call: ScanCall, seed: int, device: t
     if rank == (world - 1 if call.reverse else 0):
         states[:, count if call.reverse else 0] = initial
     mine = [None if x is None else x[:, part] for x in (log_a, cut)]
-    if call.kind == "dense":
-        A = mine[0]
-        assert A is not None
-        propagate(states, None, None, sp, A=A.contiguous(), reverse=call.reverse)
-    else:
-        name = {"elementwise": "factors", "max-plus": "shifts"}.get(call.kind, "log_a")
-        carried: dict[str, Any] = {"log_a": None, name: mine[0]}
-        propagate(states, **carried, cut=mine[1], sp=sp, reverse=call.reverse)
+    propagate(states, Transition(call.kind, *mine), sp, reverse=call.reverse)
     error = (states.double() - want[:, begin : begin + count + 1]).abs().max().item()
     return error if error == error else float("inf")
 

@@ -71,7 +71,7 @@ def free_running(sp: SequenceParallel) -> str:
     for i in range(calls):
         if (i // 20) % sp.world_size == sp.rank:
             torch.cuda._sleep(400_000)
-        propagate(F[i], None, None, sp)
+        propagate(F[i], Transition("none"), sp)
     torch.cuda.synchronize()
     sp.check()
     step = torch.arange(calls, device=sp.device)
@@ -92,7 +92,7 @@ def graph_replay(sp: SequenceParallel) -> str:
     def step() -> None:
         for reverse in (False, True):
             states[reverse].copy_(sources[reverse])
-            propagate(states[reverse], log_a, None, sp, reverse=reverse)
+            propagate(states[reverse], Transition("scalar", log_a), sp, reverse=reverse)
 
     step()
     torch.cuda.synchronize()
@@ -159,7 +159,7 @@ def absent_rank(sp: SequenceParallel) -> str:
     if sp.rank != sp.world_size - 1:
         try:
             for _ in range(4):
-                propagate(torch.zeros(1, 3, 2, 32, 32, device=sp.device), None, None, sp, reverse=True)
+                propagate(torch.zeros(1, 3, 2, 32, 32, device=sp.device), Transition("none"), sp, reverse=True)
                 torch.cuda.synchronize()
                 sp.check()
         except PeerTimeout as caught:
@@ -212,11 +212,11 @@ def latency(sps: dict[str, SequenceParallel]) -> None:
     for nseg in (4, 8, 16, 32):
         sp = next(iter(sps.values()))
         states = torch.zeros(1, nseg + 1, HEADS, SIZE, SIZE, device=sp.device)
-        log_a = torch.zeros(1, nseg, HEADS, device=sp.device)
-        local = slowest_us(sp, lambda s=states, a=log_a: propagate(s, a, None))
+        gates = Transition("scalar", torch.zeros(1, nseg, HEADS, device=sp.device))
+        local = slowest_us(sp, lambda s=states, a=gates: propagate(s, a))
         for name, sp in sps.items():
             for reverse in (False, True):
-                over = slowest_us(sp, lambda s=states, a=log_a, p=sp, r=reverse: propagate(s, a, None, p, reverse=r))
+                over = slowest_us(sp, lambda s=states, a=gates, p=sp, r=reverse: propagate(s, a, p, reverse=r))
                 sp.check()
                 way = "backward" if reverse else "forward"
                 rows.append((nseg, name, way, local, over, (over - local) / max(world - 1, 1)))

@@ -26,16 +26,17 @@ def test_random_shapes(seed: int) -> None:
 
 def test_graph_replay() -> None:
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     source = torch.randn(1, 9, 4, 64, 64, device="cuda")
-    log_a = -torch.rand(1, 8, 4, device="cuda")
+    gates = Transition("scalar", -torch.rand(1, 8, 4, device="cuda"))
     want = source.clone()
-    propagate(want, log_a, None)
+    propagate(want, gates)
     states = torch.empty_like(source)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         states.copy_(source)
-        propagate(states, log_a, None)
+        propagate(states, gates)
     for _ in range(3):
         states.fill_(float("nan"))
         graph.replay()
@@ -45,12 +46,13 @@ def test_graph_replay() -> None:
 def test_large_offsets() -> None:
     """Element offsets past 2^31."""
     from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
 
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GiB of free GPU memory")
     states = torch.zeros(1, 2200, 16, 256, 256, device="cuda")
     states[:, 0] = 1
     states[:, -1, -1, -1, -1] = 2
-    propagate(states, None, None)
+    propagate(states, Transition("none"))
     assert states[0, -1, -1, -1, -1].item() == 3
     assert states[0, -1, 0, 0, 0].item() == 1

@@ -40,6 +40,7 @@ from flexsp.compiler.backend.walks import (
 )  # fmt: skip
 from flexsp.compiler.graphs.differentiate import Step, cut
 from flexsp.compiler.graphs.values import Value, block
+from flexsp.scan.transitions import KINDS
 
 __all__ = ["EXACT", "exact_kernels"]
 
@@ -65,7 +66,7 @@ def _walk(step: Step, layout: Layout, kind: str, outputs: Sequence[str], transit
     lines: list[str] = []
     if kind == "summarize" and transition == "dense":
         _, lines = make_transition(step, (), body, {})
-    each, again = transition in ("elementwise", "max-plus"), []
+    each, again = KINDS[transition].by_number, []
     if body.entering:  # from right to left, and what a token reads depends on the state
         forward = _Forward.of(step, body)
         again = [*forward.entering(body), *forward.walked("0", "exact_i"), *token_at("exact_i")]

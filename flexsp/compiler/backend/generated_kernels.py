@@ -36,6 +36,7 @@ from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradient
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.exceptions import NotAvailable
 from flexsp.scan.dense import MOST
+from flexsp.scan.transitions import KINDS
 
 __all__ = ["CHUNKS", "NARROWEST", "WHOLE", "Generated", "generated", "in_pieces", "padded", "write_code"]
 
@@ -99,7 +100,7 @@ def _refuse_transition(program: Program) -> None:
             f"the transition of {name!r} (at {line}) is elementwise, with a factor for each number of the state; of a "
             "state in several parts kernels take one for each head or each row, so make it of gates [C] or [C, K]"
         )
-    if program.transition == "not affine":
+    if program.transition == "sequential":
         raise NotEmittable(
             f"{name!r} (at {line}) is not affine in the state, and kernels carry states as A S + F or max(S + a, F), "
             "with A, a and F that do not depend on S"
@@ -136,7 +137,7 @@ class Generated:
     ) -> None:
         self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
         _refuse_transition(program)
-        if pieces and program.transition in ("elementwise", "max-plus"):
+        if pieces and KINDS[program.transition].by_number:
             raise NotEmittable(
                 f"the transition of {program.decay.name!r} (at {program.decay.line}) is {program.transition}; kernels "
                 "of states of more than 128 x 256 take one factor for each head or each row, so make K or V smaller"

@@ -34,6 +34,7 @@ from flexsp.compiler.backend.pieces import NotInPieces
 from flexsp.compiler.backend.walks import FLIPPED, HELD, WALKS, make_horizon, make_transition, make_walk
 from flexsp.compiler.graphs.differentiate import Step, cut
 from flexsp.compiler.graphs.values import NotEmittable, Value
+from flexsp.scan.transitions import KINDS
 
 __all__ = ["make_kernel"]
 
@@ -63,7 +64,7 @@ def make_kernel(
         return replace(kernel, nodes=tuple(tuple(emitter.values) for emitter, _ in made))
     [(emitter, found)] = made
     results: dict[str, Value] = {}
-    each = transition in ("elementwise", "max-plus")
+    each = KINDS[transition].by_number
     horizon = None if dense or each or transition == "none" else make_horizon(kind, step, given, body, memory)
     if kind in FLIPPED and not dense and len(layout.state) == 2 and not layout.parts:
         emitter.flip("S")

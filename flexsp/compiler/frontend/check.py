@@ -21,7 +21,7 @@ from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
-from flexsp.compiler.frontend.program import Program, Transition, call, has_parts
+from flexsp.compiler.frontend.program import Program, call, has_parts
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
 
 __all__ = ["SECOND_MATRIX", "check", "program_of"]
@@ -33,7 +33,7 @@ _TOLERANCE = 1e-8
 _LARGE = 1e6
 _STRONG = 400.0
 _CUT, _LONG = 3, 8  # tokens: one chunk of 8 must equal a chunk of 3 and one of 5
-_BREADTHS: tuple[Transition, ...] = ("none", "scalar", "vector", "elementwise")
+_BREADTHS: tuple[str, ...] = ("none", "scalar", "vector", "elementwise")
 
 
 def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
@@ -254,7 +254,7 @@ class _Probe:
                 "overflows above the diagonal; use decayed_scores(q, k, b), or mask the exponent before it",
             )
 
-    def _classify(self, base: _Run) -> tuple[Transition, Traced | None]:
+    def _classify(self, base: _Run) -> tuple[str, Traced | None]:
         """The kind of transition, and A of S -> A S + F: read from the graph of decay and checked on random states."""
         flows = Flows(self.decay, base.values, base.state)
         flow = flows.result()
@@ -267,7 +267,7 @@ class _Probe:
             X = self._number(self.shapes[STATE], 0) * inside
             affine, is_elementwise, is_dense = _acts(self.decay, linear, run, X, aligned, inside)
             if not affine:
-                return "not affine", None
+                return "sequential", None
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
             by_row = by_row and (flow.breadth != PARTS or _by_row(linear, run, inside))
         if aligned and elementwise:
@@ -278,7 +278,7 @@ class _Probe:
         if dense:
             return "dense", linear
         if elementwise:
-            return "not affine", None
+            return "sequential", None
         raise CompileError(
             "decay_mode",
             self.decay.name,
@@ -286,19 +286,19 @@ class _Probe:
             f"from the left (A @ {STATE}); {_other_way(self.decay)}",
         )
 
-    def _maxima(self, base: _Run) -> tuple[Transition, Traced | None]:
-        """The kind "max-plus" and S + a if decay is S -> max(S + a, F), else "not affine"."""
+    def _maxima(self, base: _Run) -> tuple[str, Traced | None]:
+        """The kind "max-plus" and S + a if decay is S -> max(S + a, F), else "sequential"."""
         shift = shifted(self.decay, base.values, base.state)
         if shift is None:
-            return "not affine", None
+            return "sequential", None
         for run in (base, *self._further()):
             for scale in (0.0, 1.0, 4.0):
                 X = scale * self._number(self.shapes[STATE], 0)
                 moved, least = _step(shift, run, X), _step(self.decay, run, torch.full_like(X, -torch.inf))
                 if not _close(moved, X + _step(shift, run, torch.zeros_like(X)), X):
-                    return "not affine", None
+                    return "sequential", None
                 if not _close(_step(self.decay, run, X), torch.maximum(moved, least), X):
-                    return "not affine", None
+                    return "sequential", None
         return "max-plus", shift
 
     def _further(self) -> Iterator[_Run]:
@@ -311,7 +311,7 @@ class _Probe:
             if run.finite and max(float(x.abs().max()) for x in (run.F, run.after)) < _LARGE:
                 yield run
 
-    def _disagreement(self, kind: Transition) -> CompileError | None:
+    def _disagreement(self, kind: str) -> CompileError | None:
         """An error that names the function if one chunk and the same tokens in two chunks give different results."""
         for _ in range(2):
             values, state = self._draw(self.signs, tokens=_LONG)
@@ -323,7 +323,7 @@ class _Probe:
                 continue
             apart = _difference(second.after, whole.after)
             if apart:
-                of_chunk = kind != "not affine" and self._factors_agree(whole, first, second)
+                of_chunk = kind != "sequential" and self._factors_agree(whole, first, second)
                 role, traced = ("chunk_mode", self.chunk) if of_chunk else ("decay_mode", self.decay)
                 return CompileError(role, traced.name, _ABOUT_CUTS.format("the state", apart, traced.line))
             apart = _difference(torch.cat([first.o, second.o]), whole.o)

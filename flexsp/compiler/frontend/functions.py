@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.func import vmap
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.program import Program, call, has_parts, widths
@@ -61,7 +61,6 @@ class _Local:
         self.tokens, self.device = tokens, x.device
         self.lead = x.shape[0], x.shape[2]
         self.zero, self.documents, self.begins = zero, documents, any(chunk.first for chunk in chunks)
-        self.affine = program.transition != "not affine"
         self.maxima: Maxima | None = None
         members: dict[int, list[int]] = defaultdict(list)
         for i, chunk in enumerate(chunks):
@@ -178,20 +177,23 @@ class _Local:
         return torch.cat(found, dim=2)
 
     def through(self) -> Transition:
-        """The transition of all chunks together, for an affine decay_mode. It is 0 if a document begins in them."""
+        """The transition of all chunks together. It is 0 if a document begins in them."""
+        if self.program.transition == "sequential":
+            return Transition("sequential")
         dense = self.program.transition == "dense"
+        kind = "dense" if dense else "elementwise"
         one = _one(self.zero, dense)
         if self.begins:
-            return Transition.linear(self.zero, torch.zeros_like(one), dense)
+            return Transition.of(self.zero, torch.zeros_like(one), kind=kind)
         A = self.factors
         if A is not None:
             nothing = torch.zeros_like(one).unsqueeze(2).expand(-1, -1, A.shape[2], *one.shape[2:])
             one = states_between(A, nothing, one, None, dense)[:, :, -1]
-        return Transition.linear(self.zero, one, dense)
+        return Transition.of(self.zero, one, kind=kind)
 
     def states(self, initial: torch.Tensor | None) -> Callable[[torch.Tensor], States]:
         """Phase 2: states around chunks. Dense ones are walked, since a matrix A would round more than decay_mode."""
-        if self.program.transition in ("dense", "not affine"):
+        if self.program.transition in ("dense", "sequential"):
             return functools.partial(self.walk, initial)
         return reference.states_of(self.factors, self._added(), initial, self.documents if self.begins else None)
 
@@ -294,8 +296,7 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
         if program.transition == "max-plus":
             local.find_maxima(initial, None)
         before, _ = local.states(None)(initial)
-        if local.affine:
-            local.through()
+        local.through()
     with _many("merge_mode", program.merge):
         local.merge(before)
 
@@ -320,7 +321,7 @@ def run(
     x, anchor = next(iter(tokens.values())), None
     B, T, H = x.shape[:3]
     if sp is not None and sp.world_size > 1:
-        anchor, initial, *given = joined(sp, initial, *tokens.values(), *params.values())
+        anchor, initial, *given = share_backward(sp, initial, *tokens.values(), *params.values())
         tokens = dict(zip(tokens, given, strict=False))
         params = dict(zip(params, given[len(tokens) :], strict=True))
     chunks, documents, tail = _cut(T, C), None, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,19 +13,7 @@ from flexsp.compiler.frontend.meta import InputMeta, Part, Size
 from flexsp.compiler.frontend.running_sums import with_wide_sums
 from flexsp.compiler.frontend.trace import Traced
 
-__all__ = ["KINDS", "Program", "Transition", "call", "has_parts", "widths"]
-
-Transition = Literal["none", "scalar", "vector", "elementwise", "dense", "max-plus", "not affine"]
-KINDS = {  # what ranks do
-    "none": "the state is kept: ranks add up",
-    "scalar": "one factor for the state: ranks exchange the state and multiply",
-    "vector": "one factor a row of the state: ranks exchange the state and multiply",
-    "elementwise": "a factor for each number of the state: ranks exchange the state and multiply",
-    "dense": "a matrix from the left: each rank propagates [0 | I] too, and ranks exchange the state",
-    "max-plus": "the larger of state plus shift and another: ranks exchange the shifts and the others",
-    "not affine": "not affine in the state: ranks run one after the other, exactly",
-}
-
+__all__ = ["Program", "call", "has_parts", "widths"]
 
 @dataclass(frozen=True)
 class Program:
@@ -35,7 +23,7 @@ class Program:
     chunk: Traced
     decay: Traced
     merge: Traced
-    transition: Transition
+    transition: str
     linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None if decay is neither
     value_sizes: tuple[Size, ...]  # sizes of one token's output; a number if no input has this size
     parts: tuple[Part, ...] = ()  # the state's parts after the first one, whose sizes are in `meta`

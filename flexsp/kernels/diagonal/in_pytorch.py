@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.kernels import reference
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.reference import Documents, States
@@ -46,7 +46,7 @@ def run(
     """
     anchor = None
     if sp is not None:
-        anchor, q, k, v, g, g_gamma, initial = joined(sp, q, k, v, g, g_gamma, initial)
+        anchor, q, k, v, g, g_gamma, initial = share_backward(sp, q, k, v, g, g_gamma, initial)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = chunk_layout(cu_seqlens, B, T, sp, rows)
@@ -60,8 +60,6 @@ def run(
 
 class _Step:
     """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V] and log gates [B, H, chunks, C]."""
-
-    affine = True
 
     def __init__(
         self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional

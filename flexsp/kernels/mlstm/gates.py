@@ -1,6 +1,6 @@
 """Stabilised gates of mLSTM: m_t = max(log f_t + m_{t-1}, i_t) over tokens and documents, found in float64.
 
-Tokens are elements (a, c) of max-plus algebra, as in `flexsp.scan.max_plus`; where a document begins, a is -inf, and
+Tokens are pairs (a, c) of max-plus algebra, as in `flexsp.scan.maxima`; where a document begins, a is -inf, and
 nothing from before passes, not even what is not finite. Blocks of tokens are put together first, then what is before
 each block, then the tokens in it.
 """
@@ -14,22 +14,18 @@ import triton
 import triton.language as tl
 
 from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
-from flexsp.comm.group import SequenceParallel
 from flexsp.devices import check_heads
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
 from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
-from flexsp.scan.exchange import exchange
-from flexsp.scan.transitions import Transition
 
-__all__ = ["Blocks", "Starts", "blocks", "enters", "gates"]
+__all__ = ["Blocks", "Starts", "blocks", "gates"]
 
 _NAME = "mLSTM's gates"
 _LEAST = tl.constexpr(MIN_LOG_FORGET)
 _TOKENS = 64  # of a block
 _BLOCKS = 256  # that are put together at once
 _HEADS = 16  # of a program, at most
-_ROWS = 128  # heads of sequences of a program
 
 
 class Starts(NamedTuple):
@@ -231,66 +227,6 @@ def blocks(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> Blocks:
     whole = {"block_a": each_a, "block_c": each_c, "before_a": a, "before_c": c, "all_a": total_a, "all_c": total_c}
     run(mlstm_before_kernel, (heads, B, 1), whole, [T, H, n], {"BT": _BLOCKS, "BH": constants["BH"]}, warps=16)
     return Blocks((a, c), (total_a, total_c))
-
-
-_PIECES = tl.constexpr(4)  # of 16 bits each, which float32 holds exactly, of a number in float64
-
-
-@triton.jit(do_not_specialize=["rows", "rank"])
-def mlstm_pieces_kernel(a, c, start, pieces, rows, rank, BR: tl.constexpr, PDL: tl.constexpr):
-    """pieces [ranks, 3, 4, rows] float32: a, c and start [rows] of this rank, bit by bit, and 0 for all others, so that
-    a sum over ranks has each one's numbers, infinities and NaN too."""
-    begin(PDL)
-    row, r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1)
-    there = row < rows
-    pieces += r * (3 * _PIECES) * rows + row
-    for which in tl.static_range(3):
-        source = a if which == 0 else c if which == 1 else start
-        bits = tl.load(source + row, mask=there & (r == rank), other=0.0).to(tl.int64, bitcast=True)
-        for j in tl.static_range(_PIECES):
-            piece = ((bits >> (16 * j)) & 0xFFFF).to(tl.float32)
-            tl.store(pieces + (which * _PIECES + j) * rows, piece, mask=there)
-
-
-@triton.jit
-def _whole(pieces, r, which, row, there, rows):
-    """Numbers in float64 of their pieces; NaN where these did not arrive."""
-    bits = tl.zeros(row.shape, tl.int64)
-    total = tl.zeros(row.shape, tl.float32)
-    for j in tl.static_range(_PIECES):
-        piece = tl.load(pieces + ((r * 3 + which) * _PIECES + j) * rows + row, mask=there, other=0.0)
-        total += piece
-        bits |= tl.where(piece == piece, piece, 0.0).to(tl.int64) << (16 * j)
-    return tl.where(total == total, bits.to(tl.float64, bitcast=True), float("nan"))
-
-
-@triton.jit(do_not_specialize=["rows", "rank"])
-def mlstm_entering_kernel(pieces, entering, rows, rank, BR: tl.constexpr, PDL: tl.constexpr):
-    """entering [rows]: the maximum after the ranks before this one; pieces of each one's a, c and, of the first, what
-    enters it."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    there = row < rows
-    m = _whole(pieces, rank * 0, 2, row, there, rows)
-    for r in range(0, rank):
-        m = _larger(_passing(_whole(pieces, r, 0, row, there, rows), m), _whole(pieces, r, 1, row, there, rows))
-    tl.store(entering + row, m, mask=there)
-
-
-def enters(found: Blocks, start: torch.Tensor, sp: SequenceParallel) -> torch.Tensor:
-    """The maximum [B, H] that enters this rank, as `flexsp.scan.max_plus.enters`. Collective over ``sp``."""
-    rows = start.numel()
-    pieces = torch.empty(1, sp.world_size, 3, 4 * rows, dtype=torch.float32, device=start.device)
-    blocks, numbers, constants = triton.cdiv(rows, _ROWS), [rows, sp.rank], {"BR": _ROWS}
-    given = {"a": found.all[0], "c": found.all[1], "start": start.contiguous(), "pieces": pieces}
-    run(mlstm_pieces_kernel, (blocks, sp.world_size, 1), given, numbers, constants)
-    with torch.no_grad():
-        arrived = exchange(pieces, Transition("none"), sp, "the maxima of mLSTM")
-    if sp.is_first:
-        return start
-    entering = torch.empty_like(found.all[0])
-    run(mlstm_entering_kernel, (blocks, 1, 1), {"pieces": arrived, "entering": entering}, numbers, constants)
-    return entering
 
 
 class _Gates(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flexsp.comm.derivatives import joined, transformed
+from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.kernels import reference
 from flexsp.kernels.diagonal.in_pytorch import chunk_layout
 from flexsp.kernels.reference import States
@@ -50,7 +50,7 @@ def run(
     """
     anchor = None
     if sp is not None:
-        anchor, u, dt, A, B, C, initial = joined(sp, u, dt, A, B, C, initial)
+        anchor, u, dt, A, B, C, initial = share_backward(sp, u, dt, A, B, C, initial)
     layout = chunk_layout(cu_seqlens, u.shape[0], u.shape[1], sp)
     tokens = tuple(layout.chunks(x.unsqueeze(2), dt.dtype).squeeze(1) for x in (u, dt, B, C))
     step = _Step(layout, tokens, A, zoh)
@@ -66,8 +66,6 @@ class _Step:
 
     Places without a token have dt = 0: a state passes them as it is.
     """
-
-    affine = True
 
     def __init__(self, layout: Layout, tokens: tuple[torch.Tensor, ...], A: torch.Tensor, zoh: bool) -> None:
         self.layout, self.tokens, self.A = layout, tokens, A
@@ -90,7 +88,7 @@ class _Step:
             stretch = stretch.masked_fill(cut, 0.0)
         passed = (stretch.unsqueeze(-1) * self.A).exp().unsqueeze(1)
         passed = passed if cut is None else passed.masked_fill(cut, 0.0)
-        return Transition.linear(self.summaries[:, :, 0], passed, dense=False)
+        return Transition.of(self.summaries[:, :, 0], passed, kind="elementwise")
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         y = _by_groups(functools.partial(self._walk, reads=True), self.A, entering.squeeze(1), self.tokens)

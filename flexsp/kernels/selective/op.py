@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.kernels import functions
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
 from flexsp.kernels.functions import Like
@@ -65,7 +65,7 @@ class _InPytorch:
         left = iter(others)
         D, z, bias = (next(left) if there else None for there in optional)
         if sp is not None:  # D and z do not lead to the exchange of states
-            u, delta, A, B, C, D, z, bias, initial = joined(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
+            u, delta, A, B, C, D, z, bias, initial = share_backward(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
         with torch.autocast(u.device.type, enabled=False):
             dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
             y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, text, asked.want_final)

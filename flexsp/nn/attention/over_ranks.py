@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.collectives import exchange_rows
-from flexsp.comm.derivatives import joined
+from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel
 from flexsp.nn.attention.local import Sight, attend
 
@@ -44,7 +44,7 @@ def attend_over_ranks(
         call: a description of the call, which ranks compare before they exchange rows.
         lengths: tokens of each rank.
     """
-    _, q, k, v = joined(sp, q, k, v)
+    _, q, k, v = share_backward(sp, q, k, v)
     if exchange == "heads":
         return _exchanging_heads(q, k, v, lambda q, k, v: attend(q, k, v, sight, scale, backend), call, sp, lengths)
 

@@ -27,6 +27,7 @@ MINUTES ?= 4
 NAME    ?= demo
 DATA    ?=
 
+# Byte code is kept, whatever the environment says: the tests start many processes.
 # Files of tests run side by side, each whole in one process; WORKERS=0 runs all in pytest's own (-s, --pdb).
 WORKERS ?= 2
 ARGS    ?=
@@ -59,15 +60,15 @@ demo-hybrid: $(VENV)/.hybrid
 synthetics: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python examples/synthetics.py $(ARGS)
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-    --durations=10
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+    --no-loadscope-reorder --durations=10
 
 # With ARGS, which name files, all of what they name.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not gpu and not slow$(if $(ARGS),, and not tools)" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(if $(ARGS),,--job suite) $(ARGS)
 
 test-tools: $(VENV)/.dev
-	$(PYTEST) -m "tools and not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" --job tools $(ARGS)
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not gpu" $(ARGS)

@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,16 +34,25 @@ if _MADE:
     os.environ["FLEXSP_CODE_DIR"] = tempfile.mkdtemp(prefix="flexsp-tests-")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--job", choices=("suite", "tools"), help="the files of one of the CPU's jobs alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of the other job are not even read: that takes a job's first ten seconds."""
+    job = config.getoption("--job")
+    if job is None or collection_path.name == "gpu":
+        return job is not None or None
+    other = (collection_path.stem in TOOLS) != (job == "tools")
+    return (collection_path.suffix == ".py" and other) or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, where workers take whole files. Between themselves, tests of a file stay in order."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    place = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-    for item in items:
-        if item.path.stem in TOOLS:
-            item.add_marker(pytest.mark.tools)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = {name: at for at, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def triton_advice(triton: str | None, numpy: str | None, hopper: bool, wanted: str | None = None) -> list[Finding]:
-    """What is known of this Triton: absent, in a range with a known fault, or not the one torch was built with."""
+    """Whether Triton is missing, has a known fault, or is not the release that torch was built with."""
     if triton is None:
         return [Finding("warn", "triton", "not installed: the ops run on the PyTorch reference")]
     number = _numbers(triton)
@@ -100,7 +100,7 @@ def _wanted_triton() -> str | None:
 
 
 def software() -> list[Finding]:
-    """Versions of what flexsp stands on."""
+    """The versions of Python, torch and the libraries that flexsp uses."""
     found = [Finding("info", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     torch = _version("torch")
     if torch is None:
@@ -239,7 +239,7 @@ class Child:
         return self
 
     def collect(self) -> list[Finding]:
-        """Wait for every process, at most until the time limit; then kill what is left of their process groups."""
+        """Wait for every process, at most until the time limit, then kill the process groups that still run."""
         late = []
         for rank, process in enumerate(self._processes):
             try:

@@ -88,6 +88,13 @@ OPS = [
         "flexsp/ops/_validate.py",
         ("x.shape[0] < 1 or x.shape[2] < 1", "x.shape[0] < 1", "calls without heads are taken",
          "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
+        ("if not 1 <= size <= MAX_HEAD_DIM:", "if False:", "heads of any size are taken", "tests/test_validation.py"),
+        ("if G < 1 or n % G:", "if G < 1:", "groups need not divide heads", "tests/test_validation.py"),
+    ),
+    *_in(
+        "flexsp/nn/recurrent.py",
+        ("if rest or not 1 <= size <= MAX_HEAD_DIM:", "if rest:", "layers take heads of any size",
+         "tests/test_layers.py::test_bad_input"),
     ),
     *_in(
         "flexsp/kernels/engine.py",

@@ -156,7 +156,7 @@ def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
     check_op(ops.recurrent_simple_gla, oracle, inputs, dtype=dtype, low_engine=float32_token_loop)
 
 
-# The recurrent ops of programs, by the case of the chunked op.
+# `recurrent_NAME` of ops of `DELTA_CASES`, and the case that it is tested with.
 RECURRENT = {
     name: f"{name}_in_kernel" if f"{name}_in_kernel" in DELTA_CASES else name
     for name in DELTA_CASES if hasattr(ops, f"recurrent_{name}")

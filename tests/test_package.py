@@ -425,9 +425,13 @@ def test_documents_name_only_files_that_exist(document: Path) -> None:
 
 def test_environment_variables_stand_in_the_page_on_settings() -> None:
     pattern = re.compile(r"\bFLEXSP_[A-Z0-9_]+")
-    used = {name for path in [*SOURCES, ROOT / "tests" / "conftest.py"] for name in pattern.findall(path.read_text())}
-    listed = set(re.findall(r"^\| `(FLEXSP_[A-Z0-9_]+)`", (ROOT / "docs/use.md").read_text(), flags=re.MULTILINE))
-    assert used == listed
+    used = {name for path in (*SOURCES, ROOT / "tests/conftest.py") for name in pattern.findall(path.read_text())}
+    row = re.compile(r"^\| `(FLEXSP_[A-Z0-9_]+)` \|(.*?)\|", flags=re.MULTILINE)
+    listed = dict(row.findall((ROOT / "docs/use.md").read_text()))
+    assert used == {*listed}
+    numbers = re.findall(r'"(FLEXSP_[A-Z0-9_]+)", ([\d.]+)\)', (ROOT / "flexsp/launch/bootstrap.py").read_text())
+    assert len(numbers) == 2
+    assert all(float(default) == float(listed[name]) for name, default in numbers)
 
 
 def test_tool_releases_agree() -> None:

@@ -55,8 +55,13 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
+def _interpreter_fails(triton: str, numpy: str | None) -> bool:
+    """Triton 3.6's interpreter fails with numpy 2.4 and newer."""
+    return _numbers(triton)[:2] == (3, 6) and numpy is not None and _numbers(numpy) >= (2, 4)
+
+
 def triton_advice(triton: str | None, numpy: str | None, hopper: bool, wanted: str | None = None) -> list[Finding]:
-    """What is known of this Triton: absent, in a range with a known fault, or not the one torch was built with."""
+    """Whether Triton is missing, has a known fault, or is not the release that torch was built with."""
     if triton is None:
         return [Finding("warn", "triton", "not installed: the ops run on the PyTorch reference")]
     number = _numbers(triton)
@@ -69,7 +74,7 @@ def triton_advice(triton: str | None, numpy: str | None, hopper: bool, wanted: s
         found.append(Finding("warn" if hopper else "info", "triton", text))
     else:
         found.append(Finding("ok", "triton", triton))
-    if number[:2] == (3, 6) and numpy is not None and _numbers(numpy) >= (2, 4):
+    if _interpreter_fails(triton, numpy):
         text = f"{numpy}: Triton 3.6's interpreter (TRITON_INTERPRET=1, transport posix) needs numpy < 2.4"
         found.append(Finding("warn", "numpy", text))
     if wanted is not None and wanted != triton:
@@ -100,7 +105,7 @@ def _wanted_triton() -> str | None:
 
 
 def software() -> list[Finding]:
-    """Versions of what flexsp stands on."""
+    """The versions of Python, torch and the libraries that flexsp uses."""
     found = [Finding("info", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     torch = _version("torch")
     if torch is None:
@@ -188,16 +193,10 @@ def transports(report: dict[str, Any]) -> list[Finding]:
             found.append(Finding("ok" if reachable else "warn", "peer", text))
         missing = report["put"]
         found.append(Finding("info" if missing else "ok", "put", missing or "NVSHMEM put-with-signal"))
-    interpreted = triton is not None and not (
-        _numbers(triton)[:2] == (3, 6) and numpy is not None and _numbers(numpy) >= (2, 4)
-    )
-    shared = Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_OK)
-    text = (
-        "kernels between CPU processes under TRITON_INTERPRET=1"
-        if interpreted and shared
-        else ("needs Triton with a working interpreter and a writable /dev/shm")
-    )
-    return [*found, Finding("ok" if interpreted and shared else "info", "posix", text)]
+    interpreted = triton is not None and not _interpreter_fails(triton, numpy)
+    if interpreted and Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_OK):
+        return [*found, Finding("ok", "posix", "kernels between CPU processes under TRITON_INTERPRET=1")]
+    return [*found, Finding("info", "posix", "needs Triton with a working interpreter and a writable /dev/shm")]
 
 
 @dataclass
@@ -239,7 +238,7 @@ class Child:
         return self
 
     def collect(self) -> list[Finding]:
-        """Wait for every process, at most until the time limit; then kill what is left of their process groups."""
+        """Wait for every process, at most until the time limit, then kill the process groups that still run."""
         late = []
         for rank, process in enumerate(self._processes):
             try:

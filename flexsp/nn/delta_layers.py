@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsp.exceptions import check_flag, check_flags, check_integer, check_number, fail
+from flexsp.exceptions import check_flags, check_integer, fail
 from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_choice, check_eps
 from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
 from flexsp.nn.start import start_rates, start_steps
@@ -26,7 +26,7 @@ from flexsp.ops import (
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
-from flexsp.ops._delta import activated, strength
+from flexsp.ops._delta import activated, check_bound, strength
 from flexsp.ops._validate import MAX_HEAD_DIM
 
 
@@ -302,8 +302,8 @@ class KimiDeltaAttention(_DeltaLayer):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        check_flag("allow_neg_eigval", allow_neg_eigval)
-        _check_bound(safe_gate, lower_bound)
+        check_flags(allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate)
+        check_bound(lower_bound, safe_gate)
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
         self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
@@ -413,11 +413,3 @@ def _grouped(
     elif check_integer("num_v_heads", num_v_heads, least=1) % num_heads:
         fail("num_v_heads", f"a multiple of num_heads={num_heads}", num_v_heads)
     return hidden_size, (num_heads, num_v_heads), (head_dim, head_size("expand_v", head_dim, expand_v))
-
-
-def _check_bound(safe_gate: Any, lower_bound: Any) -> None:
-    check_flag("safe_gate", safe_gate)
-    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
-        fail("lower_bound", "a number below 0, or None", repr(lower_bound))
-    if safe_gate and (lower_bound is None or lower_bound < -5):
-        fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))

@@ -75,20 +75,20 @@ class SequenceParallelLA(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is SequenceParallelLA:
             return _wrap(*args, **kwargs)
-        if args or kwargs:  # type(self)(...) inside the wrapped class's own code makes a plain one
+        if args or kwargs:  # type(self)(...) in the wrapped class's own code makes a plain object
             return cls._flexsp_original(*args, **kwargs)
         return super().__new__(cls)  # copy.deepcopy
 
     def __init__(self, layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()) -> None:
-        """All done by `__new__`: the object is the layer, long since initialised."""
+        """Does nothing: `__new__` returns the layer, which is initialised already."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """In place of the wrapped class's, which may want keywords, and is for the classes that its user writes."""
+        """Hides the wrapped class's method of this name, which may need keywords and is for its user's subclasses."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if current_sp() is self._flexsp_sp:
-                # A checkpoint in a graph may change nothing outside it; its recomputation needs no context.
+                # A checkpoint in a graph may not change this context, and its recomputation there does not need it.
                 return super().forward(*args, **kwargs)
             _warn_if_checkpointed(type(self)._flexsp_original.__name__)
             with sequence_parallel(self._flexsp_sp):
@@ -97,7 +97,7 @@ class SequenceParallelLA(nn.Module):
             try:
                 return super().forward(*args, **kwargs)
             except Exception as error:
-                count_failed_call(error, self._flexsp_sp)  # the other ranks go on to the exchanges that come after it
+                count_failed_call(error, self._flexsp_sp)  # other ranks may already wait for this one's next exchange
                 raise
 
 
@@ -161,7 +161,7 @@ _said: list[str] = []
 
 
 def _say_what_is_not_seen(classes: str) -> None:
-    """Once a process: the classes differ from model to model, what there is to do does not."""
+    """Warns once a process. The classes differ from model to model, but the advice is the same."""
     if _said:
         return
     _said.append(classes)
@@ -190,7 +190,7 @@ def _allowed(layer: nn.Module, allow: Any) -> frozenset[str]:
 
 
 def _refuse(found: list[Offence]) -> None:
-    """ValueError that names all, one line a class and reason."""
+    """ValueError with one line for each class and reason, if there are any."""
     if not found:
         return
     lines = []
@@ -213,7 +213,7 @@ _BOUND: dict[type[nn.Module], type[SequenceParallelLA]] = {}
 
 
 def _bound_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that `module` gets, its own where it is bound already; None if it stays as it is."""
+    """The class that binds `module` to ranks, its own if it is bound already; None if it stays as it is."""
     cls = type(module)
     if issubclass(cls, SequenceParallelLA):
         return cls

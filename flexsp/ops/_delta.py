@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import transformed
+from flexsp.exceptions import check_number
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
@@ -69,6 +70,14 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
         wide, dims = ((K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
         check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=strengths, device=q.device)
     return Heads(B, T, H, HV, K, V)
+
+
+def check_bound(lower_bound: float | None, safe_gate: bool) -> None:
+    """The least gate of KDA; ``safe_gate`` needs one of at least -5."""
+    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
+        check.fail("lower_bound", "a number below 0, or None", repr(lower_bound))
+    if safe_gate and (lower_bound is None or lower_bound < -5):
+        check.fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
 
 
 @check.once

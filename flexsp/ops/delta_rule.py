@@ -35,10 +35,10 @@ def chunk_delta_rule(
 
     Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule (arXiv 2406.06484), eq. 4.
 
-    Bfloat16 inputs whose keys repeat or are alike, with beta beyond 1, are done token by token in
-    float32 where chunks would round too much. That is 20 to 30 times slower: on an H100 a gated rule with 65,536 tokens
-    and 32 heads of 128 x 128 takes 39 ms instead of 2, and 230 ms instead of 8 with its gradients. With unit keys and
-    beta up to 1 it never happens, since no step makes a rounding larger.
+    In bfloat16 with equal or nearly equal keys and beta beyond 1, chunks would round too much. Such segments run token
+    by token in float32, 20 to 30 times slower: on an H100 a gated rule with 65,536 tokens and 32 heads of 128 x 128
+    takes 39 ms instead of 2, and 230 ms instead of 8 with its gradients. With unit keys and beta up to 1 this never
+    happens, since no step enlarges a rounding.
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.comm.group import ranks_call
-from flexsp.exceptions import check_number
 from flexsp.ops import _delta
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
@@ -144,11 +143,8 @@ def recurrent_kda(
 def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:
     check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
     check.check_flag("safe_gate", safe_gate)
-    if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
-        check.fail("lower_bound", "a number below 0", repr(lower_bound))
-    if not safe_gate:
+    _delta.check_bound(lower_bound, safe_gate and use_gate_in_kernel)
+    if use_gate_in_kernel or not safe_gate:
         return
-    if use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
-        check.fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
-    if not use_gate_in_kernel and isinstance(g, torch.Tensor) and check.readable(g) and g.numel() and g.min() < -5:
+    if isinstance(g, torch.Tensor) and check.readable(g) and g.numel() and g.min() < -5:
         check.fail("g", "gates in [-5, 0) with safe_gate", f"a smallest value of {g.detach().min().item():g}")

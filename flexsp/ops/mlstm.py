@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -109,18 +109,22 @@ def chunk_mlstm(
     gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads = q.to(kind)
-    written, keys, weights = _weighted(k, i, gates.m, kind, in_kernels)
+    rows: Any = in_pytorch
+    if in_kernels:
+        from flexsp.kernels.mlstm import rows
+    written, keys, weights = rows.weighted(k, i, gates.m, kind)
     numerator, C = diagonal(
         reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
     )  # fmt: skip
-    # Where it crosses the least that is divided by, gradients jump: weights stay in float32, beside keys as they are.
+    # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
+    # weights are the values, in float32, instead of factors of the keys.
     denominator, n = diagonal(
         reads, keys.to(kind), weights.unsqueeze(-1), gates.log_forget, scale=scale,
         initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
         cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
-    h = _quotients(numerator, denominator, gates.m, eps, v.dtype, in_kernels)
+    h = rows.quotients(numerator, denominator, gates.m, eps + 0.0, v.dtype)  # a float, also if eps is an int
     h = h.transpose(1, 2) if head_first else h
     if C is None or n is None:
         return h, None
@@ -173,17 +177,17 @@ def recurrent_mlstm(
 
 
 class _Gates(NamedTuple):
-    """Log gates <= 0 (but for roundings) and the maxima [B, T, H], these in float64, and the final ones [N, H]."""
+    """Log gates [B, T, H], <= 0 up to roundings; maxima m [B, T, H] in float64, and the final ones [N, H]."""
 
     log_forget: torch.Tensor
     m: torch.Tensor
     final: torch.Tensor
 
     def last(self, C: torch.Tensor, n: torch.Tensor) -> State:
-        """C and n for the final m in their dtype: rounded up, so that a factor of at most 1 is left for them."""
+        """The final states. m is rounded up to the dtype of C and n, so that these are multiplied by at most 1."""
         m = self.final.to(C.dtype)
         m = torch.where(m.to(self.final.dtype) < self.final, m.nextafter(m.new_tensor(torch.inf)), m)
-        rest = (self.final - m.to(self.final.dtype)).exp().to(C.dtype)  # of the rounding
+        rest = (self.final - m.to(self.final.dtype)).exp().to(C.dtype)  # what m gained by rounding
         return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
 
 
@@ -191,9 +195,9 @@ def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> _Gates:  # fmt: skip
-    """The gates with their maxima taken out, which are found in float64 and are constants to autograd.
+    """The gates relative to their maxima m. m is computed in float64 and is a constant to autograd.
 
-    Whatever m is, it must be the same in all that follows: the differences of its numbers are taken in float64 too.
+    Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
 
     Args:
         start: m [N, H] before documents or, on the first rank, before the sequences.
@@ -216,7 +220,7 @@ def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> _Gates:  # fmt: skip
-    """What `_stabilised` gives, in float32."""
+    """`_stabilised` by kernels, with log gates in float32."""
     from flexsp.kernels.mlstm import gates
 
     T, begun = i.shape[1], _begun(i, start, N)
@@ -241,33 +245,11 @@ def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=i.device) if start is None else start.detach().double()
 
 
-def _weighted(
-    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype, in_kernels: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The keys that are written, weighted for the numerator, and as they are beside their weights, which are values of
-    the denominator."""
-    if in_kernels:
-        from flexsp.kernels.mlstm import rows
-
-        return rows.weighted(k, i, m, dtype)
-    return in_pytorch.weighted(k, i, m, dtype)
-
-
-def _quotients(
-    numerator: torch.Tensor, denominator: torch.Tensor, m: torch.Tensor, eps: float, dtype: torch.dtype,
-    in_kernels: bool,
-) -> torch.Tensor:  # fmt: skip
-    if in_kernels:
-        from flexsp.kernels.mlstm import rows
-
-        return rows.quotients(numerator, denominator, m, float(eps), dtype)
-    return in_pytorch.quotients(numerator, denominator, m, eps, dtype)
-
-
 class _Documents(NamedTuple):
-    """Which document the tokens of this shard are of, where one begins, and which documents end here.
+    """The document of each token of this shard, where documents begin, and which of them end here.
 
-    Rules of `flexsp.kernels.table.chunk_table` for empty documents."""
+    For empty documents the rules are those of `flexsp.kernels.table.chunk_table`.
+    """
 
     of_token: torch.Tensor  # [T]
     first: torch.Tensor  # bool [T]
@@ -298,7 +280,7 @@ class _Documents(NamedTuple):
 
 
 def _tokens_first(head_first: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views [B, T, H, ...]; what is no tensor of so many dimensions is left for the checks."""
+    """The tensors as views [B, T, H, ...]. Objects that have no such axes pass; the checks refuse them later."""
     check.check_flag("head_first", head_first)
     if not head_first:
         return tensors
@@ -306,9 +288,10 @@ def _tokens_first(head_first: bool, *tensors: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _states(c: Optional, n: Optional, m: Optional) -> tuple[Optional, Optional, Optional]:
-    """Initial C, n and, without gradients, m [N, H].
+    """Initial C, n and m [N, H], m without gradients.
 
-    h depends on C e^m and n e^m alone. So m is a constant here too, and has its gradient from a factor of e^0.
+    h depends on C e^m and n e^m alone. So m can be a constant here, too; its gradient goes through a factor e^{m - m}
+    of C and n.
     """
     if c is None or n is None or m is None:
         return None, None, None

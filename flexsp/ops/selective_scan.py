@@ -57,12 +57,11 @@ def selective_scan(
         u: [batch, T, D], float16, bfloat16, float32 or float64, any strides.
         delta: step sizes [batch, T, D], >= 0 after ``delta_bias`` and ``delta_softplus``; u's dtype or float32.
         A: [D, N] <= 0, usually -exp(A_log); u's dtype or float32; N of 1..256. delta A is a natural-log gate.
-        B: [batch, T, N] in u's dtype, the same for all channels; or [batch, T, G, N] with G a divisor of D: channel d
-            uses group d // (D / G), and every group is a call of its own; or [D, N] in u's dtype or float32, the same
-            for all tokens and of every channel its own.
-        C: [batch, T, N], [batch, T, G, N] or [D, N], as B, of which it need not have the form. Where one of them is
-            [D, N], states are channels of a call in float32 (float64 for float64 inputs), which has several tensors of
-            batch x T x D x N numbers.
+        B: [batch, T, N] in u's dtype, shared by all channels; or [batch, T, G, N] with G a divisor of D: channel d
+            uses group d // (D / G), and every group is a call of its own; or [D, N] in u's dtype or float32, shared by
+            all tokens.
+        C: [batch, T, N], [batch, T, G, N] or [D, N], as B, whose form may be another. If one of them is [D, N], the
+            call runs in float32 (float64 for float64 inputs) and needs several tensors of batch x T x D x N numbers.
         D: [D] skip weights, or None; u's dtype or float32.
         z: [batch, T, D] in u's dtype, a gate: y is multiplied by silu(z); or None.
         delta_bias: [D] added to delta first, or None; u's dtype or float32.

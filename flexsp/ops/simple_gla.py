@@ -50,8 +50,8 @@ def chunk_simple_gla(
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N + 1] boundaries of N documents packed along T; B must be 1. Documents may be
             empty. Under ``sp`` they count tokens over all ranks. They may end before the tokens do, as where documents
-            are padded to a capacity: outputs and gradients of the tokens behind are 0. What stands there must be
-            finite, since parameters have sums over all tokens of gradients times inputs.
+            are padded to a capacity: outputs and gradients of the tokens behind are 0. The inputs there must be
+            finite, since gradients of parameters are sums over all tokens of gradients times inputs.
         sp: the ranks among which the sequence is cut. None: those of the enclosing ``sequence_parallel``, if any;
             False: none. The tensors are then this rank's shard (which may be empty).
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, whose values can be checked without synchronising.

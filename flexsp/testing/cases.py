@@ -167,7 +167,7 @@ DELTA_CASES: dict[str, Case] = {
         _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="head", steps=2)
     ),
 }  # fmt: skip
-"""The delta rules, which `CASES` leaves out: they run generated kernels, not the engine for scalar decays."""
+"""Ops that call a program of `flexsp.variants`. Those of `CASES` call the engine for scalar decays."""
 
 
 def random_documents(total: int, n: int, generator: torch.Generator) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `parallelize` looks for before it changes anything: all that could make a layer or a model wrong on a cut
+"""What `parallelize` checks before it changes a layer or model: everything that could make it wrong on a cut
 sequence."""
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def layer_or_model(model: Any) -> Any:
 
 
 def check(inner: nn.Module) -> None:
-    """Raises where `parallelize` must not go on.
+    """Checks a layer or model.
 
     Raises:
-        ValueError: everything that is in the way, with its path.
+        ValueError: it cannot be cut over ranks. The message lists all reasons, each with a path.
         NotAvailable: the release of flash-linear-attention is too old.
     """
     import fla
@@ -73,7 +73,7 @@ def _loss_refusals(model: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _problems(inner: Any) -> Iterator[tuple[str, str]]:
-    """(path, what is in the way)"""
+    """(path, problem) of all that cannot be cut over ranks."""
     for name, module, kind, inside in _with_places(inner):
         if "forward" in vars(module) and (kind in MIXERS or inside or not name):
             yield name, "its forward was replaced already (by parallelize or by a hook)"
@@ -97,7 +97,7 @@ def _with_places(inner: nn.Module) -> Iterator[tuple[str, nn.Module, str, bool]]
 
 
 def _unknown(inner: nn.Module) -> Iterator[tuple[str, str]]:
-    """Modules that may join tokens, for all that is known."""
+    """(path, problem) of modules that are not known to treat tokens one by one."""
     for name, module, kind, inside in _with_places(inner):
         part = inside and (kind in PARTS or type(module) is nn.Conv1d)
         if not part and kind not in MIXERS and kind not in LOCAL and not is_common(module):
@@ -105,7 +105,8 @@ def _unknown(inner: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def came_later(mixers: int, model: nn.Module) -> Iterator[str]:
-    """What came into a model after `parallelize` changed so many mixers, and would run on this rank's tokens alone."""
+    """What was added to a model after `parallelize` replaced the forwards of ``mixers`` layers. It would run on this
+    rank's tokens alone."""
     yield from (f"{name} ({problem}) came" for name, problem in _unknown(model))
     yield from mixers_later(model, mixers, lambda module: qualified_name(module) in MIXERS)
 

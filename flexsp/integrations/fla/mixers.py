@@ -1,4 +1,4 @@
-"""Which layers and models of flash-linear-attention are known, and what of them meets other tokens."""
+"""The layers and models of flash-linear-attention that can be cut over ranks, and what is replaced in them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _by(op: Callable[..., Any], *names: str) -> dict[str, Any]:
 
 _GLA = dict.fromkeys(("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"), gated_by_channel)
 
-# For each layer, of a module the names in its file that are replaced, and by what.
+# For each class of layers, a function of the module: the global names that its forward calls, and their replacements.
 MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "fla.layers.delta_net.DeltaNet": lambda module: _by(
         ops.chunk_delta_rule, "chunk_delta_rule", "fused_recurrent_delta_rule"
@@ -64,10 +64,10 @@ MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "fla.layers.attn.Attention": lambda module: {"flash_attn_func": flash_attention},
 }  # fmt: skip
 
-# Layers whose forward is another one as a whole.
+# Layers whose whole forward is replaced.
 FORWARDS: dict[str, Callable[..., Any]] = {"fla.layers.mamba2.Mamba2": mamba2_forward}
 
-# Modules inside of layers that meet other tokens, and their forward.
+# Modules inside layers that make tokens depend on others, and their forwards.
 PARTS: dict[str, Callable[..., Any]] = {
     "fla.modules.causal_conv1d.ops.ShortConvolution": convolution_forward,
     "fla.modules.rotary.ops.RotaryEmbedding": rotary_forward,

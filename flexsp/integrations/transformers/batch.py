@@ -1,4 +1,4 @@
-"""`shard`: this rank's part of a batch, and what its tokens need to know of the whole one."""
+"""`shard`: this rank's part of a batch, and what layers and loss need to know of the whole batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMBERS = ("max_length_q", "max_length_k", "num_items_in_batch")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What `shard` says of a batch beside this rank's tokens. The model takes it as ``flexsp_shard``.
+    """What a model needs to know of a whole batch to run on one rank's tokens. It takes it as ``flexsp_shard``.
 
     Attributes:
         sp: the ranks.
@@ -61,7 +61,7 @@ class Shard:
 
     @contextlib.contextmanager
     def known_lengths(self) -> Iterator[SequenceParallel]:
-        """The ranks, which inside know the shards' lengths without asking each other."""
+        """The ranks; inside they know each other's shard lengths without an exchange."""
         before = self.sp.lengths
         self.sp.set_lengths(self.lengths)
         try:
@@ -71,8 +71,8 @@ class Shard:
 
 
 class Running(Shard):
-    """A Shard in the forward of a parallelized model, which counts its labels and losses over the ranks. Layers take
-    no other."""
+    """The Shard that a parallelized model's forward gives its layers. They refuse a plain one, since only that forward
+    counts labels and losses over the ranks."""
 
 
 @ranks_call
@@ -114,7 +114,7 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     lengths = tuple(sp.lengths or sp.partition(T))
     if sum(lengths) != T:
         fail("batch", f"{sum(lengths)} tokens a row (set_lengths)", T)
-    if min(lengths) < 1:  # which transformers' own code does not take
+    if min(lengths) < 1:  # transformers' own code fails on empty tensors
         fail("batch", "at least one token of each row for every rank", f"lengths {list(lengths)}")
     _check_positions(given.get("position_ids"), B, T)
     mask = _padding(given.get("attention_mask"), B, T)
@@ -204,11 +204,11 @@ def _documents(given: dict[str, Any], B: int, T: int, mask: Tensor | None) -> li
 
 
 def _starts(positions: Tensor, mask: Tensor | None) -> set[int]:
-    """Tokens whose position does not lie behind that of the token before, in some row: there a document begins. A jump
-    ahead begins none, since methods that train for longer sequences leave positions out (PoSE).
+    """The tokens at which a document begins in some row: their position is not larger than the previous token's. A jump
+    ahead begins none, since some methods of training for longer sequences leave positions out (PoSE).
 
-    Of rows for text, time, height and width that for text counts; without it all three, of which one grows with every
-    token of an image.
+    Positions may have rows for text, time, height and width. The row for text counts. Without it a document begins
+    where all three others do, since one of them grows with every token of an image.
     """
     again = positions.diff(dim=-1) <= 0
     if positions.dim() == 3:
@@ -219,7 +219,7 @@ def _starts(positions: Tensor, mask: Tensor | None) -> set[int]:
 
 
 def _places(changed: Tensor) -> set[int]:
-    """Of tokens from the second on, those at which something changed in some row."""
+    """The tokens, counted from 1, at which ``changed`` [B, T - 1] holds in some row."""
     return set(changed.any(0).nonzero()[:, 0].add(1).tolist())
 
 
@@ -240,7 +240,7 @@ def _boundaries(name: str, given: dict[str, Any], B: int, T: int) -> list[int] |
 
 
 def _padding(mask: Tensor | None, B: int, T: int) -> Tensor | None:
-    """True for tokens; None where there is no padding."""
+    """A mask [B, T], True for tokens and False for padding; None if there is no padding."""
     if mask is None:
         return None
     _check_rows("attention_mask", mask, (B, T), floats=True)
@@ -289,7 +289,7 @@ def _positions(T: int, bounds: list[int] | None) -> Tensor:
 
 
 def _compare(sp: SequenceParallel, given: dict[str, Any], lengths: tuple[int, ...]) -> None:
-    """PeerMismatch where ranks have other batches: a sampler that deals data out to all ranks does that."""
+    """PeerMismatch if ranks have different batches, as with a sampler that deals data out to all ranks."""
     if sp.world_size == 1:
         return
     said = []

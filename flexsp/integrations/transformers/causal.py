@@ -1,4 +1,4 @@
-"""The forward of a causal language model on a shard, from its layers to its loss."""
+"""The forward of a causal language model on a shard: layers, head and loss."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def plain_logits(model: Any, head: Head, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalModel:
-    """What a causal language model does around its layers.
+    """How a causal language model computes its loss around its layers.
 
     Attributes:
-        check_loss: raises a ValueError where the model has another loss than cross entropy.
-        logits: of the model, its head and the last hidden states [..., D].
-        has_masks: the model takes attention masks by kind of layer, and positions.
+        check_loss: raises a ValueError if the model's loss is not cross entropy.
+        logits: the logits from (model, head, last hidden states [..., D]).
+        has_masks: the model takes an attention mask for each kind of layer, and positions.
         router_loss: it can add a loss that balances experts.
     """
 
@@ -47,7 +47,7 @@ class CausalModel:
 
 
 class _Inside(threading.local):
-    """Whether a model's forward runs on a shard at the moment."""
+    """Whether this thread is inside a model's forward on a shard."""
 
     def __init__(self) -> None:  # not on the class: torch.compile's guards look here, on every thread
         self.shard = False
@@ -57,13 +57,13 @@ _inside = _Inside()
 
 
 def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) -> Shard | None:
-    """The shard that a mixer is handed, or None where it runs on this rank alone."""
+    """The shard in a mixer's arguments; None if it runs on this rank alone."""
     shard: Shard | None = kwargs.get(KEY)
     if shard is None:
         if _inside.shard:
             raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
         refuse_training(module, sp)
-    elif not isinstance(shard, Running):  # losses and gradients would be those of one rank's labels
+    elif not isinstance(shard, Running):  # another forward computes the loss, from this rank's labels alone
         raise FlexspError(
             f"{type(module).__name__} was handed {KEY} by other code than the model's forward of parallelize. Call the "
             "whole model, not its base model. If you do, something replaced model.forward after parallelize, such as "
@@ -98,8 +98,11 @@ def forward_on_shard(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The model's own forward where no shard is handed to it. ``later``: what came into the model after `parallelize`
-    and would run on this rank's tokens alone."""
+    """The forward of a parallelized model. Without a shard it is the original one.
+
+    Args:
+        later: finds what was added to the model after `parallelize` and would run on this rank's tokens alone.
+    """
     shard = kwargs.pop(KEY, None)
     if shard is None:
         refuse_training(model, sp)
@@ -162,7 +165,7 @@ def _loss_of(
     return language_loss(logits_of, hidden, labels, model.config.vocab_size, shard, counted, z_loss)
 
 
-# Arguments of a call that `shard` does not make, with the values that mean nothing.
+# Arguments of a call that `shard` does not make. They may be None or one of these values, which have no effect.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "attention_mask": (), "labels": (), "cache": (), "past_key_values": (), "cache_params": (), "use_cache": (False,),
     "output_attentions": (False,), "logits_to_keep": (0,), "task_ids": (),
@@ -176,7 +179,7 @@ _TAKEN = (
 def _arguments(
     causal: CausalModel, model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checked, without those of None."""
+    """The arguments of a call after their checks, without those that are None."""
     if not isinstance(shard, Shard):
         fail(KEY, "what shard returns", type(shard).__name__)
     if shard.sp is not sp:

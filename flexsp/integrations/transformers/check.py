@@ -1,4 +1,4 @@
-"""What `parallelize` looks for before it changes anything: all that could make a model wrong on a cut sequence."""
+"""What `parallelize` checks before it changes a model: everything that could make it wrong on a cut sequence."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _TORCH_MODULES = (
 _ADAPTERS = (
     "_buffer_dict", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "shira", "vera",
 )  # fmt: skip
-# What torch puts around a layer that it checkpoints or compiles.
+# The modules that torch wraps around a layer to checkpoint or compile it.
 _AROUND = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
     "torch._dynamo.eval_frame.OptimizedModule",
 }
 _HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
-_SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # what layers call whose heads have no limit
+_SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # called by softmax layers, whose heads have no limit
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises where `parallelize` must not go on; `model` is a causal language model of `SEAMS`.
+    """Checks a causal language model of `SEAMS`.
 
     Raises:
-        ValueError: everything that is in the way, with its path.
+        ValueError: it cannot be cut over ranks. The message lists all reasons, each with a path.
         NotAvailable: the release of transformers is too old.
     """
     import transformers
@@ -54,7 +54,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def raise_problems(model: nn.Module, found: Iterable[tuple[str, str]]) -> None:
-    """ValueError that lists all (path, what is in the way), if any."""
+    """ValueError with all (path, problem), if there are any."""
     problems = [f"{name or 'the model'}: {problem}" for name, problem in found]
     if problems:
         listed = "\n  ".join(problems)
@@ -62,7 +62,7 @@ def raise_problems(model: nn.Module, found: Iterable[tuple[str, str]]) -> None:
 
 
 def check_release(library: str, version: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
-    """NotAvailable for releases before those that were tested, a warning for later ones."""
+    """Raises NotAvailable for a release older than the tested ones, and warns of a newer one."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
     first, last = (".".join(map(str, numbers)) for numbers in (oldest, newest))
@@ -101,7 +101,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class before `fully_shard` made one of its own of it."""
+    """The module's class, without the subclass that `fully_shard` replaces it by."""
     return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed"))
 
 
@@ -110,13 +110,13 @@ def seam_of(model: nn.Module) -> Seam:
 
 
 def replaced_names(module: nn.Module, seam: Seam) -> dict[str, Any] | None:
-    """What is replaced in the module that holds this class, or None where its forward stays as it is."""
+    """The global names that this module's forward gets replacements for; None if its forward stays as it is."""
     names = seam.replaced.get(_kind(module, seam))
     return None if names is None else dict(names)
 
 
 def _kind(module: nn.Module, seam: Seam) -> str:
-    """The name of one of the model's own classes without its prefix, else an empty text."""
+    """The module's class without the model's prefix, or "" if that is not one of the model's own classes."""
     cls = class_of(module)
     home = f"transformers.models.{seam.folder}.modeling_{seam.folder}"
     return cls.__name__.removeprefix(seam.prefix) if cls.__module__ == home else ""
@@ -150,7 +150,7 @@ def _is_activated(module: nn.Module) -> bool:
 
 
 def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
-    """(path, what is in the way)"""
+    """(path, problem) of all that cannot be cut over ranks."""
     mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in mixers or not name):
@@ -167,7 +167,7 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
-    """Modules that may join tokens, for all that is known."""
+    """(path, problem) of modules that are not known to treat tokens one by one."""
     mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
     for name, module in model.named_modules():
         inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers
@@ -176,7 +176,8 @@ def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
 
 
 def came_later(seam: Seam, mixers: int, model: nn.Module) -> Iterator[str]:
-    """What came into a model after `parallelize` changed so many mixers, and would run on this rank's tokens alone."""
+    """What was added to a model after `parallelize` replaced the forwards of ``mixers`` layers. It would run on this
+    rank's tokens alone."""
     yield from (f"{name} ({problem}) came" for name, problem in _unknown(model, seam))
     yield from mixers_later(model, mixers, lambda module: replaced_names(module, seam) is not None)
 
@@ -198,7 +199,7 @@ def loss_problems(model: Any, causal: CausalModel) -> Iterator[tuple[str, str]]:
 
 
 def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
-    """What is in the way of a mixer whose forward calls functions of these names."""
+    """Why a mixer cannot run over ranks. Its forward should call the ``replaced`` names."""
     names = inspect.unwrap(class_of(module).forward).__code__.co_names
     missing = [name for name in replaced if name not in names]
     if missing:

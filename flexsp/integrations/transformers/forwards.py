@@ -1,4 +1,4 @@
-"""Forwards that are replaced on one object, and put back."""
+"""Replaces the forward of one module object, and puts it back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made, and of i
 
 
 class _Kept:
-    """Stands in a parallelized module and refuses to be pickled: what is loaded would take shards and not know it."""
+    """An attribute of a parallelized module that cannot be pickled, since the loaded module would run on each rank's
+    tokens alone."""
 
     def __reduce__(self) -> NoReturn:
         raise FlexspError(
@@ -56,15 +57,18 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool = False) -> None:
-    """``run(original, module, *args, **kwargs)`` in place of the forward of this object. ``over_ranks``: each of its
-    calls runs over ranks, whatever its arguments."""
+    """Lets calls of this module run ``run(original, module, *args, **kwargs)``.
+
+    Args:
+        over_ranks: every call runs over ranks, whatever its arguments.
+    """
     original = type(module).forward
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(original, self, *args, **kwargs)
 
-    # Whoever takes wrappers off, as accelerate does, must stop here. Signatures are still read: trainers do.
+    # accelerate follows __wrapped__ to remove its own wrappers, and must stop here. Trainers read the signature.
     del forward.__wrapped__  # type: ignore[attr-defined]
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     setattr(forward, _MARK, True)
@@ -75,13 +79,13 @@ def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool
 
 
 def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with other globals of these names, and its decorators around it."""
+    """A copy of the function, inside the same decorators, that finds ``names`` instead of its own globals."""
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     space, cells = function.__globals__, function.__closure__ or ()
     if inner is None:
         space = {**space, **names}
-        space.pop("__name__", None)  # by which torch.compile would look globals up in the module, not here
+        space.pop("__name__", None)  # with it torch.compile would look globals up in the original module
     else:
         changed = with_globals(inner, names)
         cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)

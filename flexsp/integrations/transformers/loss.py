@@ -1,4 +1,4 @@
-"""The loss of a shard: by blocks of tokens, and of routers by the tokens of all ranks."""
+"""The loss of a shard: cross entropy by blocks of tokens, and the loss of routers over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexsp.integrations.transformers.batch import IGNORED, Shard
 
 __all__ = ["language_loss", "router_loss"]
 
-_LOGITS = 1 << 26  # numbers in a block of logits
+_LOGITS = 1 << 26  # logits in a block at most: 256 MiB in float32
 
 
 def language_loss(
@@ -26,10 +26,10 @@ def language_loss(
     counted: int | float | Tensor,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross entropy of this rank's tokens over ``counted``, times the number of ranks: its mean over the ranks is that
-    of the whole batch.
+    """Cross entropy of this rank's tokens divided by ``counted``, times the number of ranks. Its mean over the ranks is
+    the loss of the whole batch.
 
-    The logits of one block of tokens are in memory at once; they are computed again in the backward pass.
+    Only one block's logits are in memory at a time. The backward pass computes them again.
 
     Args:
         logits_of: hidden states [n, D] -> logits [n, vocabulary].

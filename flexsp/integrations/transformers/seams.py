@@ -1,4 +1,4 @@
-"""Which models are known, and what of them meets other tokens."""
+"""The models that can be cut over ranks, and which of their functions make tokens depend on other tokens."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Seam(CausalModel):
-    """A causal language model of transformers, and what of it meets other tokens.
+    """A causal language model of transformers, and the functions in it that are replaced.
 
     Attributes:
-        folder: of ``transformers.models``.
-        prefix: of the names of the model's classes.
-        replaced: for each class whose forward meets other tokens (its name without the prefix), the names in its module
-            that are replaced, and by what.
+        folder: the model's folder in ``transformers.models``.
+        prefix: what the names of its classes begin with.
+        replaced: for each class whose forward makes tokens depend on others (its name without the prefix), the global
+            names that its forward calls, and their replacements.
     """
 
     folder: str
@@ -83,7 +83,7 @@ _ALL = [
     _seam("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", _MAMBA2, logits=_divided, router_loss=True),
 ]
 
-# By the name of the class whose forward gives the loss.
+# By the name of the class whose forward returns the loss.
 SEAMS = {seam.prefix + "ForCausalLM": seam for seam in _ALL}
 
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.

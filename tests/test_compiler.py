@@ -313,7 +313,7 @@ def meta(**changes: Any) -> dict[str, Any]:
 
 def not_affine(sp: Any, lengths: list[int], seed: int) -> list[float]:
     model = saturating()
-    assert model.program.transition == "not affine" and "one after the other" in model.explain()
+    assert model.program.transition == "sequential" and "one after the other" in model.explain()
     tokens, _ = draw("linear", 2, sum(lengths), seed)
     sp.set_lengths(lengths)
     start, stop, _ = sp.shard_range(lengths[sp.rank])

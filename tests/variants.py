@@ -294,9 +294,9 @@ DECAYED: dict[str, Function] = {
 
 
 KINDS: dict[str, tuple[Function, str]] = {
-    "clamp": (lambda prev_s, chunk_state: (prev_s + chunk_state).clamp(-100, 100), "not affine"),
-    "norm": (lambda prev_s, chunk_state: prev_s * (30 / prev_s.norm()).clamp(max=1) + chunk_state, "not affine"),
-    "where": (lambda prev_s, chunk_state: torch.where(prev_s < 99, prev_s, 99.0) + chunk_state, "not affine"),
+    "clamp": (lambda prev_s, chunk_state: (prev_s + chunk_state).clamp(-100, 100), "sequential"),
+    "norm": (lambda prev_s, chunk_state: prev_s * (30 / prev_s.norm()).clamp(max=1) + chunk_state, "sequential"),
+    "where": (lambda prev_s, chunk_state: torch.where(prev_s < 99, prev_s, 99.0) + chunk_state, "sequential"),
     "gate far off": (
         lambda prev_s, chunk_state, k, g: prev_s - (g - 99).relu().sum() * (k.T @ (k @ prev_s)) + chunk_state,
         "dense",
@@ -322,7 +322,7 @@ KINDS: dict[str, tuple[Function, str]] = {
     ),
     "where by keywords": (
         lambda prev_s, chunk_state, g: prev_s.where(condition=g.sum() > 0, other=chunk_state),
-        "not affine",
+        "sequential",
     ),
     "twice": (lambda prev_s, chunk_state: prev_s + prev_s + chunk_state, "scalar"),
     "a sum of three": (lambda prev_s, chunk_state: sum([prev_s] * 3) + chunk_state, "scalar"),

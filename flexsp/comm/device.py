@@ -1,9 +1,9 @@
 """Signals, waits and pushes for Triton kernels (import only where Triton is needed).
 
-Flags are int64, written by one rank and read by one other: ``epoch << 32 | low``, where ``low`` is a signature of 31
-bits, or has bit 31 set for a poison: whether ranks disagree, who reports it, about whom (comm/signature.py). A
-transport is a pair of functions with the signatures of ``push_store`` and ``signal_store``, handed to a kernel as
-tl.constexpr.
+A flag is an int64 that one rank writes and one other reads: ``epoch << 32 | low``. ``low`` is the call's signature of
+31 bits. Bit 31 makes it a poison, which says whether ranks disagree, who reports it, and about whom
+(comm/signature.py). A transport is a pair of functions with the arguments of ``push_store`` and ``signal_store``, which
+the kernel gets as tl.constexpr.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def clock_device():
 
 @triton.jit
 def clock_host():
-    """Nanoseconds under the interpreter; yields the core, since the rank waited for may want it."""
+    """Nanoseconds under the interpreter. It sleeps, since the process that this one waits for may want the core."""
     time.sleep(0.0002)
     return time.monotonic_ns()
 
@@ -56,7 +56,7 @@ def cycles():
 def wait_cycles(start, duration):
     """Returns `duration` cycles after `start`, or at once on an SM whose clock is behind.
 
-    Every thread looks for itself, so no barrier may be in here.
+    Each thread reads the clock for itself and may leave the loop in another round, so no barrier may be in here.
     """
     now = cycles()
     while (now >= start) & (now - start < duration):
@@ -65,21 +65,27 @@ def wait_cycles(start, duration):
 
 @triton.jit
 def _now(word, CLOCK: tl.constexpr):
-    """The time, the same for all threads of a block: threads that read the clock themselves would leave a loop at
-    different turns, and the barriers in it would hang. What an atomic returns is one thread's value, broadcast."""
+    """The time, the same for all threads of a block.
+
+    Threads that read the clock for themselves would leave a loop in different rounds, and barriers in it would hang. Of
+    an atomic on a scalar, one thread's result is broadcast to all.
+    """
     tl.atomic_max(word, CLOCK(), sem="relaxed")
     return tl.atomic_add(word, 0, sem="relaxed")
 
 
 @triton.jit
 def wait_epoch(flag, epoch, counters, timeout_ns, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr):
-    """Polls until the flag's epoch reaches ``epoch``, ``timeout_ns`` have passed or this rank has failed elsewhere;
-    returns the flag as last seen. ``counters[0]`` is the failure mark, ``counters[1]`` scratch for the time, both
-    looked at once in CHECK_EVERY polls.
+    """Polls until the flag's epoch reaches ``epoch``, until ``timeout_ns`` have passed, or until another block of this
+    rank has failed. Returns the flag as it was last seen.
 
-    Memory order: the atomic is an acquire at system scope by one thread, and its result reaches the others through
-    shared memory and a bar.sync; so loads after it see what the peer stored before its release.
+    ``counters[0]`` is the failure mark, ``counters[1]`` scratch for the time. Both are looked at once in CHECK_EVERY
+    polls, since each look is a round trip to L2 that would delay the next poll.
+
+    Memory order: the atomic is an acquire at system scope by one thread. Its result reaches the other threads through
+    shared memory and a bar.sync. So loads after it see what the peer stored before its release.
     """
+    # An atomic that adds 0, not a load: Triton has no load with acquire order at system scope.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     start = tl.full((), 0, tl.int64)
     waited = tl.full((), 0, tl.int64)
@@ -97,10 +103,10 @@ def wait_epoch(flag, epoch, counters, timeout_ns, CLOCK: tl.constexpr, CHECK_EVE
 
 @triton.jit
 def signal_store(flag, pad, value, pe):
-    """Release of a flag in a peer's arena by a plain store. ``pad`` and ``pe`` are for transports that need them.
+    """Sets a flag in a peer's mapped arena. ``pad`` and ``pe`` are for transports that need them.
 
-    Memory order: debug_barrier brings all threads' loads and stores before it, then one thread's release at system
-    scope publishes them. The atomic alone has no bar.sync.
+    Memory order: debug_barrier orders the loads and stores of all threads before it. Then one thread's release at
+    system scope publishes them. The atomic alone has no bar.sync, so it would order only its own thread's.
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag, value, sem="release", scope="sys")
@@ -126,10 +132,10 @@ def _putmem_signal_block(dst, src, nbytes, flag, value, op, pe, _semantic=None):
 
 @triton.jit
 def push_put(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
-    """As ``push_store`` by one NVSHMEM put-with-signal of the block; ``there`` and ``flag`` are local addresses of the
-    symmetric objects, ``stage`` is symmetric memory of the sender.
+    """As ``push_store``, by one NVSHMEM put-with-signal of the whole block. ``there`` and ``flag`` are local addresses
+    of the symmetric objects; ``stage`` is symmetric memory of the sender, from which NVSHMEM reads.
 
-    Memory order: debug_barrier makes the staged tile visible to all threads of the block, which copy it together;
+    Memory order: debug_barrier makes the staged tile visible to all threads of the block, which copy it together.
     put_signal delivers the data before the signal. On return the stage may be written again.
     """
     tl.store(stage + offsets, tile, mask=mask)
@@ -142,10 +148,10 @@ def push_put(there, stage, offsets, tile, mask, flag, value, nbytes, pe):
 
 @triton.jit
 def signal_put(flag, pad, value, pe):
-    """As ``signal_store`` over NVSHMEM. A block's put of 16 bytes of padding carries the signal, since
+    """As ``signal_store`` over NVSHMEM. A put of 16 bytes of padding by the block carries the signal, since
     nvshmemx_signal_op is a call of one thread, and Triton cannot single one out.
 
-    Memory order: debug_barrier brings the block's loads before it, then put_signal's own fence.
+    Memory order: debug_barrier orders the block's loads before the put, which has a fence of its own.
     """
     tl.debug_barrier()
     nbytes = tl.full((), 16, tl.int64)
@@ -156,11 +162,12 @@ def signal_put(flag, pad, value, pe):
 
 @triton.jit
 def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse):
-    """Marks this rank's communicator as failed with ``word`` (not 0); the first block to do so fills the host's record.
-    Returns 0 then, else the word of the failure before.
+    """Marks this rank as failed with ``word`` (not 0). The first block to do so fills the host's record.
+
+    Returns 0 if this was the first failure, else the word of the one before.
 
     Memory order: the acq_rel at system scope stands between the fields and ``record[0]``, which the host reads first.
-    All stores to host memory are plain, since not every machine has atomics over PCIe.
+    It is on device memory, and the stores to host memory are plain, since not every machine has atomics over PCIe.
     """
     before = tl.atomic_cas(failed, tl.full((), 0, tl.int64), word)
     if before == 0:

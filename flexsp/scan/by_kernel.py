@@ -1,8 +1,8 @@
-"""The state that arrives at a rank, sent by the kernel of `flexsp.scan.propagate`, to which a rank is one segment.
+"""The scan over ranks of states that PyTorch computes, by the kernel of `flexsp.scan.propagate`.
 
-What `flexsp.scan.schedules` does with torch.distributed, in one launch. Where each number has a transition of its own,
-or none, rows and columns of a state do not count: its numbers go as few tiles, of few widths, so that few kernels are
-compiled (`Kind.sent_as`).
+It is one launch, in which a rank is one segment, and gives what `flexsp.scan.schedules` gives with torch.distributed.
+Where each number has a transition of its own, or none, rows and columns of a state do not matter (`Kind.sent_as`). Such
+numbers are laid out as tiles of few shapes, so that few kernels are compiled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def sends(sp: SequenceParallel, device: torch.device, dtype: torch.dtype, kind: 
 def goes_by_kernel(F: torch.Tensor, transition: Transition, sp: SequenceParallel) -> bool:
     """Whether the kernel sends states F [B, H, *state] between the ranks of a group: if the group's arenas hold them.
 
-    It depends on nothing but the group, dtype, device and shape of F and the kind of the transition, which are alike on
-    all ranks that make the same call.
+    The answer must be the same on all ranks. So it depends only on the group, on the dtype, device and shape of F, and
+    on the kind of the transition, which are alike on all ranks that make the same call.
     """
     sent_as = KINDS[transition.kind].sent_as
     tiled = F.dim() == 4 and max(F.shape[2:]) <= _COLUMNS and sent_as == "matrix"
@@ -83,7 +83,7 @@ def incoming_by_kernel(
 
 
 def _tiles(count: int) -> tuple[int, int, int]:
-    """(heads, rows, columns) of at least so many numbers."""
+    """(heads, rows, columns) that hold `count` numbers: tiles of `_COLUMNS` columns and at most `_ROWS` rows."""
     rows = -(-count // _COLUMNS)
     each = min(_ROWS, 1 << max(0, rows - 1).bit_length())
     return -(-rows // each), each, _COLUMNS

@@ -1,4 +1,7 @@
-"""Tiles of states under a dense transition S' = A S + F: all rows, a panel of columns, one K x K product a hop."""
+"""Tiles of states under a dense transition S' = A S + F: all rows and some columns, with one K x K product a hop.
+
+A column of A S depends on that column of S alone, so tiles of some columns do not depend on each other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import triton.language as tl
 
 __all__ = ["MOST", "load_dense", "through"]
 
-MOST = 256  # rows of a state
+MOST = 256  # rows of a state: of so many, 16 columns are a whole tile, the least that tl.dot takes
 
 _BLOCK = tl.constexpr(32)
 _UNROLLED = tl.constexpr(128)
@@ -17,7 +20,7 @@ _UNROLLED = tl.constexpr(128)
 def load_dense(
     states, A, b, h, offsets, mask, nseg, H, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """(F, its address, address of A) of the only segment; F is zero where there is none."""
+    """(F, its address, the address of A) of the only segment; F is zero where there is none."""
     at = states + ((b.to(tl.int64) * (nseg + 1) + (0 if REVERSE else 1)) * H + h) * (K * V) + offsets
     return tl.load(at, mask=mask & (nseg > 0), other=0.0), at, A + (b.to(tl.int64) * H + h) * (K * K)
 
@@ -45,16 +48,16 @@ def through(
     A, from_, stride, S, F, rows, cols, live, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """A S + F, A^T S + F if REVERSE; S where not `live`.
+    """A S + F, or A^T S + F if REVERSE; S where not `live`.
 
-    S [BK, BV] is read again, in blocks of rows, from where it was loaded (pointers [1, BV] `from_`, rows `stride`
-    apart): A as a whole would not fit the registers. What is zero everywhere, as where a document begins, lets nothing
-    pass, not NaN either.
+    The product goes over blocks of rows of S, since A as a whole would not fit the registers. These blocks are read
+    again from where S [BK, BV] was loaded: `from_` are pointers [1, BV], and rows are `stride` apart. An A of zeros,
+    as where a document begins, lets nothing pass, not even NaN.
     """
     BLOCK: tl.constexpr = min(BK, _BLOCK)
     new = F
     some = 0
-    if BK > _UNROLLED:  # the blocks of all rounds would not fit either
+    if BK > _UNROLLED:  # unrolled, the loads of all rounds would be in flight together, and would not fit either
         for i in range(0, BK, BLOCK):
             new, some = _add_product(new, some, A, from_, stride, rows, cols, i, live, K, V, BLOCK, REVERSE)
     else:

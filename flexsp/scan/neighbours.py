@@ -1,6 +1,6 @@
-"""What the kernel of `flexsp.scan.propagate` waits for and tells its neighbours: credits, tiles, and failures.
+"""How the kernel of `flexsp.scan.propagate` waits for credits and tiles of its neighbours, and tells them of failures.
 
-A tile's control block is described there.
+That file describes a tile's control block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from flexsp.scan.tiles import CHAIN_TILE
 
 __all__ = ["CONTROL_WORDS", "control_of", "wait_credit", "wait_tile"]
 
-CONTROL_WORDS = 16  # int64 of a tile's control block: ready flags at 0 and 4, credit at 8, padding at 12
+# int64 numbers of a tile's control block: ready flags at 0 and 4, the credit at 8, padding at 12. Each has a sector
+# of memory (32 bytes) of its own.
+CONTROL_WORDS = 16
 
 _TILE = tl.constexpr(CHAIN_TILE)
 _WORDS = tl.constexpr(CONTROL_WORDS)
@@ -31,7 +33,7 @@ _TIMEOUT_CREDIT = tl.constexpr(watchdog.TIMEOUT_CREDIT)
 
 @triton.jit
 def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
-    """0 if a flag says what it should, else the kind of failure."""
+    """0 if a flag says what it should, else the kind of failure. EXACT: a later epoch is a failure too."""
     seen_low = seen & 0xFFFFFFFF
     kind = tl.where(seen_low == low, 0, _MISMATCH)
     if EXACT:
@@ -42,9 +44,10 @@ def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
 
 @triton.jit
 def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, REVERSE: tl.constexpr):
-    """Records a failure; returns the low word of the poison that tells the neighbours of it: who reports, about whom.
+    """Records a failure. Returns the low word of the poison for the neighbours, which says who reports it, about whom.
 
-    That of the first failure counts for all tiles: after it, the others no longer wait, which is no silence of a peer.
+    All tiles pass on the poison of the first failure. After it the other blocks no longer wait, so what they miss says
+    nothing about their peer.
     """
     poisoned = kind >= _POISON_TIMEOUT
     about = (seen & _RANK_MASK).to(tl.int32)
@@ -70,9 +73,10 @@ def wait_credit(
     home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
     REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the credit to send. Returns 0, or the low word of a poison.
+    """Waits for the credit of the epoch before last, which lets this rank send. Returns 0, or the low word of a poison.
 
-    It comes before the wait for a tile: it has nearly always arrived, so its latency hides behind the neighbour's work.
+    The kernel waits for it before it waits for a tile. The credit has nearly always arrived, so its latency hides
+    behind the neighbour's work.
     """
     control = control_of(home, max_tiles, tile, REGIONS)
     word = tl.full((), 0, tl.int64)

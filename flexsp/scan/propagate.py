@@ -1,15 +1,19 @@
 """The scan over segments and ranks as one Triton kernel, the same in both directions.
 
-A tile of a state is folded over this rank's segments, waits for the neighbour's tile, is pushed on to the next rank at
-once, and only then the state entering each segment is written. Where a segment has a cut, what leaves the rank does
-not depend on what arrives: it is pushed on before the wait, and if that fails, the next rank hears of it in its next
-call. Import this module only where Triton is needed.
+For each tile of a state a block does four things, in this order. It folds the tile over this rank's segments. It waits
+for the neighbour's tile. It pushes the result to the next rank. Last it writes the state that enters each segment,
+which no other rank waits for.
 
-The arena of each rank holds, for each direction, two slots of ``max_tiles`` tiles of 16 KiB (a stage of as many for
-the ``put`` transport), and a control block of 128 bytes a tile: the ready flags of the two slots (written by the rank
-that sends) and the credit (written by the rank that receives from this one). Epochs are counted by tile in local
-device memory, so that a captured CUDA graph counts on when it is replayed. Epoch e of a tile uses slot e % 2; its
-sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
+Where a segment has a cut, what leaves the rank does not depend on what arrives. So the tile is pushed before the wait.
+If the wait then fails, the tile is gone, and the next rank hears of the failure in its next call.
+
+Each rank has an arena. For each direction it holds two slots of ``max_tiles`` tiles of 16 KiB (for the ``put``
+transport a third one, the stage), and a control block of 128 bytes for each tile. A control block has the ready flags
+of the two slots, which the sending rank writes, and the credit, which the receiving rank writes. Epochs are counted for
+each tile in local device memory, so that a captured CUDA graph counts on when it is replayed. Epoch e of a tile uses
+slot e % 2. Its sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
+
+Import this module only where Triton is needed.
 """
 
 from __future__ import annotations
@@ -42,11 +46,12 @@ if TYPE_CHECKING:
 
 __all__ = ["fits", "local_launch", "propagate"]
 
-MAX_BLOCKS = 128  # of a kernel that waits for a neighbour; at most one a multiprocessor, so that all are resident
-# SM cycles from one full tile to the next that the first rank sends. All at once, they would share the link and arrive
-# together, and every hop would wait for the whole state; one after another, the hops overlap.
+# Blocks of a kernel that waits for a neighbour. There is at most one for each multiprocessor, so that all are resident.
+MAX_BLOCKS = 128
+# The first rank starts a full tile every PACE cycles of its multiprocessor. If it sent all tiles at once, they would
+# share the link and arrive together, and every hop would wait for the whole state. At a pace the hops overlap.
 PACE = 160
-COUNTERS = 16  # int64 in front of the epochs: the failure mark, scratch for the time, the rest unused
+COUNTERS = 16  # int64 numbers in front of the epochs: the failure mark, scratch for the time; the rest is unused
 
 _TILE = tl.constexpr(CHAIN_TILE)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -67,18 +72,21 @@ def _propagate_kernel(
     PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr, PACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """States [B, nseg + 1, H, K, V] in place, a block for every tile of [BK, V] or blocks striding over the tiles.
-    DENSE: tiles are [K, BV], ``log_a`` is A, and there is one segment or none. BY > 0: it is [K, V].
+    """States [B, nseg + 1, H, K, V] in place. A block has one tile of [BK, V], or strides over several.
 
-    local: neither HAS_IN nor HAS_OUT. FOLD_ONLY: writes F_tot to ``folded`` [B, H, K, V], nothing else; it includes
-    the initial state unless HAS_IN. Otherwise a hop of the chain; blocks take their tiles in ascending order on every
-    rank, and no block waits for another block of its rank.
+    DENSE: tiles are [K, BV], ``log_a`` is A, and there is one segment or none. ``log_a`` is what `Kind.function` reads.
+
+    Neither HAS_IN nor HAS_OUT: the scan of this rank alone. FOLD_ONLY: writes F of all segments to ``folded``
+    [B, H, K, V] and nothing else; it includes the initial state unless HAS_IN. Otherwise a hop of the chain.
     """
     begin(PDL)
+    # Tiles that travel have the type of the states. Arenas are float32, so pointers into them are cast.
     NUMBER: tl.constexpr = states.dtype.element_ty
     POINTER: tl.constexpr = tl.pointer_type(NUMBER)
     began = cycles() if PACE > 0 else 0
     TILES: tl.constexpr = (V + BV - 1) // BV if DENSE else (K + BK - 1) // BK
+    # Blocks take tiles in ascending order on every rank, and no block waits for another block of its rank. So the tile
+    # that a block waits for is always one that the rank before works on or has sent, and the chain makes progress.
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         bh = tile // TILES
         b, h = bh // H, bh % H
@@ -88,8 +96,9 @@ def _propagate_kernel(
         mask = (rows < K)[:, None] & (cols < V)[None, :]
         slot = states + ((b.to(tl.int64) * (nseg + 1) + (nseg if REVERSE else 0)) * H + h) * (K * V)
         start = slot + offsets
-        alive = nseg >= 0
+        alive = nseg >= 0  # always true, but no constant: later it is whether the neighbour's tile has come
         if HAS_IN:
+            # What arrives is not there yet. The fold starts from the unit, and arrives at F of all segments.
             S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, NUMBER)
         else:
             S = tl.load(start, mask=mask, other=0.0)
@@ -103,6 +112,7 @@ def _propagate_kernel(
         if FOLD_ONLY:
             tl.store(folded + bh.to(tl.int64) * (K * V) + offsets, F, mask=mask)
         elif HAS_IN or HAS_OUT:
+            # The epoch is read from device memory, not passed by the host: replays of a graph must count on.
             count = counters + _COUNTERS + tile
             if REVERSE:
                 count += max_tiles
@@ -113,15 +123,18 @@ def _propagate_kernel(
             stage = (home + (2 * max_tiles.to(tl.int64) + tile) * _TILE).to(POINTER)
             nbytes = tl.full((), BK * BV * (NUMBER.primitive_bitwidth // 8), tl.int64)
             word = tl.full((), 0, tl.int64)
+            # The credit was given two calls ago, so this wait is nearly always over at once. It comes before the wait
+            # for the tile, so that nothing is left to wait for between a tile's arrival and its push.
             if HAS_OUT:
                 ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
                 word = wait_credit(
                     home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
                     REVERSE, REGIONS, CLOCK, CHECK_EVERY,
                 )  # fmt: skip
-            pushed = nseg < 0
+            pushed = nseg < 0  # false
             if HAS_IN and HAS_OUT and HAS_CUT:
-                # What leaves does not depend on what arrives. After a failure here it is withheld, to pass that on.
+                # Behind a cut F does not depend on what arrives, so the next rank need not wait for it. After a failure
+                # on this rank (of this tile or an earlier one) the tile is withheld: its flag has to carry the poison.
                 pushed = any_cut & (word == 0) & (tl.atomic_add(counters, 0, sem="relaxed") == 0)
                 if pushed:
                     PUSH(
@@ -136,24 +149,28 @@ def _propagate_kernel(
             alive = word == 0
             pad = control_of(home, max_tiles, tile, REGIONS) + 12
             if HAS_IN:
-                # .cg: the slot was used two epochs ago, and L1 is not coherent with what peers write.
+                # .cg reads from L2: the slot was used two epochs ago, and L1 is not coherent with what peers write.
+                # A tile that did not arrive is NaN, so that no result looks right after a failure.
                 S = tl.load(
                     (home + place).to(POINTER) + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg"
                 )
             else:
                 S = tl.where(alive, S, float("nan"))
             if DENSE:
+                # A times the state needs all of its rows, which are read again from where they arrived.
                 if HAS_IN:
                     source, stride = home + place + tl.arange(0, BV)[None, :], BV
                 F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
             if HAS_OUT:
                 if pushed:
-                    if not alive:  # the state of this call has gone: the neighbour is told in its next one
+                    if not alive:
+                        # The tile of this call has gone out as a good one. The flag that the neighbour waits for in its
+                        # next call gets the poison now; this rank may never make that call.
                         later = control_of(there_out, max_tiles, tile, REGIONS) + ((epoch + 1) & 1) * 4
                         SIGNAL(later, pad, ((epoch + 1) << 32) + word, pe_out)
                 else:
                     if alive:
-                        if PACE > 0:
+                        if PACE > 0:  # on the first rank alone: later ones send as tiles arrive
                             wait_cycles(began, tile * PACE)
                         if HAS_IN and not DENSE:
                             F = apply(S, F, total, any_cut, BY, True)
@@ -164,18 +181,21 @@ def _propagate_kernel(
                     else:
                         SIGNAL(ready, pad, stamp + word, pe_out)
             if HAS_IN:
-                # SIGNAL's barrier and release keep the loads of S before the credit that lets the sender overwrite it.
+                # The credit lets the sender overwrite the slot. SIGNAL's barrier and release order it behind all loads
+                # of S. It comes after the push, since the next rank is waiting and the sender is not.
                 SIGNAL(control_of(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
             tl.store(count, epoch)
             if HAS_IN:
                 tl.store(start, S, mask=mask)
             else:
+                # The initial state is in its place. Only NaN, after a failed wait for the credit, replaces it.
                 tl.store(start, S, mask=mask & (word != 0))
         elif DENSE:
             F = through(A, source, stride, S, F, rows, cols, nseg > 0, K, V, BK, REVERSE)
         if DENSE:
             tl.store(leaving, F, mask=mask & (nseg > 0))
         elif not FOLD_ONLY:
+            # Segments are read a second time here. There are not enough registers to keep them since the fold.
             write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE)
 
 
@@ -189,7 +209,8 @@ _CHECK_EVERY = 1 if _INTERPRETED else 32
 
 @dataclass(frozen=True)
 class _Edge:
-    """Arenas of one direction, float32, from where its region starts."""
+    """The arenas that one direction uses, float32, from the start of its region: this rank's own, that of the rank that
+    it sends to, and that of the rank that sends to it."""
 
     home: torch.Tensor
     there_out: torch.Tensor
@@ -202,7 +223,7 @@ class _Edge:
 
 @dataclass(frozen=True)
 class _Channel:
-    """What ``propagate`` keeps for one SequenceParallel."""
+    """What ``propagate`` makes once for a SequenceParallel and uses in all its calls."""
 
     max_tiles: int
     tile_bytes: int
@@ -416,7 +437,8 @@ def local_launch(
 def _over_process_group(
     states: torch.Tensor, transition: Transition, reverse: bool, sp: SequenceParallel, call: str
 ) -> None:
-    """Fold here, scan over the ranks with torch.distributed, apply here: the portable road, and the baselines."""
+    """Folds here, scans over the ranks with torch.distributed, and applies here. It works on any machine, and has the
+    schedules that the kernel is compared with."""
     from flexsp.scan.schedules import incoming_state
 
     first = sp.neighbours(reverse)[0] is None

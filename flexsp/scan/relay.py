@@ -1,4 +1,4 @@
-"""States handed from rank to rank by maps that are not affine: one rank after the other."""
+"""States under a transition of the kind "sequential": each rank waits for the one before, as nothing composes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RELAYED = ("chain", "serial")  # schedules that hand states from rank to rank
 
 
 class Relay:
-    """States handed from rank to rank by maps that are not affine: each rank starts when its left neighbour is done.
+    """Hands states from rank to rank where each rank can only start when its left neighbour is done.
 
-    One object serves one call of the op `call`, the same text on every rank. Neighbours compare it before they start.
-    `anchor` is the one that `share_backward` gives beside the inputs of the call.
+    One object serves one call of the op `call`, the same text on every rank, which neighbours compare first. `anchor`
+    is the one that `share_backward` gives beside the inputs of the call.
     """
 
     def __init__(self, sp: SequenceParallel, anchor: torch.Tensor, call: str = "") -> None:

@@ -1,6 +1,7 @@
-"""Exclusive scan of (A, F) over the ranks with torch.distributed: rank after rank, in pieces, or all-gather.
+"""The exclusive scan of (A, F) over the ranks with torch.distributed: rank after rank, in pieces, or by all-gather.
 
-These are the CPU path and the baselines of the fused kernel (scan/propagate.py). Costs: docs/math.md, section 14.
+These run on CPUs and for dtypes that the kernel does not scan, and the kernel (scan/propagate.py) is measured against
+them. docs/math.md, section 14 has their costs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def incoming_state(
 def _hop(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, pieces: int, signature: Signature
 ) -> torch.Tensor:
-    """Receive from one neighbour, apply, send to the other, in ``pieces``.
+    """Receives from one neighbour, applies A, and sends to the other, in ``pieces``.
 
     The next piece arrives while the one before it leaves.
     """
@@ -82,7 +83,7 @@ def _hop(
 def _all_gather(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, signature: Signature
 ) -> torch.Tensor:
-    """Everybody's (A, F) to everybody, then each rank folds those on its incoming side."""
+    """Sends every rank's (A, F) to every rank. Each one then folds those on its incoming side."""
     mine = transition.packed(F)
     call = begin_call(sp, signature, mine)
     everyone = of_all_ranks(sp, call.sealed(mine))

@@ -1,4 +1,7 @@
-"""The walk of `flexsp.scan.propagate` over the segments of a rank, a tile of a state at a time. Needs Triton."""
+"""How the kernel of `flexsp.scan.propagate` goes over the segments of a rank, one tile of a state at a time.
+
+Needs Triton. `flexsp.scan.transitions.KINDS` names the function that reads a transition of each kind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Decays of one segment: logarithms as [BK, 1], or factors or shifts as [BK, BV]; the unit past the end ----------------
+# The transition of one segment: logarithms [BK, 1], or factors or shifts [BK, BV]; the unit past the end --------------
 
 
 @triton.jit
@@ -48,8 +51,10 @@ def _load(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, BY: tl.constexpr, HAS_CUT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """(F, log a, cut) of the j-th segment of the walk, the identity past the end, and the address of F, which is where
-    the state leaving that segment goes."""
+    """(F, a, cut) of the j-th segment on the way, and the address of F. The state that leaves the segment goes there.
+
+    Past the end it is the identity, so that loops may take four segments at a time.
+    """
     live = j < nseg
     s = nseg - 1 - j if REVERSE else j
     slot = s if REVERSE else s + 1
@@ -67,7 +72,7 @@ def _load4(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, BY: tl.constexpr, HAS_CUT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Four segments whose loads are in flight together."""
+    """Four segments whose loads are in flight together: the loop over segments waits for memory, not for arithmetic."""
     F0, a0, c0, at0 = _load(
         states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
     )
@@ -129,8 +134,10 @@ def write(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, BY: tl.constexpr, HAS_CUT: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Replaces every F by the state that leaves its segment, that is, that enters the next one. Where not ``alive``, S
-    is NaN and cuts do not stop it."""
+    """Replaces every F by the state that leaves its segment and enters the next one.
+
+    Where not ``alive``, the call has failed and S is NaN. Cuts then do not stop it: all results have to be NaN.
+    """
     for j in range(0, nseg, 4):
         F0, F1, F2, F3, a0, a1, a2, a3, c0, c1, c2, c3, at0, at1, at2, at3 = _load4(
             states, log_a, cut, b, h, j, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE

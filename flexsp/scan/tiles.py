@@ -11,7 +11,7 @@ from flexsp.scan.dense import MOST
 
 __all__ = ["CHAIN_TILE", "LOCAL_TILE", "MOST_ROWS", "Tiles", "too_large"]
 
-CHAIN_TILE = 4096  # fp32 of a tile that travels; fixed, since both ends of a hop must agree
+CHAIN_TILE = 4096  # fp32 numbers of a tile that travels: fixed, since both ends of a hop must agree
 LOCAL_TILE = 1024
 MOST_ROWS, _MOST_COLUMNS = 65536, 512  # of a state; dense transitions have fewer rows
 
@@ -24,7 +24,10 @@ def too_large(K: int, V: int, dense: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile is ``rows`` rows of a state and all V columns, padded to ``cols``; if dense, all rows, some columns."""
+    """A tile is ``rows`` rows of a state and all V columns, padded to ``cols``; if dense, all rows and some columns.
+
+    There are ``count`` tiles, and a block has ``warps`` warps.
+    """
 
     rows: int
     cols: int
@@ -38,7 +41,7 @@ class Tiles:
         if halved:
             size //= 2
         if V % 4:
-            size //= 2  # no 16-byte loads: an address for every element, and registers run out
+            size //= 2  # no loads of 16 bytes: each number has an address of its own, which takes registers
         cols = triton.next_power_of_2(V)
         rows = max(1, min(triton.next_power_of_2(K), size // cols))
         return Tiles(rows, cols, B * H * triton.cdiv(K, rows), warps)

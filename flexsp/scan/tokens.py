@@ -1,10 +1,11 @@
-"""Where this rank's tokens stand in the whole sequence, and what reaches them from tokens before and behind.
+"""Positions of this rank's tokens in the whole sequence, and what they need of the tokens before and behind them.
 
-Sums and positions go on over the ranks (``sp``) and start anew with every document (``cu_seqlens``), and where the
-last one ends: tokens behind it are taken for one more document, of which nothing else is known. All but
-`positions` are collective over ``sp``. Values of whole sequences, [N, H, ...], follow the rules of the ops' states:
-without documents the first rank gives initial ones and the last one has final ones, with documents every rank has a
-row for each, and uses those that start, or fills those that end, in its shard.
+Sums and positions go on from rank to rank (``sp``) and start anew with every document (``cu_seqlens``). Tokens behind
+the last document are treated as one more document. All functions but `positions` are collective over ``sp``.
+
+Values of whole sequences, [N, H, ...], follow the rules of the ops' states. Without documents the first rank gives
+initial values and the last rank has final ones. With documents every rank has a row for each document. It reads the
+rows of those that start in its shard, and fills the rows of those that end there.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def positions(T: int, device: torch.device, cu_seqlens: torch.Tensor | None, sp:
 def read_here(
     states: torch.Tensor | None, T: int, cu_seqlens: torch.Tensor | None, sp: Ranks
 ) -> torch.Tensor | None:  # fmt: skip
-    """Initial states [N, ...] with zeros in the rows of documents that start on another rank, whatever stands there.
+    """Initial states [N, ...] with zeros in the rows of documents that start on another rank.
 
-    A rank may not read these. What computes with all rows would have gradients of 0 times NaN for them.
+    Those rows may hold anything, NaN too. Code that computes with all rows would give them gradients of 0 times NaN.
     """
     if states is None or cu_seqlens is None or sp is None or sp.world_size == 1:
         return states
@@ -74,10 +75,14 @@ def running_sum(
 ) -> torch.Tensor:  # fmt: skip
     """x [B, T, H, ...] summed up from the start of the sequence or document to each token, itself included.
 
-    In float32, or float64 for float64; added up in float64. What is not finite stays in its document. ``initial``
-    [N, H, ...] is what sums begin with. ``wrapped`` takes whole numbers off, which leaves -1/2..1/2: before sums are
-    rounded to float32, so that those of long sequences are as precise as those of short ones. Sums are counted in
-    ``unit``: x is divided by it in float64, since one rounding of the unit would add up over all tokens.
+    The result is float32, or float64 for float64; sums are made in float64. What is not finite stays in its document.
+
+    Args:
+        initial: [N, H, ...], what sums begin with.
+        wrapped: take whole numbers off, which leaves -1/2..1/2. That is done before sums are rounded to float32, so
+            that those of long sequences are as precise as those of short ones.
+        unit: what sums are counted in. x is divided by it in float64: one rounding of the unit would add up over all
+            tokens.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     T = x.shape[1]
@@ -119,9 +124,11 @@ class Arrived(NamedTuple):
 def arriving(
     mine: torch.Tensor, T: int, cu_seqlens: torch.Tensor | None, sp: Ranks, initial: torch.Tensor | None = None
 ) -> Arrived | None:
-    """What running sums of this rank's T tokens go on from; None on one rank.
+    """What the ranks before add to running sums of this rank's T tokens; None on one rank.
 
-    ``mine`` [B, H, ...] is the last token's sum here, 0 if there is none; ``initial`` as in `running_sum`.
+    Args:
+        mine: [B, H, ...], the sum at this rank's last token, 0 if it has none.
+        initial: as in `running_sum`.
     """
     if sp is None or sp.world_size == 1:
         return None
@@ -136,7 +143,8 @@ def arriving(
 
 
 def begins(T: int, cu_seqlens: torch.Tensor, sp: Ranks) -> torch.Tensor:
-    """The document that begins with each token of this rank, or -1: [T] in int32. N where the last one has ended."""
+    """The document that begins with each token of this rank, or -1: int32 [T]. The first token behind the last document
+    has N."""
     place, begin, _ = _places(T, cu_seqlens.device, cu_seqlens, sp)
     document = torch.searchsorted(cu_seqlens, place, right=True) - 1
     return torch.where(place == begin, document, -1).to(torch.int32)
@@ -178,12 +186,12 @@ def previous(
 def tokens_before(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Tensor:
     """The ``width`` tokens [B, width, ...] before this rank's x [B, T, ...], 0 before the sequence. Differentiable.
 
-    The kernel of `flexsp.scan.propagate` sends them, in float32, where it sends such numbers in this group and
-    `SequenceParallel.set_lengths` has said that every shard has as many tokens. One token needs no lengths: a rank that
-    has none passes on what it gets. Else it is `halo_exchange`, to which lengths are nothing.
+    The kernel of `flexsp.scan.propagate` sends them in float32 if the group has it (`sends`) and every shard is known
+    to have at least ``width`` tokens (`SequenceParallel.set_lengths`). One token needs no lengths: a rank without
+    tokens passes on what it gets. In all other cases `halo_exchange` sends them, which needs no lengths.
 
     Raises:
-        ValueError: another number of tokens than lengths say.
+        ValueError: x has another number of tokens than `set_lengths` says.
     """
     T, lengths = x.shape[1], sp.lengths
     sp.check_shard(T)
@@ -195,9 +203,10 @@ def tokens_before(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
 
 
 def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, T, H, ...] of the token behind, 0 at the end of the sequence or document; and of first tokens [N, H, ...].
+    """(x of the next token [B, T, H, ...], x of first tokens [N, H, ...]) for x [B, T, H, ...].
 
-    The latter are 0 where there is no token, and, with documents, where the document starts on another rank.
+    The next token of the last one of a sequence or document is 0. The first token of a document without tokens, or of
+    one that starts on another rank, is 0 too.
     """
     T = x.shape[1]
     head, rest = x.split([1, T - 1], 1) if T else (x.sum(1, keepdim=True), x)  # zeros, with a gradient
@@ -219,8 +228,10 @@ def following(x: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: Ranks) -> tu
 
 
 def ended(cu_seqlens: torch.Tensor | None, sp: Ranks, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Of each x [B, T, H, ...] this rank's last token, [B, 1 or 0, H, ...]; with documents their last ones, [1, N, H,
-    ...], and of those that end elsewhere any token."""
+    """The last token of each x [B, T, H, ...]: [B, 1 or 0, H, ...] of this rank, or [1, N, H, ...] of documents.
+
+    A document that ends on another rank has some token of this rank instead, which the caller leaves out.
+    """
     if cu_seqlens is None:
         return [x[:, -1:] for x in tensors]
     T = tensors[0].shape[1]

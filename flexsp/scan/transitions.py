@@ -10,7 +10,6 @@ same algebra from right to left with A^T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -93,8 +92,7 @@ def _like(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return x.view(*x.shape, *[1] * (state.dim() - x.dim()))
 
 
-@dataclass(frozen=True)
-class Transition:
+class Transition(NamedTuple):
     """What a stretch does to states [B, H, *state]; [B, NSEG, H, K, V] for the segments of a rank.
 
     Attributes:

@@ -115,7 +115,7 @@ def running_weights(call: Call, x: Tensor, initial: Optional, op: str) -> tuple[
 def compiled(
     call: Call, name: str, tokens: dict[str, Tensor], initial: Optional, **options: float
 ) -> tuple[Tensor, Optional]:
-    """Runs the program ``name`` of `flexsp.grammar.programs`, with the call's gates, and with numbers in ``options``."""
+    """Runs the program ``name`` of `flexsp.grammar.programs` with the call's gates. ``options`` are its numbers."""
     tokens = tokens | call.gates
     key = _key(call, name, tokens, options)
     if torch.compiler.is_compiling():

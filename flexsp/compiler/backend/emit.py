@@ -310,7 +310,7 @@ class Emitter:
         return value.transposed() if node in self.flipped else value
 
     def flip(self, start: str) -> None:
-        """Computes the transposes of values that depend on the state (the placeholder `start`) and of their summands."""
+        """Computes transposes of values that depend on the state (the placeholder `start`), and of their summands."""
         waiting = [node for node in self.graph.nodes if node.name == start]
         while waiting:
             node = waiting.pop()

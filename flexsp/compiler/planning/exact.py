@@ -1,4 +1,4 @@
-"""Launches that recompute segments token by token, after the launches of the same kind.
+"""The launches that do segments again token by token, behind those of the same kind.
 
 Their kernels are those of `flexsp.compiler.backend.exact`.
 """
@@ -19,7 +19,7 @@ __all__ = ["again", "choose", "grads", "rounds", "scratch"]
 
 
 class Call(Protocol):
-    """The part of `GeneratedCall` that this file reads; the class itself imports this file."""
+    """What is read here of a call of generated kernels."""
 
     @property
     def code(self) -> Generated: ...
@@ -54,20 +54,20 @@ class Call(Protocol):
     ) -> LaunchSpec: ...  # fmt: skip
 
 
-_NARROWEST = 16  # columns of the state: tile products need as many
-_WARP = 512  # numbers of the state for a warp
-_TILE = 2048  # numbers of a tile of `grads`, which holds three tiles; larger ones spill
-_PROGRAMS = 512  # programs of `grads` in all: four for each multiprocessor of the largest GPUs
+_NARROWEST = 16  # columns of the state, as many as products of tiles need
+_WARP = 512  # numbers of the state that a warp has
+_TILE = 2048  # that a program of `grads` has, which holds three of them: more spill
+_PROGRAMS = 512  # of `grads`, in all: four for each multiprocessor of the largest GPUs
 _GROUP = 8
 
 
 def rounds(call: Call) -> bool:
-    """Whether the call rounds inverses. It does in bf16 only: other dtypes have products in fp32."""
+    """Whether the call has inverses that are rounded. In other dtypes products are of fp32."""
     return call.code.inverts and call.products == torch.bfloat16 and call.plan.n_chunks > 0
 
 
 def choose(call: Call) -> list[LaunchSpec]:
-    """The launch that decides which segments to recompute."""
+    """Which segments are done again."""
     if not rounds(call):
         return []
     from flexsp.kernels.delta.exact import choose as kernel
@@ -85,7 +85,7 @@ def again(
     call: Call, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str],
     flags: Mapping[str, bool],
 ) -> list[LaunchSpec]:  # fmt: skip
-    """The exact walk of this kind, with the same last pointers."""
+    """A walk of this kind once more, with the same last pointers."""
     if not rounds(call):
         return []
     code, (rows, cols) = call.code, _state(call)
@@ -101,7 +101,7 @@ def again(
 
 
 def grads(call: Call) -> list[LaunchSpec]:
-    """The launch that computes all gradients of inputs, for recomputed chunks."""
+    """All gradients of inputs, of chunks that are done again."""
     if not rounds(call):
         return []
     how = _of_grads(call)
@@ -111,7 +111,7 @@ def grads(call: Call) -> list[LaunchSpec]:
 
 
 def scratch(call: Call) -> tuple[int, ...]:
-    """Shape of the fp32 sums of `grads` if it has some of the state's columns at a time; else one unused number."""
+    """Numbers in fp32 that `grads` adds up where it has some of the state's columns at a time; else it needs none."""
     cols = call.code.layout.cols
     tokens = [sizes for name, sizes in call.code.layout.tokens.items() if name != "do" and cols not in sizes]
     width = sum(call.sizes[sizes[1]] if len(sizes) == 2 else 1 for sizes in tokens)
@@ -133,6 +133,6 @@ def _of_grads(call: Call) -> Launch:
 
 
 def _programs(call: Call) -> int:
-    """Programs of `grads` for each sequence of a head."""
+    """For each sequence of a head."""
     groups = -(-call.plan.n_chunks // _GROUP)
     return max(1, min(groups, _PROGRAMS // max(1, call.B * call.H)))

@@ -76,8 +76,8 @@ def predict(
     """
     call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
-    # Exchanges between ranks are not counted, and so the scan of a dense transition counts as zero. Kernels that
-    # recompute segments are not counted either: they return at once if there is no such segment.
+    # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
+    # Nor are kernels that return at once, where no segment is done again.
     counted = [x for x in launches if x.host is None and (x.kind != PROPAGATE or not code.dense)]
     counted = [x for x in counted if not x.kind.startswith(EXACT)]
     return [_predicted(call, x, device or of_device()) for x in counted]
@@ -92,7 +92,7 @@ def tiles_of(
 
 
 def _item(dtype: torch.dtype) -> int:
-    """Bytes of a number in the form that products read."""
+    """Bytes of a number as products read it."""
     return 2 if dtype == torch.bfloat16 else 4
 
 
@@ -106,7 +106,7 @@ def _kernel_loads(
 
 
 def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
-    """The resources and operations of one step of a program, for each part of a generated kernel."""
+    """What a program of each part of a generated kernel works on, in one step."""
     code, plan = call.code, call.plan
     blocks = dict(plan.blocks) | {"C": plan.chunk, code.layout.cols: how.cols}
     tokens = (x for x in code.layout.tokens if x != "do" and call.buffer(x).dtype.itemsize == 4)

@@ -180,7 +180,7 @@ class _Cut:
         return width if not self.split or (self.half and not self.panels) else min(width, NARROWEST)
 
     def plans(self, chunk: int) -> Iterator[Plan]:
-        """Plans with and without segments; for a dense transition, with narrower and narrower panels."""
+        """In segments and whole; for a dense transition, over ever narrower panels."""
         if not self.dense:
             spread = [self.plan(chunk, self.width, programs=_SHARED * self.device.programs)] if self.panels else []
             plans = (self.plan(chunk, self.width), *spread, self.plan(chunk, self.width, whole=True))
@@ -193,7 +193,7 @@ class _Cut:
             yield self.plan(chunk, width)
 
     def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Plan:
-        """The plan for a chunk size and columns of a program; `whole`: in one segment."""
+        """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
         tiles = self.heads * -(-blocks[self.cols] // width)

@@ -93,8 +93,10 @@ class LinearAttention:
     """
 
     rows: int  # rows of inputs for one token of `SequenceParallel.lengths`; graph names depend on it
-    groups: Mapping[str, int] = {}  # grouped inputs -> heads of the state for one head; only an engine runs such calls
-    every: Mapping[str, int] = {}  # inputs -> rows of the state's tokens for one row of theirs, likewise
+    # Grouped inputs: how many heads of the state share one head of theirs, and how many of its rows share one row.
+    # Only an engine runs such calls.
+    heads_per_key: Mapping[str, int] = {}
+    rows_per_token: Mapping[str, int] = {}
     remedy = 'Change that, or pass fallback="pytorch" to run the functions in PyTorch, many times slower.'
 
     def __init__(
@@ -306,7 +308,7 @@ class LinearAttention:
         traced = (program.chunk, program.decay, program.merge)
         graphs = [(x.name, x.arguments, x.cached, [node.format_node() for node in x.graph.nodes]) for x in traced]
         engines = [x.name for x in program.lowerings]
-        options = self._sizes, self._C, self._fallback, engines, self.rows, self.every, self.groups
+        options = self._sizes, self._C, self._fallback, engines, self.rows, self.rows_per_token, self.heads_per_key
         return repr((graphs, program.meta, program.transition, *options))
 
     def remembered(self, signature: tuple[Any, ...]) -> _Call | None:
@@ -345,7 +347,8 @@ class LinearAttention:
         if group is not None and group.device.type != first.device.type:
             raise ValueError(f"sp: expected a group on the inputs' {first.device.type}, got one on {group.device}")
         name = next(iter(tokens))
-        B, T, H = first.shape[0], first.shape[1] * self.every.get(name, 1), first.shape[2] * self.groups.get(name, 1)
+        B, T, H = first.shape[:3]
+        T, H = T * self.rows_per_token.get(name, 1), H * self.heads_per_key.get(name, 1)
         N = B
         if cu_seqlens is not None:
             check_boundaries(cu_seqlens, B, first.device)
@@ -532,7 +535,7 @@ class LinearAttention:
                 )
             keys = [size.name if isinstance(size, ConstExpr) else size for size in sizes]
             for axis, (key, n) in enumerate(zip(keys, x.shape, strict=True)):
-                n *= (self.every, self.groups)[axis - 1].get(name, 1) if axis in (1, 2) else 1
+                n *= (self.rows_per_token, self.heads_per_key)[axis - 1].get(name, 1) if axis in (1, 2) else 1
                 allowed = (key,) if isinstance(key, int) else (found[key],) if key in found else self._sizes.get(key)
                 if allowed is not None and n not in allowed:
                     want = " or ".join(map(str, allowed))

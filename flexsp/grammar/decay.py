@@ -13,9 +13,12 @@ __all__ = ["Decay", "exponential", "fixed", "gated", "none"]
 
 @dataclass(frozen=True)
 class Decay:
-    """`inputs` are the tensors that a call must bring for it, `vector` whether every key channel has its own gate.
+    """A decay of the state.
 
-    `trapezoidal` says that the token before is written once more.
+    Attributes:
+        inputs: names of the tensors that a call must give for it.
+        vector: whether every key channel has a gate of its own.
+        trapezoidal: whether each token also writes the product of the token before it.
     """
 
     kind: Literal["none", "fixed", "gated", "exponential"]

@@ -1,4 +1,4 @@
-"""What a transition of several steps gets of a call, and the engines that its steps run on."""
+"""`Call`, the arguments of a transition of several steps, and the engines and programs that its steps run on."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Call(NamedTuple):
 
     @property
     def gates(self) -> dict[str, Tensor]:
-        """The log gates by the name that programs have for them."""
+        """The log gates under their name in programs."""
         return {} if self.gate is None else {"g" if self.gate.dim() == 3 else "gk": self.gate}
 
 
 def on_diagonal(call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, op: str) -> tuple[Tensor, Optional]:
-    """S_t = e^{g_t} S_{t-1} + sum of k_t v_t^T, o_t = scale q_t S_t of rows [B, T, R, H, *] in one dtype.
+    """S_t = e^{g_t} S_{t-1} + sum over rows of k_t v_t^T, o_t = scale q_t S_t, for rows [B, T, R, H, *] in one dtype.
 
-    On the diagonal engine, with a gate a channel (R is 1) compiled.
+    The diagonal engine runs it; with a gate for each channel (then R is 1) a compiled program does.
     """
     if call.gate is not None and call.gate.dim() == 4:
         q, k, v = (x.squeeze(2) for x in (q, k, v))
@@ -102,7 +102,7 @@ def on_diagonal(call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, 
 
 
 def running_weights(call: Call, x: Tensor, initial: Optional, op: str) -> tuple[Tensor, Optional]:
-    """P_t = e^{g_t} P_{t-1} + x_t of x [B, T, H, K], all of them, and final ones [N, H, K]: a vector state."""
+    """The vector state P_t = e^{g_t} P_{t-1} + x_t for x [B, T, H, K]: P of all tokens, and final states [N, H, K]."""
     gate = torch.zeros_like(x[..., 0]) if call.gate is None else call.gate
     gate = gate if gate.dim() == 4 else gate.unsqueeze(-1).expand(x.shape)
     group: Any = False if call.group is None else call.group
@@ -115,7 +115,7 @@ def running_weights(call: Call, x: Tensor, initial: Optional, op: str) -> tuple[
 def compiled(
     call: Call, name: str, tokens: dict[str, Tensor], initial: Optional, **options: float
 ) -> tuple[Tensor, Optional]:
-    """The program ``name`` of `flexsp.grammar.programs` with the call's gates; its numbers and more in ``options``."""
+    """Runs the program ``name`` of `flexsp.grammar.programs` with the call's gates. ``options`` are its numbers."""
     tokens = tokens | call.gates
     key = _key(call, name, tokens, options)
     if torch.compiler.is_compiling():
@@ -126,7 +126,7 @@ def compiled(
 
 
 def runs_compiled(call: Call, name: str, tokens: dict[str, Tensor], **options: float) -> str:
-    """What `compiled` runs for such tensors."""
+    """A sentence that says what `compiled` runs for such tensors."""
     tokens = tokens | call.gates
     return _program(*_key(call, name, tokens, options)).runs(sp=False, **tokens)
 

@@ -1,4 +1,4 @@
-"""What queries and keys pass through first. Each function returns a component for FlexLinearAttention."""
+"""Functions of queries and keys. Each function here returns a component for FlexLinearAttention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["FeatureMap", "elu", "identity", "relu", "rope"]
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """`inputs` are the tensors that a call must bring for it."""
+    """A function of queries and keys; `inputs` are names of tensors that a call must give for it."""
 
     kind: Literal["identity", "elu", "relu", "rope"]
     inputs: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ __all__ = ["Factors", "Mask", "make_mask"]
 Tensors = dict[str, torch.Tensor]
 _TOKENS = 6
 _TOLERANCE = 1e-8
-_FLOAT32 = 1e-4  # positions are integers, so what plain tensors make of them alone is float32
+_FLOAT32 = 1e-4  # positions are integers, and functions of integers alone are float32 in PyTorch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Mask:
 
     @property
     def is_decay(self) -> bool:
-        """Whether it is a gate and a factor on the values, which engines have."""
+        """Whether the mask consists of a gate and a factor on the values, which engines take."""
         return self.row == 1 and self.own == 0
 
     def explain(self) -> str:
@@ -83,7 +83,7 @@ class Mask:
     def factors(
         self, given: Tensors, q: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
     ) -> Factors:
-        """The factors of a call in the accumulation dtype. Collective over ``sp`` where running sums are needed."""
+        """The factors of a call in the accumulation dtype. Collective over ``sp`` if the mask has running sums."""
         wide = check.accumulation_dtype(q)
         place = positions(q.shape[1], q.device, cu_seqlens, sp).to(wide).view(1, -1, 1)
         whole = place.expand(q.shape[:3])
@@ -113,7 +113,7 @@ class Mask:
 def _leaf(
     given: Tensors, place: torch.Tensor, sums: dict[Expr, int], add_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[Expr], torch.Tensor]:
-    """Values of what expressions in T are made of: arrays and parameters `given`, positions, running sums."""
+    """Values of the symbols in expressions in T: `given` arrays and parameters, positions, running sums."""
     of_number = {n: expr for expr, n in sums.items()}
     known: dict[int, torch.Tensor] = {}
 
@@ -142,7 +142,7 @@ class _Mixed(Exception):
 
 
 def make_mask(function: Callable[..., Any]) -> Mask:
-    """Traces and factors a mask function; CompileError says which factor it does not have, and for which i and j."""
+    """Traces and factors a mask function; CompileError names a factor that it lacks, with i and j that show it."""
     name, arrays, symbols, cases = trace(function)
     probe = _Probe(name, arrays, symbols)
     past, own = cases["past"], cases["own"]
@@ -255,7 +255,7 @@ def _unseparable(culprit: Expr, past: Expr, probe: _Probe) -> str:
 
 
 class _Probe:
-    """Random arrays of a few tokens in float64, at which expressions of i and j are looked at."""
+    """Random arrays of a few tokens in float64, on which expressions of i and j are evaluated."""
 
     def __init__(self, name: str, arrays: tuple[str, ...], symbols: Symbols) -> None:
         self.name, self.arrays, self.symbols = name, arrays, symbols
@@ -285,7 +285,7 @@ class _Probe:
         return evaluate(expr, leaf).expand(_TOKENS, _TOKENS)
 
     def finite(self, *exprs: Expr, later: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
-        """Arrays at which the expressions are finite where they count, and their values."""
+        """Arrays for which the expressions are finite where j <= i, and their values."""
         kept = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device="cpu")
         kept = kept.triu(1) if later else kept.tril()
         for sign in (0, 1, -1):
@@ -317,7 +317,7 @@ class _Probe:
         return worst, products, _text(given)
 
     def verify(self, mask: Mask, function: Callable[..., Any], past: Expr, own: Expr) -> None:
-        """CompileError where the factors or the expression are not what the function gives."""
+        """CompileError if the factors or the expression differ from the values of the function."""
         given, (M, diagonal) = self.finite(past, own)
         M = M.tril(-1) + diagonal.diag().diag()
         place = torch.arange(_TOKENS, dtype=torch.float64, device="cpu")

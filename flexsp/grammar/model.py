@@ -1,4 +1,4 @@
-"""FlexLinearAttention: a variant put together from components, on an engine where one fits, else compiled."""
+"""FlexLinearAttention: a variant made of components. An engine runs it if one fits, else a compiled program."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class FlexLinearAttention:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the tensors besides q, k and v that a call must bring."""
+        """Names of the tensors that a call must give besides q, k and v."""
         of_mask = self.mask.inputs if self.mask is not None else ()
         return (*self.decay.inputs, *self.features.inputs, *self.transition.inputs, *of_mask)
 
@@ -156,7 +156,7 @@ class FlexLinearAttention:
         return "\n".join(lines)
 
     def _engine(self) -> list[str]:
-        """Which engine runs what is one program, as lines of `explain`."""
+        """Lines of `explain` about the engine, for a transition that is a single program."""
         if self._on_the_diagonal_engine:
             return ["runs on the diagonal engine (flexsp.ops.chunk_simple_gla)"]
         if self._custom is not None and self._custom.without_kernels:
@@ -197,7 +197,7 @@ class FlexLinearAttention:
         return self.features.kind == "rope" and (self.decay.vector or not self.transition.turns_with_keys)
 
     def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
-        """Sizes of the matrix that holds all of a head's state, of which K x V are the state itself."""
+        """Sizes of the matrix that stores a head's state with all its parts; its K x V corner is the state itself."""
         owner = self._custom or self._objective
         rows, columns = (K, V) if owner is None else owner.rows_and_columns(K, V)
         return rows, columns + self._keeps_angle
@@ -264,7 +264,7 @@ class FlexLinearAttention:
         return o, final if output_final_state else None
 
     def _run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs and final states of a call with features, whose gate and column are still to be found."""
+        """Outputs and final states of a call whose q and k have features, and whose gate and column are still None."""
         q, k, v, scale = call.q, call.k, call.v, call.scale
         gate, per_head, column, factors = self._operands(q, call.given, call.cu_seqlens, call.group)
         if self._objective is not None:
@@ -301,7 +301,7 @@ class FlexLinearAttention:
 
     @property
     def make(self) -> Callable[..., LinearAttention]:
-        """Makes the compiled variant for sizes and more."""
+        """The function that makes the compiled variant, for the arguments that `_key` returns."""
         if self._custom is not None:
             return self._custom.program
         return programs.delta if self.transition.kind == "delta_rule" else programs.linear
@@ -310,7 +310,7 @@ class FlexLinearAttention:
         self, tokens: dict[str, Any], sizes: tuple[int, int, int], scale: float, gate: torch.Tensor | None,
         column: torch.Tensor | None, factors: Factors | None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Arguments of `make`; `tokens` gets what else the variant takes."""
+        """Arguments of `make`. Adds the variant's further inputs to `tokens`."""
         if self._custom is not None and gate is None and self._custom.wants_gate:
             gate = tokens["q"].new_zeros((), dtype=check.accumulation_dtype(tokens["q"])).expand(tokens["q"].shape[:3])
         kind = None if gate is None else "g" if gate.dim() == 3 else "gk"
@@ -391,6 +391,7 @@ class FlexLinearAttention:
         if self.features.kind == "relu":
             return F.relu(x)
         return x if angles is None else angles.turn(x)
+
     def _angles(
         self, q: torch.Tensor, given: Tensors, before: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
         sp: SequenceParallel | None,
@@ -417,14 +418,14 @@ def _made_for_graphs(name: str, *key: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
-    """Log gates that multiply: [B, T, H] or [B, T, H, K] with [B, T, H], or [H] with [H]."""
+    """The sum of log gates, either of which may be None: [B, T, H] or [B, T, H, K] with [B, T, H], or [H] with [H]."""
     if x is None or y is None:
         return x if y is None else y
     return x + (y if x.dim() == y.dim() else y.unsqueeze(-1))
 
 
 def _clamped(gate: torch.Tensor | None, per_head: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """The log gate of every token, at least so large that differences of its sums keep what follows."""
+    """The log gate of every token, clamped, so that differences of its running sums keep digits of later gates."""
     if gate is not None:
         return gates.clamped(gate.to(check.accumulation_dtype(q)))
     return None if per_head is None else gates.clamped(per_head).expand(*q.shape[:2], q.shape[-2])

@@ -33,7 +33,7 @@ _TURN = 2 * math.pi
 
 @dataclass(frozen=True)
 class Transition:
-    """`inputs` are the tensors that a call must bring for it, `rank` the rows of q and k that a token has."""
+    """A transition. `inputs` are names of tensors that a call must give for it; `rank` is the rows of a token."""
 
     kind: str
     inputs: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Transition:
         return True
 
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
-        """What runs it beside these components: itself where it takes several steps, None where one program does."""
+        """The transition itself if it takes several steps beside these components, None if a single program runs it."""
         if decay.trapezoidal:
             self._refuse("decay.exponential(discretization='trapezoidal')")
         return None
@@ -65,22 +65,22 @@ class Objective(Transition):
         return self
 
     def shapes(self, q: Tensor, v: Tensor) -> Shapes:
-        """Shapes of its inputs, as numbers and as text."""
+        """Shapes of the transition's inputs, as numbers and as text."""
         return {name: ((*q.shape[:2], q.shape[-2]), "[B, T, H]") for name in self.inputs}
 
     def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
-        """Sizes of the matrix that holds all of a head's state."""
+        """Sizes of the matrix that stores a head's state with all its parts."""
         return K, V
 
     def check(self, q: Tensor, v: Tensor) -> None:
-        """Raises for sizes that it cannot take."""
+        """Raises ValueError for sizes that the transition does not take."""
 
     def explain(self) -> str:
         """What runs, and what the state is."""
         raise NotImplementedError
 
     def runs(self, call: Call) -> str:
-        """What runs this call."""
+        """A sentence that says what runs this call."""
         raise NotImplementedError
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
@@ -201,7 +201,7 @@ class Rows(Objective):
     def _sums(
         self, call: Call, keys: Tensor, gamma: Tensor, eta: Tensor, last_keys: Optional
     ) -> tuple[Tensor, Optional]:  # fmt: skip
-        """P of every token, and final ones. Of sums of what is not negative: the engine's own way would subtract."""
+        """P of every token, and final states. They are sums of squares; the engine would subtract some of them."""
         squares = keys.square().sum(2)
         new = gamma.unsqueeze(-1) * squares
         if self.trapezoidal and call.gate is not None:
@@ -213,7 +213,7 @@ class Rows(Objective):
     def _together(
         self, call: Call, o: Tensor, S: Optional, P: Optional, keys: Tensor, last_keys: Optional, last_v: Optional
     ) -> tuple[Tensor, Optional]:  # fmt: skip
-        """o, which leads to all exchanges, and the final state as one matrix."""
+        """o, made to depend on all exchanges, and the final state as one matrix."""
         _, K, V = call.sizes
         columns, row = [], None
         if self.trapezoidal:

@@ -1,8 +1,8 @@
-"""The combinations that no engine has, as three functions for the compiler.
+"""Combinations of components that no engine runs, as three functions for the compiler.
 
 Log gates come as `g` [C], one a head, or `gk` [C, K], one a key channel, or not at all. Factors of a mask and step
 sizes come as `row`, `column` and `own` [C]: outputs times row, values times column, and own (q_t . k_t) v_t is added.
-Arguments that a call does not give are None.
+Arguments that a call leaves out are None.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _times(x: Tensor, factor: Optional) -> Tensor:
 
 
 def _read(x: Tensor, g: Optional, gk: Optional) -> Tensor:
-    """x [C, K] as it reads the state that enters the chunk."""
+    """x [C, K] with the decay from the chunk's start, to read the state that enters the chunk."""
     return x * gk.cumsum(0).exp() if gk is not None else _times(x, None if g is None else g.cumsum(0).exp())
 
 
 def _written(x: Tensor, g: Optional, gk: Optional) -> Tensor:
-    """x [C, K] as it writes to the state that leaves the chunk."""
+    """x [C, K] with the decay to the chunk's end, to write to the state that leaves the chunk."""
     if gk is not None:
         return x * (gk.sum(0) - gk.cumsum(0)).exp()
     return _times(x, None if g is None else (g.sum(0) - g.cumsum(0)).exp())
@@ -165,8 +165,8 @@ def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str
     return make
 
 
-# Of H, K, V, the factor on q, the names of what is given besides their tokens, LinearAttention's fallback and chunk,
-# and numbers. `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
+# Arguments: H, K, V, the factor on q, names of further inputs, LinearAttention's fallback and chunk_size, and numbers.
+# `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
 delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
 general_delta = _program((_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"})

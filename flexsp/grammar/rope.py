@@ -1,4 +1,4 @@
-"""Angles of `feature_map.rope`: those of a call's tokens, and what its final states need for the call after it.
+"""Angles of `feature_map.rope`: those of a call's tokens, and those that final states need in the next call.
 
 Angles of a call begin at 0, so what it returns must say how far the last token was turned. Where the whole recurrence
 turns with queries and keys, the rows of the final state are turned back by that angle. Where it does not, since gates
@@ -58,18 +58,18 @@ class Angles:
             return
         steps = theta if self._speed is None else self._speed.expand(q.shape[0], T, H, K // 2)
         assert steps is not None
-        # In turns: sums lose their digits in float32, what is left without the whole turns does not.
+        # In turns, not radians: without whole turns a sum stays small, and float32 keeps its digits.
         self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)
         self._of_tokens = _TURN * self._sums
         if self._speed is not None:  # position 0 is not turned
             self._of_tokens = self._of_tokens - self._speed
 
     def turn(self, x: Tensor) -> Tensor:
-        """q or k turned. The rows of a token turn alike."""
+        """q or k, rotated. All rows of a token have the same angle."""
         return rotate(x, self._of_tokens.unsqueeze(2) if x.dim() == 5 else self._of_tokens)
 
     def _at_end(self) -> Tensor:
-        """By how much the token after the last one is turned before its own theta, [N or 1, H or 1, K/2]."""
+        """The angle of the token after the last one, without its own theta, [N or 1, H or 1, K/2]."""
         if self._sums is not None:
             return _TURN * last(self._sums, self._before, self._cu_seqlens, self._sp)
         assert self._speed is not None
@@ -81,7 +81,7 @@ class Angles:
         return (tokens * self._speed).unsqueeze(1)
 
     def finish(self, o: Tensor, state: Optional) -> tuple[Tensor, Optional]:
-        """o, which leads to all exchanges, and the final state [N, H, K + rows, columns] for a call after this one."""
+        """o, made to depend on all exchanges, and the final state [N, H, K + rows, columns] for the next call."""
         angle = self._at_end()
         if self._sp is not None and self._sums is not None:
             o = add_backward_dependency(o, angle)

@@ -41,18 +41,18 @@ _LEVELS = {
     "bit_length", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "floor", "floor_divide", "floordiv", "fmod",
     "log2", "lshift", "mod", "remainder", "rshift", "trunc", "xor",
 }  # fmt: skip
-"""What takes positions apart into levels or blocks."""
+"""Operators that split positions into levels or blocks."""
 _SAME = {"float", "double", "to", "contiguous"}
 _ORDERS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 class Refused(Exception):
-    """What the function does at its current line cannot be traced."""
+    """The function's current line cannot be traced."""
 
 
 @dataclass
 class Symbols:
-    """What was met on the way: running sums, and how the arguments are used."""
+    """What a trace has seen: running sums, and how the arguments are used."""
 
     case: Case = "past"
     sums: dict[Expr, int] = field(default_factory=dict)

@@ -113,8 +113,8 @@ def _program(name: str, sizes: Sizes) -> LinearAttention:
     made: LinearAttention = run_in_clean_thread(torch.device("cpu"), lambda: module.make(H, K, V, **options))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     if steps > 1 or shared > 1:
-        made.rows, made.groups = steps, {} if shared == 1 else {"q": shared, "k": shared}
-        made.every = {} if rows == 1 else {x: rows for x in ("q", "g") if x in made.names}
+        made.rows, made.heads_per_key = steps, {} if shared == 1 else {"q": shared, "k": shared}
+        made.rows_per_token = {} if rows == 1 else {x: rows for x in ("q", "g") if x in made.names}
         made.graph_name = torch_compile.name_of(made)
     return made
 

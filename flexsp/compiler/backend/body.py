@@ -1,4 +1,4 @@
-"""Stage 5b: what all generated kernels share: sizes and places of their arguments, loads, stores, signatures."""
+"""Stage 5b: parts that all generated kernels share: arguments with sizes and addresses, loads, stores, signatures."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def first_of(size: str, body: Body) -> str:
 
 
 def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Callable[[], Value]:
-    """What loads a placeholder; `state` is what the walk holds, None in chunkwise kernels."""
+    """Loads a placeholder. `state` is the placeholder that a walk holds in registers, None in chunkwise kernels."""
     name, sizes = node.name, dims(node)
 
     def load() -> Value:
@@ -316,7 +316,7 @@ def store_kept(emitter: Emitter, kept: Saved, x: Value, body: Body) -> str:
 
 
 def store_of_chunk(emitter: Emitter, base: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
-    """Stores a number, a vector or a matrix that a chunk leaves as a whole in its row of [rows, ...]."""
+    """Stores a number, vector or matrix of the whole chunk in the chunk's row of [rows, ...]."""
     if not sizes:
         return f"tl.store({base} + row * n_chunks + c, {x.f32})"
     if len(sizes) == 2:

@@ -1,4 +1,4 @@
-"""Code of a graph for one token: a chunk of one row, whose products are sums in float32 and no products of tiles.
+"""Code of a graph for one token: a chunk of one row, whose products are sums in float32 instead of tile products.
 
 A chunk of one token has no pairs of tokens. Its inverse is 1, its running sums are its own numbers, and scores are
 those of the token with itself.
@@ -28,8 +28,8 @@ _SCORES_GRAD = torch.ops.flexsp.vector_scores_grad.default
 
 
 class ByToken(Emitter):
-    """An `Emitter` of chunks of one token: the tile size C is 1. `nothing` are nodes that are 0, and `units` those that
-    are 1 [C, C]: nothing is computed with either."""
+    """An `Emitter` of chunks of one token: the tile size C is 1. `nothing` are nodes that are 0, `units` nodes that are
+    1 [C, C]; no code is emitted for operations with them."""
 
     def __init__(
         self, graph: Graph, given: Mapping[str, Callable[[], Value]], memory: Mapping[str, str]
@@ -56,7 +56,7 @@ class ByToken(Emitter):
         return super()._emit(node) if found is None else found
 
     def _vanishes(self, node: Any) -> bool:
-        """Whether it is 0: what lies below the diagonal, and what is made of it."""
+        """Whether a node is 0: entries below the diagonal, and nodes computed from them."""
         if node.target is aten.tril.default:
             return dims(node) == ("C", "C") and (node.args[0] in self.nothing or (*node.args, 0)[1] < 0)
         if node.target is operator.getitem:
@@ -69,7 +69,7 @@ class ByToken(Emitter):
         return node.target in _SUMS_OF_TWO and all(x in self.nothing for x in node.args)
 
     def _product(self, node: Any) -> Value | None:
-        """Products with a token's row or column; None for those of whole matrices, which tiles multiply."""
+        """Products with a token's row or column; None for products of whole matrices, which are tile products."""
         for unit, other in (node.args, node.args[::-1]):
             if unit in self.units:
                 return self.values[other]

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 
 class _Values(dict[Any, Any]):
-    """What nodes became. Placeholders are loaded when they are first asked for."""
+    """The tiles of nodes. Placeholders are loaded at their first use."""
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
@@ -81,7 +81,7 @@ class Emitter:
         self.flipped: set[Any] = set()
 
     def run(self, outputs: Mapping[str, Any], done: Callable[[str, Value], None], order: bool = True) -> None:
-        """Emits each output with what it needs, those that need least first; `done` is called as soon as one is there.
+        """Emits each output after the nodes that it needs, smallest first, and calls `done` right after each output.
 
         So a tile is not held while others are computed that do not need it. With `order` False in the order given.
         """
@@ -99,7 +99,7 @@ class Emitter:
         return self.needs[node]
 
     def _visit(self, node: Any, size: dict[Any, int]) -> None:
-        """Arguments that need most come first: their temporaries are gone when the others start."""
+        """Puts arguments that need most registers first: their temporaries are dead when the others start."""
         if node.op == "placeholder" or node in self.values:
             return
         for x in sorted(node.all_input_nodes, key=lambda x: -size[x]):
@@ -148,7 +148,7 @@ class Emitter:
         if not only_products or any(set(x.users) - set(found) for x in found if x is not node) or node in self.flipped:
             return []
         grown = True
-        while grown:  # what only the chain reads is computed with it
+        while grown:  # nodes that only the chain reads are computed with it
             more = [
                 x for at in found for x in at.all_input_nodes
                 if x not in found and x.target in _IN_BRANCH and dims(x) == ("C", "C") and x not in self.values
@@ -202,7 +202,7 @@ class Emitter:
         return special(self, node)
 
     def _of_sizes(self, node: Any) -> str:
-        """A number made of sizes, as text. A chunk's length is known when the kernel runs, all others before."""
+        """A number computed from sizes, as text. Only a chunk's length is unknown before the kernel runs."""
         args = [self.values[x] if isinstance(x, Node) else repr(x) for x in node.args]
         power = node.target is operator.pow
         if any("length" in x for x in (args[1:] if power else ())) or (power and "length" in args[0]):
@@ -260,7 +260,7 @@ class Emitter:
     # Axes
 
     def masked(self, x: Value, axis: int, fill: float = 0.0) -> Value:
-        """x with zeros, or what an extremum does not see, in the padding of an axis."""
+        """x with zeros in the padding of an axis, or with numbers that an extremum ignores."""
         if x.sizes[axis] == "1" or (axis in x.zero and not fill):
             return x
         if x.is_transposed:
@@ -271,11 +271,11 @@ class Emitter:
         return x.now(text, zero=x.zero | ({axis} if not fill else set()), raw=False, truth=False)
 
     def _limit(self, size: str) -> str:
-        """What an index of a tile's axis is below."""
+        """The bound of the indices of a tile's axis."""
         return limit(size)
 
     def full(self, x: Value, sizes: tuple[str, ...]) -> Value:
-        """x with every axis laid out."""
+        """x broadcast along every axis."""
         if x.sizes == sizes:
             return x
         shape = ", ".join(map(block, sizes))
@@ -310,7 +310,7 @@ class Emitter:
         return value.transposed() if node in self.flipped else value
 
     def flip(self, start: str) -> None:
-        """Computes transposed what the state (the placeholder `start`) takes part in, and what is added to that."""
+        """Computes transposes of values that depend on the state (the placeholder `start`), and of their summands."""
         waiting = [node for node in self.graph.nodes if node.name == start]
         while waiting:
             node = waiting.pop()
@@ -506,7 +506,7 @@ class Emitter:
         return self.let(node_name(node), Value(text, x.sizes, frozenset(), x.wild, steady=x.steady))
 
     def _clamp(self, node: Any) -> Value:
-        """Between numbers, either of which may be missing."""
+        """A clamp between numbers, either of which may be missing."""
         x = self._arg(node.args[0], dims(node))
         low, high = (*node.args[1:], None, None)[:2]
         text, zero = x.text, x.zero
@@ -532,7 +532,7 @@ class Emitter:
 
 
 def _axes(node: Any) -> list[int]:
-    """What a sum or an extremum goes over: all axes if it names none."""
+    """The axes of a sum or an extremum: all axes if it names none."""
     n = len(dims(node.args[0]))
     named = node.args[1] if len(node.args) > 1 else ()
     return sorted({axis % n for axis in named or range(n)})
@@ -543,7 +543,7 @@ def _keeps_axes(node: Any) -> bool:
 
 
 def node_name(node: Any) -> str:
-    """A variable for a node, with a number always, so that it hides no function."""
+    """The variable of a node. Its name always has a number, so that it hides no function."""
     return node.name if node.name[-1].isdigit() else f"{node.name}_0"
 
 

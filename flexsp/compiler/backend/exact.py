@@ -1,4 +1,4 @@
-"""Stage 5b: kernels that do segments again token by token in float32, over what other kernels left.
+"""Stage 5b: kernels that recompute segments token by token in float32, over the results of other kernels.
 
 In bfloat16 a chunk's inverse is rounded, and so is what it multiplies. Where keys repeat and steps are near
 reflections, all entries of an inverse are large and no error decays (docs/math.md, section 7, "Keys that are alike").
@@ -45,15 +45,15 @@ from flexsp.scan.transitions import KINDS
 __all__ = ["EXACT", "exact_kernels"]
 
 EXACT = "exact_"
-"""What their names begin with."""
-_BLOCK = 8  # tokens between states that are walked to from the chunk's beginning
-_GROUP = 8  # chunks whose flags are looked at at once
+"""The prefix of their names."""
+_BLOCK = 8  # tokens between the states that a walk from the chunk's start reaches
+_GROUP = 8  # chunks whose flags are read together
 
 
 def exact_kernels(
     step: Step, layout: Layout, walks: Mapping[str, Sequence[str]], gradients: Sequence[str], transition: str
 ) -> dict[str, Kernel]:
-    """The exact form of walks, each with the outputs that it makes, and of all that makes `gradients` of inputs."""
+    """The exact kernels: of `walks`, each with its outputs, and of the kernel that computes `gradients` of inputs."""
     found = {f"{EXACT}{kind}": _walk(step, layout, kind, outputs, transition) for kind, outputs in walks.items()}
     return found | {f"{EXACT}grads": _grads(step, layout, gradients)}
 
@@ -75,7 +75,7 @@ def _walk(step: Step, layout: Layout, kind: str, outputs: Sequence[str], transit
 
 @dataclass(frozen=True)
 class _Forward:
-    """Lines that take the state `S` over a token."""
+    """Lines that move the state `S` over a token."""
 
     lines: list[str]
     contracted: set[str]
@@ -102,7 +102,7 @@ class _Forward:
 
 @dataclass
 class _Sums:
-    """Lines around those of a token: what gradients begin with and where they end, in all, and in some columns."""
+    """Lines around those of a token: initial values and stores of gradients, for all columns and for some."""
 
     of_all: list[str] = field(default_factory=list)
     of_panel: list[str] = field(default_factory=list)
@@ -177,7 +177,7 @@ def _grads(step: Step, layout: Layout, gradients: Sequence[str]) -> Kernel:
 
 
 def _indices(body: Body) -> list[str]:
-    """Those of the panel's columns."""
+    """The part of the panel's columns."""
     V = body.layout.cols
     return [f"at_{V} = v0 + tl.arange(0, {block(V)})"] if V in body.indices else []
 

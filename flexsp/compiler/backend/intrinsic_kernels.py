@@ -11,7 +11,7 @@ from flexsp.runtime.launch import begin
 
 _COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
-_LITTLE = tl.constexpr(40.0)  # such a sum of gates may grow to a factor
+_LARGEST_SUM = tl.constexpr(40.0)  # of log gates whose e^sum may be a factor of one operand of a product
 
 
 def warps(kind: str, half: bool) -> int:
@@ -118,7 +118,7 @@ def _middle(b, cols, C: tl.constexpr, N: tl.constexpr):
     middle = tl.load(b + (C // 2 - 1) * N + cols, mask=mask, other=0.0)
     before = tl.load(b + cols, mask=mask, other=0.0) - middle
     after = middle - tl.load(b + (C - 1) * N + cols, mask=mask, other=0.0)
-    far = tl.sum((~((before <= _LITTLE) & (after <= _LITTLE))).to(tl.int32), axis=0)
+    far = tl.sum((~((before <= _LARGEST_SUM) & (after <= _LARGEST_SUM))).to(tl.int32), axis=0)
     return middle, tl.where(far == 0, 1, 0)
 
 
@@ -148,14 +148,14 @@ def scores_kernel(
         kc = _load(k, k_sb, k_st, k_sh, K_KEPT, T, H, c, start, length, cols, C, N)
         own = rows_of(b, tl.arange(0, C), cols, N)
         scores += tl.where(i == j, tl.sum(qc.to(tl.float32) * kc.to(tl.float32), axis=1)[:, None], 0.0)
-        mild = 0
+        small = 0
         if tl.float32 != DOT:
-            middle, mild = _middle(b, cols, C, N)
-            for zero in range(mild):
+            middle, small = _middle(b, cols, C, N)
+            for zero in range(small):
                 beyond = own - middle[None, :] + zero  # so that nothing is made before the loop
                 x, y = qc * tl.exp(beyond), kc * tl.exp(-beyond)
                 scores += tl.where(i > j, mm(x, tl.trans(y), DOT, PREC), 0.0)
-        for level in range(mild * LEVELS, LEVELS):
+        for level in range(small * LEVELS, LEVELS):
             x, _decay, _second = half(qc, kc, own, b, level, cols, C, N)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
             scores += tl.where(pairs, mm(x, tl.trans(x), DOT, PREC), 0.0)
@@ -193,10 +193,10 @@ def scores_grad_kernel(
         to_q = tl.zeros([C, BN], tl.float32)
         to_k = tl.zeros([C, BN], tl.float32)
         to_b = tl.zeros([C, BN], tl.float32)
-        mild = 0
+        small = 0
         if tl.float32 != DOT:
-            middle, mild = _middle(b, cols, C, N)
-            for zero in range(mild):
+            middle, small = _middle(b, cols, C, N)
+            for zero in range(small):
                 beyond = own - middle[None, :] + zero
                 x, y = (qc * tl.exp(beyond)).to(DOT), (kc * tl.exp(-beyond)).to(DOT)
                 new = mm(tl.where(i > j + zero, both, 0.0), y, DOT, PREC)
@@ -205,7 +205,7 @@ def scores_grad_kernel(
                 new = mm(tl.where(i < j + zero, both, 0.0), x, DOT, PREC)
                 to_k += new * tl.exp(-beyond)
                 to_b -= new * y.to(tl.float32)
-        for level in range(mild * LEVELS, LEVELS):
+        for level in range(small * LEVELS, LEVELS):
             x, decay, second = half(qc, kc, own, b, level, cols, C, N)
             x = x.to(DOT)
             pairs = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))

@@ -1,4 +1,4 @@
-"""What Triton writes for elementwise operators of aten, and what they do to padding."""
+"""Triton code of elementwise operators of aten, and their effect on padding."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def defined_at(target: Any, x: Value) -> bool:
 
 
 def padding_of(target: Any, a: Value, b: Value, shape: tuple[str, ...]) -> dict[str, Any]:
-    """What is known of the padding of a binary operation's result: fields of its Value."""
+    """What is known about the padding of a binary operation's result, as fields of its Value."""
     axes = range(len(shape))
     steady = frozenset(axis for axis in axes if steady_at(a, axis) and steady_at(b, axis))
     if target in COMPARISONS or target in LOGIC:

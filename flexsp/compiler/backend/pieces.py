@@ -23,14 +23,14 @@ __all__ = ["ADDED_UP", "InPieces", "NotInPieces"]
 
 aten = torch.ops.aten
 ADDED_UP = (aten.mm.default, aten.sum.dim_IntList, aten.sum.default)
-"""What may sum over the columns."""
+"""Operators that may sum over the columns."""
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _WITH_DIAGONAL = (aten.tril.default, aten.triu.default, aten.eye.default)
 _OF_SIZES = (aten.sym_size.int, aten.sym_numel.default)
 
 
 class NotInPieces(NotEmittable):
-    """A piece of the columns needs the others."""
+    """A piece of the columns depends on the other pieces."""
 
 
 class InPieces(Emitter):
@@ -57,7 +57,7 @@ class InPieces(Emitter):
         super().run({name: x for name, x in outputs.items() if x not in pieces}, done, order)
 
     def _refuse(self, pieces: set[Any], sums: list[Any]) -> None:
-        """`NotInPieces` where pieces cannot be made one after the other."""
+        """`NotInPieces` if the pieces cannot be computed one after the other."""
         later = next((x for x in self.graph.nodes if x in pieces and self._needs(x).intersection(sums)), None)
         strange = next((x for x in sums if x.target not in ADDED_UP), None)
         strange = strange or next((x for x in self.graph.nodes if x in pieces and self._counts(x)), None)
@@ -68,7 +68,7 @@ class InPieces(Emitter):
             raise NotInPieces(f"{why}{f', at {line}' if line else ''}")
 
     def _counts(self, node: Any) -> bool:
-        """Whether it counts along the columns."""
+        """Whether a node has indices along the columns."""
         sizes = dims(node)
         if node.target in (*_RUNNING, aten.select_backward.default):
             at = node.args[1] if node.target in _RUNNING else node.args[2]

@@ -1,4 +1,4 @@
-"""Where the parts of a state lie: in a walk's registers, each a tile of its own, and in memory, together one matrix.
+"""Places of a state's parts: in a walk's registers each is a tile, in memory they form one matrix.
 
     [ S     K x V | columns [K] ]
     [ rows        | nothing     ]

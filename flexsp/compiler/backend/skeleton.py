@@ -1,4 +1,4 @@
-"""Stage 5b: the kernels around emitted code: which tile each program has, what it loads, walks and stores.
+"""Stage 5b: the kernels around emitted code: the tile of each program, its loads, loops and stores.
 
 `summarize`, `output`, `states`, `collect` and `back` are walks (`walks`). The other kinds are chunkwise, one chunk a
 program: `prepare0`, ..., `adjoint0`, ..., `grads` and `gather` (`stages`). Forward: prepare, summarize, (rank scan),

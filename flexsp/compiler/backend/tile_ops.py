@@ -1,4 +1,4 @@
-"""What generated kernels call besides Triton's own operations and `flexsp.kernels.primitives`.
+"""Device functions of generated kernels, besides `flexsp.kernels.primitives`.
 
 Rows of a tile past the chunk's length and columns past a size may hold anything unless said otherwise.
 """
@@ -12,13 +12,16 @@ from flexsp.kernels.primitives import mm
 
 HORIZON = tl.constexpr(-104.0)
 """Logarithm of a decay that float32 cannot hold."""
-_SMALL = tl.constexpr(2048)  # numbers of a tile of which a thread may have one alone along an axis
+_SMALL = tl.constexpr(2048)  # in tiles of up to so many numbers a thread may hold one number along an axis
 
 
 @triton.jit
 def product(a, b, length, DOT: tl.constexpr, PREC: tl.constexpr, APART: tl.constexpr):
-    """`mm`; with APART in a branch, where Triton does not see that the product feeds another one or reads one: it would
-    give the warps to its rows alone, and more than four would compute the same ones twice."""
+    """`mm`. With APART it stands in a branch, where Triton does not see that products feed each other.
+
+    Triton distributes the warps of such products over rows alone, and with more than four warps two of them would then
+    compute the same rows.
+    """
     if APART:
         if length >= 0:  # always
             x = mm(a, b, DOT, PREC)
@@ -57,25 +60,25 @@ def keep_cols(x, n, other: tl.constexpr = 0.0):
 
 @triton.jit
 def larger(a, b):
-    """The larger one; NaN where either is, as in PyTorch and not as a GPU's instruction has it."""
+    """The larger number; NaN if either is, as in PyTorch, where a GPU's instruction returns the other number."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(a, b):
-    """The smaller one; NaN where either is."""
+    """The smaller number; NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest(x, axis: tl.constexpr):
-    """The largest number of x along an axis; NaN if there is one."""
+    """The largest number of x along an axis; NaN if x has one there."""
     return tl.reduce(x, axis, larger)
 
 
 @triton.jit
 def smallest(x, axis: tl.constexpr):
-    """The smallest number of x along an axis; NaN if there is one."""
+    """The smallest number of x along an axis; NaN if x has one there."""
     return tl.reduce(x, axis, smaller)
 
 

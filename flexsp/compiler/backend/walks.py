@@ -39,21 +39,25 @@ __all__ = [
     "over_tokens", "renewed", "token_at",
 ]  # fmt: skip
 
-# Walks that hold the state transposed: so it enters its products from registers.
+# Walks that hold the state transposed, so that products read it from registers.
 FLIPPED = ("output",)
 HELD = {"summarize": "S", "output": "S", "states": "S", "collect": "dS", "back": "dS"}
 """What each walk holds: the state or its gradient."""
 WALKS = tuple(HELD)
-_KEEPS = ("states", "back")  # walks that leave the state, or its gradient, of every chunk
+_KEEPS = ("states", "back")  # walks that store the state, or its gradient, of every chunk
 
 
 def make_walk(
     kind: str, body: Body, emitter: Emitter, results: dict[str, Value], transition: Sequence[str] = (),
     horizon: Horizon | None = None, each: bool = False, before: Sequence[str] = (),
 ) -> Kernel:  # fmt: skip
-    """A walk; with lines of `transition`, programs past the panels of the state's columns run those. `each`: every
-    number of the state has a decay of its own. Where the body is `exact`, `before` are lines that make what a token
-    reads of the state."""
+    """A walk.
+
+    Args:
+        transition: lines that the programs after the panels of the state's columns run.
+        each: whether every number of the state has a decay of its own.
+        before: for an `exact` body, lines that compute what a token reads of the state.
+    """
     layout, state = body.layout, HELD[kind]
     V = layout.cols
     reverse, flip = state == "dS", bool(emitter.flipped)
@@ -183,7 +187,7 @@ def _per_row(emitter: Emitter, a: Value, layout: Layout) -> str:
 
 @dataclass(frozen=True)
 class Horizon:
-    """Lines that find the first and the last chunk to walk, and the decay of all; those that store it."""
+    """Lines that find the first and the last chunk to walk and the decay of all chunks; lines that store the decay."""
 
     lines: list[str]
     stored: list[str]
@@ -235,8 +239,8 @@ def make_horizon(
 def _walk_start(
     kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout, maxima: bool = False
 ) -> list[str]:  # fmt: skip
-    """The state that a walk begins with; `summarize` and `collect` leave it for the scan where nothing precedes it.
-    Sums over a segment begin at 0, `maxima` at -inf."""
+    """The state that a walk begins with: 0 for sums over a segment, -inf for `maxima`. If nothing precedes the segment,
+    `summarize` and `collect` store it for the scan."""
     given = f"boundary + row * {elements(layout.matrix)}"
     names = {x: f"{state}{x.suffix}" for x in held}
     if kind in ("summarize", "collect"):
@@ -271,7 +275,7 @@ def _walk_header(kind: str, body: Body, writes: Sequence[str], carries: Sequence
 def _walk_loop(
     kind: str, state: str, layout: Layout, held: Sequence[Place] | None, cuts: bool = False, exact: bool = False
 ) -> list[str]:  # fmt: skip
-    """A document starts from zeros or what is given; with `held` None nothing passes through the start of one."""
+    """The state at the start of a document: zeros or a given one. With `held` None nothing passes such a start."""
     reverse = state == "dS"
     edge, each = "last" if reverse else "first", elements(layout.matrix)
     lines = [
@@ -327,7 +331,7 @@ def renewed(state: str, new: Mapping[Place, str]) -> list[str]:
 
 
 def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) -> list[str]:
-    """The state after a chunk. A slot without tokens leaves it as it is; nothing flows back past a document's start."""
+    """The state after a chunk. An empty slot does not change it, and no gradient passes a document's start."""
     names = {x: f"{state}{x.suffix}" for x in new}
     lines = []
     if len(new) > 1:  # one may be made of another's old value
@@ -339,7 +343,7 @@ def _advance(kind: str, state: str, new: Mapping[Place, str], layout: Layout) ->
 
 
 def _at_ends(kind: str, state: str, held: Collection[Place], layout: Layout) -> list[str]:
-    """What is done where a document ends, or, from right to left, starts."""
+    """Lines for the end of a document, or for its start in walks from right to left."""
     names = {x: f"{state}{x.suffix}" for x in held}
     lines = []
     left = f"left + (doc * H + h).to(tl.int64) * {elements(layout.matrix)}"
@@ -409,7 +413,7 @@ def _across(
 
 
 def _refuse_mixed_numbers(named: Mapping[str, Any], held: Sequence[Place]) -> None:
-    """NotEmittable where a number of the state is made of other parts of it, or they of it."""
+    """NotEmittable if a part that is a number depends on other parts of the state, or they on it."""
     numbers = {f"dS{x.suffix}" for x in held if not x.sizes}
     for name, node in named.items():
         seen, waiting = set(), [node]
@@ -429,7 +433,7 @@ def _refuse_mixed_numbers(named: Mapping[str, Any], held: Sequence[Place]) -> No
 
 
 def _unit(layout: Layout, held: Sequence[Place], rows: str) -> tuple[list[str], list[str]]:
-    """Lines that make columns of the unit matrix, the rows of a part each, and lines that store what became of them."""
+    """Lines that make columns of the unit matrix, for the rows of each part, and lines that store their results."""
     K, V = layout.rows, layout.cols
     cols = f"v0 + tl.arange(0, B{V})"
     firsts = ["0", *(part.first.sum for part in layout.parts if part.sizes != (K,))]

@@ -45,7 +45,7 @@ _DECOMPOSED = [
 
 
 def _between(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
-    """clamp by tensors."""
+    """`torch.clamp` with tensors as bounds."""
     x = x if min is None else torch.maximum(x, min)
     return x if max is None else torch.minimum(x, max)
 
@@ -60,7 +60,7 @@ _OWN = {aten.clamp.Tensor: _between, aten.mean.dim: _mean, aten.mean.default: _m
 
 @dataclass(frozen=True)
 class Intrinsic:
-    """One launch of a kernel of its own: `kind`, names of tokens or kept values it reads, and of what it leaves.
+    """A launch of an intrinsic kernel: its `kind`, the tokens or saved values that it reads, and its results.
 
     `level` is 1 if it needs no other intrinsic of its direction, 2 if it needs one of level 1, and so on.
     """
@@ -77,16 +77,21 @@ class Intrinsic:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value of every chunk that one kernel leaves in memory for others.
+    """A value of every chunk that one kernel stores and others load.
 
     Attributes:
-        name: in the code of kernels.
-        dims: names of its sizes, "C" the tokens of a chunk; a matrix that has them begins with them.
-        role: "cached", what chunk_mode caches, or "gradient", that of such a value; "gates", running sums of gates over
-            the chunk; "gated", an operand of products made with gates of two axes; "operand", another one of a dense
-            walk; "argument" or "result" of an intrinsic; "exponents", the argument of scores that is made of running
-            gates; "sum", for `gather`.
-        wide: it is fp32 whatever the inputs are; else it has their dtype.
+        name: its name in the code of kernels.
+        dims: names of its sizes. "C" are the tokens of a chunk, the first axis of a matrix that has them.
+        role: one of
+            "cached": a value that chunk_mode caches;
+            "gradient": the gradient of a cached value;
+            "gates": running sums of gates over the chunk;
+            "gated": an operand of a product, made with gates of two axes;
+            "operand": another operand of a product in a dense walk;
+            "argument", "result": of an intrinsic;
+            "exponents": the argument of scores that is made of running gates;
+            "sum": a sum that `gather` reads.
+        wide: whether it is fp32 for all inputs; else it has their dtype.
     """
 
     name: str
@@ -101,23 +106,25 @@ class Saved:
 
     @property
     def past_the_end(self) -> bool:
-        """Whether rows past a chunk's tokens are stored as computed. Scores decay by way of them: 0 there would be a
-        gate that grows."""
+        """Whether rows past a chunk's tokens are stored as computed. Scores subtract these sums from each other: a 0
+        among them would act as a gate above 1."""
         return self.role in ("gates", "exponents")
 
     @property
     def of_gates(self) -> bool:
-        """Whether gates alone make it, so that the first kernel can leave it."""
+        """Whether it depends on gates alone, so that the first kernel can store it."""
         return self.role in ("gates", "gated")
 
 
 @dataclass(frozen=True)
 class Step:
-    """`graph` computes `outputs` from placeholders named as the inputs, "S", "do" and "dS". "S__x" is a state's part x.
+    """One chunk's step and its adjoint, as a graph.
 
-    Outputs: "o", "S" (the state that leaves), "A" (its derivative by the entering state, where each number has one),
-    "shift" (a of max(S + a, F)), "d_NAME" for each input and "d_S", and "keep_NAME" for what chunk_mode caches and
-    every intrinsic. `condition`: on sizes, if it is for some only.
+    Placeholders are the inputs by name, "S", "do" and "dS"; "S__x" is part x of a state. Outputs are "o", "S" (the
+    state that leaves), "A" (its derivative by the entering state, for elementwise transitions), "shift" (a of
+    max(S + a, F)), "d_NAME" for each input, "d_S", and "keep_NAME" for each intrinsic and each value that chunk_mode
+    caches.
+    `condition`: the sizes that the graph is right for; empty if for all.
     """
 
     graph: Graph
@@ -132,8 +139,8 @@ class Step:
 class _Sizes:
     """The symbols of a trace's sizes, by name, and the sizes at which it is traced.
 
-    Those are primes, so that no two are the same, and none that is `given` as a number. None is larger than it must be:
-    `unbind` makes a node of every row.
+    The sizes are different primes, and none is `given` as a number, so that a number in the trace names one size. They
+    are as small as that allows, since `unbind` makes a node of every row.
     """
 
     def __init__(self, given: Iterable[float] = ()) -> None:
@@ -168,7 +175,7 @@ class _Sizes:
         return made
 
     def name(self, size: Any) -> str:
-        """That of a size which is a symbol; what else it was in the trace, a number, as text."""
+        """The name of a size that is a symbol; a number as text."""
         if not isinstance(size, torch.SymInt):
             return str(size)
         return self.symbols.get(size.node.expr, str(size.node.hint))
@@ -217,7 +224,7 @@ def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def _apart(module: GraphModule, parts: int) -> GraphModule:
-    """The function of a state's parts, instead of the matrix that they are kept as."""
+    """The function with a state's parts as arguments, in place of the matrix that stores them."""
     if parts == 1:
         return module
     graph = module.graph
@@ -365,7 +372,7 @@ def _label(graph: Graph, names: Sequence[str], sizes: _Sizes) -> None:
 
 
 def _out_of_place(graph: Graph) -> None:
-    """Derivatives change temporaries in place, such as where(...).masked_fill_(...): as operators that do not."""
+    """Replaces in-place operators of derivatives, such as where(...).masked_fill_(...), by out-of-place ones."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         name, _, overload = str(getattr(node.target, "__name__", "")).partition(".")
@@ -438,8 +445,10 @@ class _Keeper:
                     user.meta["last"] = name
 
     def _turn(self) -> None:
-        """Keeps the transpose of a tile whose columns are tokens, or whose rows are columns of the state, of which a
-        program may have some: it is turned where it is read."""
+        """Saves the transpose of a tile whose columns are tokens, or whose rows are columns of the state.
+
+        A program may work on some of the state's columns, and loads rows. The reader transposes the tile back.
+        """
         last = dims(self.named["S"])[-1]
         for name, node in self.found.items():
             if len(dims(node)) != 2 or dims(node)[0] == "C" or (dims(node)[1] != "C" and dims(node)[0] != last):
@@ -458,7 +467,7 @@ class _Keeper:
             self.end.args = ([kept.get(of, x) for of, x in zip(self.outputs, self.end.args[0], strict=True)],)
 
     def _operands(self, forward: set[Any]) -> None:
-        """Keeps the operands of products with the state that are computed from the chunk alone."""
+        """Saves the operands of products with the state that depend on the chunk alone."""
         moving: set[Any] = set()
         for node in self.graph.nodes:
             if node.name == "do" or is_state(node.name) or any(x in moving for x in node.all_input_nodes):
@@ -474,7 +483,7 @@ class _Keeper:
                         self._keep(f"operand{len(self.found)}", x, "operand")
 
     def _gated(self, forward: set[Any]) -> None:
-        """Keeps what walks multiply that is computed from gates of two axes and from no product."""
+        """Saves operands of products in walks that depend on gates of two axes and on no product."""
         wide = {node for name, node in self.found.items() if self.roles[name] == "gates" and len(dims(node)) == 2}
         for node in self.graph.nodes:
             if node in forward and node.target is aten.mm.default:
@@ -531,7 +540,7 @@ def _ancestors(nodes: Iterable[Any]) -> set[Any]:
 
 
 def _heavy(node: Any) -> bool:
-    """Whether a matrix product or an intrinsic is needed for this value, or the state."""
+    """Whether this value depends on a matrix product, an intrinsic or the state."""
     return any(
         at.target is aten.mm.default or at.target in _KINDS or is_state(at.name) for at in _ancestors([node])
     )

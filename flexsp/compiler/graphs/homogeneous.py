@@ -1,4 +1,4 @@
-"""The adjoint of a step without gradients of outputs: what carries dS from one end of a chunk to the other, A^T."""
+"""The adjoint of a step for zero gradients of outputs: A^T, which carries dS from the end of a chunk to its start."""
 
 # fx types the arguments of a node as a union of all there can be.
 # mypy: disable-error-code="union-attr,arg-type"
@@ -65,7 +65,7 @@ def _stays_zero(node: Any, zero: set[Any]) -> bool:
 
 
 def _other(graph: Graph, node: Any, zero: set[Any]) -> Any:
-    """x + 0, x - 0 or 0 - x, of the sizes of the sum."""
+    """x + 0, x - 0 or 0 - x, broadcast to the sizes of the sum."""
     x, y = node.args
     rest = y if x in zero else x
     with graph.inserting_before(node):

@@ -1,4 +1,5 @@
-"""Rewrites of a step's graph that keep its value: aliases and transposes gone, constants where they cost least."""
+"""Rewrites of a step's graph that keep its value: they remove aliases and transposes, and move constants to where they
+cost least."""
 
 # fx types the arguments of a node as a union of all there can be.
 # mypy: disable-error-code="union-attr,index,operator,arg-type,assignment,misc,return-value"
@@ -26,14 +27,14 @@ def dims(node: Any) -> tuple[str, ...]:
 
 
 def simplify(graph: Graph) -> None:
-    """Takes out what does nothing, and computes each expression once."""
+    """Removes nodes without an effect, and computes each expression once."""
     _free_fills(graph)
     _until_done(graph, _simpler)
     _common(graph)
 
 
 def cheapen(graph: Graph, join: bool) -> None:
-    """Rewrites for the graph of one kernel, which depend on who reads a value.
+    """Rewrites for the graph of one kernel, which depend on the readers of a value.
 
     `join`: products with a common operand become one. It saves work in walks; the kernels of gradients would hold the
     joined operand, a tile, where each product reads its own from memory.
@@ -142,7 +143,7 @@ _ELEMENTWISE = {
 
 
 def _hoists(node: Any) -> bool:
-    """Whether an elementwise operation is on transposed tiles, and what else it reads is as easily transposed."""
+    """Whether an elementwise operation reads transposed tiles, and its other operands are as easily transposed."""
     if node.target not in _ELEMENTWISE or len(dims(node)) != 2:
         return False
     nodes = [x for x in node.args if isinstance(x, Node)]
@@ -242,7 +243,7 @@ def _key(value: Any) -> Any:
 
 
 def _common(graph: Graph) -> None:
-    """Each expression once."""
+    """Computes each expression once."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -451,7 +452,7 @@ _KEEPS_FINITE = {
 
 
 def _finite(x: Any, diagonal: float) -> bool:
-    """Whether x is seen to be finite above a diagonal if it is so on and below it: zero times it is zero.
+    """Whether x is finite above a diagonal if it is finite on and below it, so that zero times x is zero.
 
     Products of matrices and factors of rows or columns are no more finite above than below.
     """
@@ -520,7 +521,7 @@ def _sink(graph: Graph, node: Any) -> Any:
 
 
 def _takes(x: Any) -> bool:
-    """Whether a constant factor of x can go into something smaller."""
+    """Whether a constant factor of x can move into a smaller factor of x."""
     if not isinstance(x, Node) or len(x.users) > 1:
         return False
     if x.target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:

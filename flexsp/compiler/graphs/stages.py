@@ -1,4 +1,4 @@
-"""Stage 3b: which chunkwise kernels there are, what each writes and reads.
+"""Stage 3b: the list of chunkwise kernels, with what each writes and reads.
 
 Before the walks: `prepare0`, `prepare1`, ... around the intrinsics. After them: `adjoint0`, ... around the gradients of
 intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and `gather`,
@@ -63,7 +63,7 @@ def make_stages(step: Step) -> list[Stage]:
 
 
 def for_users(step: Step, names: Iterable[str]) -> str:
-    """What users know of values: inputs and cached results by their names, others by the line that computes them."""
+    """Values in the words of users: inputs and cached results by name, others by the line that computes them."""
     named = _named(step)
     known = []
     for name in names:
@@ -75,7 +75,7 @@ def for_users(step: Step, names: Iterable[str]) -> str:
 
 
 def _grad_levels(step: Step) -> dict[str, int]:
-    """How many gradients of intrinsics, one behind the other, each kept value needs."""
+    """The number of gradients of intrinsics, one after the other, that each saved value needs."""
     named = _named(step)
     results = {named[f"keep_{name}"] for x in step.intrinsics if x.backward for name in x.results}
     levels: dict[Any, int] = {}
@@ -131,12 +131,12 @@ def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
 
 
 def _cost(nodes: set[Any]) -> int:
-    """Rough work of computing these too: products and large loads first."""
+    """A rough estimate of the work of computing these nodes too: products and large loads."""
     return sum(100 if "mm" in node.name or is_state(node.name) else len(dims(node)) for node in nodes)
 
 
 def _reductions(nodes: Iterable[Any], stop: set[Any]) -> list[Any]:
-    """Where values of two axes become values of one or none."""
+    """The nodes at which values of two axes become values of one axis or none."""
     found: dict[Any, None] = {}
     seen: set[Any] = set()
     waiting = list(nodes)

@@ -1,4 +1,4 @@
-"""Tiles as text: what generated code calls a value, and what is known of it."""
+"""Tiles of generated code: the text that computes a value, and what is known about its padding."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def is_state(name: str) -> bool:
 class Value:
     """A tile over `sizes`; an axis of size "1" has one element, and no padding.
 
-    `code` is what it is computed as, and `view` how it is that: as it is, transposed, or a vector as a "row" [1, N] or
-    a "column" [N, 1].
+    `code` is the variable or expression that holds it. `view` says how to read that: as it is, transposed, or a vector
+    as a "row" [1, N] or a "column" [N, 1].
 
-    What is known of the padding:
-        zero: axes whose padding is exactly 0, also where another axis is in its padding.
-        wild: it may be inf or NaN where it is not zero. So 0 times it is not 0.
-        low: the only such number is -inf, whose exponential is 0.
-        steady: axes whose padding repeats what is not padding, so that its exponential overflows no sooner.
+    What is known about the padding:
+        zero: axes whose padding is exactly 0, also in the padding of another axis.
+        wild: the padding may be inf or NaN where it is not known to be 0, so that 0 times it may not be 0.
+        low: -inf is the only such number; its exponential is 0.
+        steady: axes whose padding repeats numbers that are no padding, so that its exponential overflows no sooner.
 
-    `raw` tiles are as they were loaded, of the inputs' type; `truth` tiles are masks.
+    `raw` tiles are as loaded, in the inputs' dtype; `truth` tiles are masks.
     """
 
     code: str
@@ -74,15 +74,15 @@ class Value:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is the transpose of a variable."""
+        """Whether the tile is the transpose of its variable."""
         return self.view == "transposed" and self.code.replace("_", "").isalnum()
 
     def now(self, code: str, **known: Any) -> Value:
-        """What `code` makes of it, of the same sizes."""
+        """A tile of the same sizes that `code` computes from this one."""
         return replace(self, code=code, **{"view": "", **known})
 
     def without(self, axis: int, code: str) -> Value:
-        """What `code` makes of it, without one of the axes."""
+        """A tile without one of the axes, which `code` computes from this one."""
         zero, steady = (frozenset(a - (a > axis) for a in of if a != axis) for of in (self.zero, self.steady))
         sizes = self.sizes[:axis] + self.sizes[axis + 1 :]
         return self.now(code, sizes=sizes, zero=zero, steady=steady, raw=False, truth=False)
@@ -95,7 +95,7 @@ class Value:
         return self.now(code, sizes=sizes, zero=zero, steady=steady, raw=False, view=view)
 
     def transposed(self) -> Value:
-        """The transpose of a tile of two axes; of one that was computed transposed, what was computed."""
+        """The transpose of a tile of two axes; for a tile that was computed transposed, the computed one."""
         zero, steady = (frozenset(1 - a for a in of) for of in (self.zero, self.steady))
         view = _TRANSPOSED[self.view]
         return self.now(self.code, sizes=self.sizes[::-1], zero=zero, steady=steady, view=view)
@@ -111,7 +111,7 @@ def block(size: str) -> str:
 
 
 def limit(size: str) -> str:
-    """What an index of an axis is below."""
+    """The text of an axis's size, which bounds its indices."""
     return "length" if size == "C" else size
 
 

@@ -1,4 +1,4 @@
-"""Stage 4b: what one program of a kernel holds on its multiprocessor: shared memory, registers; and what it computes.
+"""Stage 4b: shared memory and registers of one program of a kernel, and the operations that it does.
 
 Read off the nodes of the kernel's graph in the order in which they are emitted, for given tile sizes. Shared memory
 has the tiles that products read (loads of a walk in a buffer for each stage of its pipeline) and the scratch of one
@@ -34,7 +34,7 @@ _VIEWS = {
 _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.default, aten.sin.default,
          aten.cos.default, aten.tanh.default}  # fmt: skip
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
-_SCRATCH = 32 * 1024  # Triton turns a large tile in pieces
+_SCRATCH = 32 * 1024  # bytes at most in which Triton transposes a large tile, piece by piece
 _BARRIERS = 2 * 1024  # of tcgen05's products
 _ENDS = 4352  # of walks over packed documents
 _ROUNDS = 8 * 1024  # of what a round of a loop over pieces begins before the last one has ended
@@ -42,7 +42,7 @@ _ROUNDS = 8 * 1024  # of what a round of a loop over pieces begins before the la
 
 @dataclass(frozen=True)
 class Load:
-    """What one program of a kernel holds and does, in a chunk.
+    """Resources and operations of one program of a kernel, in a chunk.
 
     `shared` is the most bytes that Triton was seen to give it, `least` what it certainly does (0: not known); `tiles`
     the fp32 numbers alive at once in registers, over all threads; `flops` those of products of padded tiles, `slow`
@@ -94,7 +94,7 @@ def _loop(nodes: Sequence[Any], pieces: str) -> tuple[int, int]:
 
 
 def _source(node: Any) -> tuple[Any, bool]:
-    """What a product reads behind transposes, and whether it reads it transposed."""
+    """The operand of a product without its transposes, and whether the product reads it transposed."""
     turned = False
     while node.target in _VIEWS:
         turned ^= node.target is aten.t.default
@@ -109,7 +109,7 @@ def _held(node: Any, walks: str) -> bool:
 
 
 def _last_uses(nodes: Sequence[Any]) -> dict[Any, int]:
-    """Index of the node that reads each value last; views count for what they view."""
+    """Index of the last node that reads each value. Readers of a view are readers of the viewed value."""
     last: dict[Any, int] = {}
     for i, node in enumerate(nodes):
         if node.op == "placeholder" or node.target in _VIEWS:
@@ -325,6 +325,6 @@ def intrinsic_load(kind: str, C: int, N: int, item: int) -> Load:
     alive = (5 if grad else 3) * C * columns
     parts = item + 1 if grad else item  # of fp32 operands; sums over warps need room besides
     shared = item * C * columns * parts + (4096 if grad else 0)
-    if grad and item == 2:  # both operands of a mild chunk, beside the gradients
+    if grad and item == 2:  # both operands of a chunk with small gates, beside the gradients
         shared = max(shared, item * C * (2 * columns + C))
     return Load(shared, 0, alive, flops, flops if C < 64 else 0, products, loads, numbers)

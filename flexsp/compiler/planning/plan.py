@@ -33,16 +33,18 @@ from flexsp.scan.tiles import MOST_ROWS, too_large
 __all__ = ["candidates", "choose_plan", "refusal"]
 
 _LONGEST = 128
-_PIECE = {True: 64, False: 32}  # columns that those kernels otherwise have at a time, in bf16 or not
+_PIECE = {True: 64, False: 32}  # columns of a piece of a large state, in bf16 or not
 _TILE = 128 * 128  # numbers of the state that a walk holds at most
-_HELD = 128 * 256  # of any tile
-_LIGHT = 224  # registers of a thread of `grads` up to which it runs better in 168, three programs a multiprocessor
-_THIRD = 168
-_HEAVY = 300  # registers beyond which eight warps, which spill less, are worth it; and more of them for each product,
-_EXCHANGE = 15  # since its operands are then exchanged between the warps
-_SPARE = 12 * 1024  # bytes that estimates of kernels with many tiles were below what Triton gave them
-_SHARED = 4  # programs that a multiprocessor has of kernels with no product
-_WORTH = 0.8  # another chunk size than the measured one must be predicted to take at most this much of its time
+_HELD = 128 * 256  # numbers of any tile, at most
+# A thread of `grads` that needs up to _LIGHT registers runs faster with a limit of _THIRD: three programs then share a
+# multiprocessor.
+_LIGHT, _THIRD = 224, 168
+# Above _HEAVY registers eight warps are faster, since they spill less. Each product adds _EXCHANGE to that threshold,
+# because eight warps have to exchange its operands.
+_HEAVY, _EXCHANGE = 300, 15
+_SPARE = 12 * 1024  # bytes by which estimates for kernels with many tiles were too small
+_SHARED = 4  # programs on a multiprocessor, of kernels without products
+_WORTH = 0.8  # a chunk size is taken instead of the measured one if its predicted time is at most this share
 
 
 def choose_plan(
@@ -77,7 +79,7 @@ def choose_plan(
 def refusal(
     code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
 ) -> str | None:  # fmt: skip
-    """Why a call with these inputs, over ranks or not, runs in PyTorch, or None; `sizes` are theirs, by name."""
+    """Why no generated kernels run a call with these inputs, or None. `sizes` are the inputs' sizes by name."""
     if code.layout.parts:
         rows, cols = code.layout.numbers(sizes)
         if (taken := too_large(rows, cols, code.dense)) is not None:
@@ -123,7 +125,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Cut:
-    """What a plan depends on, besides the kernels; `tiles` are the parts of the state of two axes."""
+    """What a plan depends on besides the kernels. `tiles` are the parts of the state with two axes."""
 
     rows: str
     cols: str
@@ -167,7 +169,7 @@ class _Cut:
 
     @property
     def width(self) -> int:
-        """Columns of the state that a program of a walk has: all that fit, but with a dense transition or in fp32."""
+        """Columns of the state for a program of a walk: as many as fit, but fewer for dense transitions and in fp32."""
         width = whole = padded(dict(self.sizes)[self.cols])
         rows = self.tiles * padded(dict(self.sizes).get(self.rows, 1))
         while self.split and rows * width > _TILE:
@@ -233,7 +235,7 @@ def _best(
 
 
 def _refuse_large(cut: _Cut, code: Generated) -> None:
-    """NotEmittable where a kernel would hold too large a tile, or the scan too large a state."""
+    """NotEmittable if a kernel would hold too large a tile, or the scan too large a state."""
     for name, n in cut.sizes:
         most = MOST_ROWS if code.panels and name == cut.cols else MOST
         if n > most:

@@ -118,9 +118,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev]" triton
 	@touch $@ $(VENV)/.demo $(VENV)/.hybrid
 
-$(VENV)/.docs: $(VENV)/.dev
-	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
-	@touch $@
+# All at once: pip takes its time to look at what is there already.
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing flexsp, what the checks need and what makes the documentation into $(VENV)"
+	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[dev,docs]" triton
+	@touch $@ $(VENV)/.dev $(VENV)/.demo $(VENV)/.hybrid
 
 # The GPU machine's interpreter and torch are used as they are. NVLink multicast stays off (NVLS), NVSHMEM stays on one
 # host; each script is stopped if it hangs, and one failure does not keep the others from running.

@@ -65,9 +65,10 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where kernels that the tests of a file generate are written."""
+    """Where kernels that tests generate are written: one for all files, since every rank derives the kernels of a
+    variant once for each folder, which takes a second or two."""
     return str(tmp_path_factory.mktemp("generated"))
 
 

@@ -35,11 +35,6 @@ CONFIGS = {  # K, V, documents, dtype
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("generated"))
-
-
 def check(folder: str, *runs: Run) -> None:
     """By the rule of `check_runs`. The reference of runs in bf16 are the generated kernels, which round the operands of
     as many products: in PyTorch the functions make scores, and so gradients of gates, of none."""

@@ -19,12 +19,6 @@ from tests.harness.generated import LARGER, ONE_SEGMENT, Run, check_runs
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.programs import WHOLE, check_program
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("generated"))
-
-
 NOT_ZERO = [
     "(k * 0.3).exp()", "1 - k", "k.clamp(min=0.3)", "k + w", "torch.where(k > w, k, 0.5 * w)",
     "(k * k + 1).cumsum(0) * 0.1", "k * ((k * k).log().sum(-1).cumsum(0) * 0.01).sin()[:, None]",

@@ -37,12 +37,6 @@ from tests.harness.interpreted import INTERPRETED, in_pieces, poisoned
 from tests.harness.programs import PACKED, WHOLE, check_program
 from tests.marks import quick, slow
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("generated"))
-
-
 # Kernels of intrinsics ------------------------------------------------------------------------------------------------
 
 

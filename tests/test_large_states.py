@@ -20,11 +20,6 @@ DENSE = [name for name in MATRICES if variants.VARIANTS[name].transition == "den
 VECTORS = [name for name in variants.VARIANTS if name not in MATRICES]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("large"))
-
-
 @pytest.mark.parametrize("name", quick(MATRICES, "gla"))
 def test_both_sizes(name: str, folder: str) -> None:
     """Up to 256 rows and columns, of which the last piece need not be full, in several segments."""

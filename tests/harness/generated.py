@@ -132,10 +132,11 @@ def differentiated(call: Callable[[Tensors], Any], leaves: Tensors, cotangents: 
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def model_of(
     name: str, H: int, K: int, V: int, chunk: int | None, folder: str, lowering: str, pieces: int = 0
 ) -> Any:  # fmt: skip
+    """As long as a model lives, others of the same variant have its kernels."""
     return variants.load(name).make(H, K, V, chunk_size=chunk, code_dir=folder, lowering=lowering)
 
 
@@ -198,6 +199,11 @@ def joined(problem: Problem, parts: Sequence[Tensors]) -> Tensors:
     return found
 
 
+@functools.lru_cache(maxsize=512)
+def functions_of(name: str, H: int, K: int, V: int, chunk: int | None) -> Any:
+    return variants.load(name).make(H, K, V, chunk_size=chunk)
+
+
 @contextmanager
 def sums_in_float32() -> Iterator[None]:
     """Functions in PyTorch add gates up as kernels do, which is what these are held to. Else sums are float64."""
@@ -215,7 +221,7 @@ def of_functions(run: Run, problem: Problem, cotangents: Cotangents) -> list[Ten
     given, made = problem.tokens | problem.params, torch.Generator().manual_seed(random.randrange(2**31))
     leaves = {name: x.to(torch.float32 if wide(name) else run.dtype, copy=True) for name, x in given.items()}
     leaves["prev_s"] = problem.initial.float()
-    model = variants.load(run.name).make(run.H, run.K, run.V, chunk_size=run.chunk)
+    model = functions_of(run.name, run.H, run.K, run.V, run.chunk)
     cu = None if run.bounds is None else torch.tensor(run.bounds)
     found, of = [], leaves
     with RoundedProducts(run.dtype), sums_in_float32():

@@ -100,7 +100,7 @@ MEMORY = [
     *_in(
         "flexsp/scan/transitions.py",
         ("(a + state).masked_fill", "state.masked_fill", "maxima do not decay", _OPS),
-        ("masked_fill(a == -torch.inf, -torch.inf)", "nan_to_num()", "maxima reach across documents", _FINITE),
+        ("(a + state).masked_fill(a == -torch.inf, -torch.inf)", "a + state", "maxima reach across documents", _FINITE),
         ('-torch.inf if self.kind == "max-plus" else 0.0', "0.0", "what enters the first rank is at least 0",
          "tests/test_schedules.py::test_maxima[serial]"),
         ("torch.maximum(left, F) if", "left + F if", "maxima of ranks are added up",

@@ -18,8 +18,9 @@ import torch
 
 from flexsp.kernels.launches import Launch, LaunchSpec, copied, named, scan, zeroed
 
-__all__ = ["Buffer", "LaunchPlan", "Role", "SegmentedPlan", "gradient_of"]
+__all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "gradient_of"]
 
+Layout = tuple[torch.dtype, tuple[int, ...]]
 _F32 = torch.float32
 
 
@@ -144,6 +145,15 @@ class LaunchPlan(ABC):
             *(Buffer(x, Role.STATE_EDGE, _F32, edges) for x in ("@initial", "@final", "@dinitial", "@dfinal")),
         ]
         return {x.name: x for x in (*shared, *self.declare())}
+
+    def token_buffers(self, inputs: Mapping[str, Layout], outputs: Layout) -> list[Buffer]:
+        """Inputs with a row a token and their gradients, the outputs and the gradient of these."""
+        return [
+            *(Buffer(name, Role.INPUT, *layout) for name, layout in inputs.items()),
+            *(Buffer(gradient_of(name), Role.GRADIENT, *layout) for name, layout in inputs.items()),
+            Buffer("o", Role.OUTPUT, *outputs),
+            Buffer("do", Role.INPUT, *outputs),
+        ]
 
     def own(self, name: str) -> bool:
         return self.buffers[name].own

@@ -56,15 +56,9 @@ class ExactSegments(LaunchPlan):
         """Which segments are done again."""
         if not self.rounds:
             return []
-        from flexsp.kernels.delta.exact import choose as kernel
+        from flexsp.kernels.delta.exact_launches import choose
 
-        tiling, how = self.tiling, Launch(0, 1, 1)
-        table = "@table" if self.docs else "@exact"
-        constants = {"C": self.chunk, "MILD": False, "PACKED": self.docs > 0}
-        return [LaunchSpec(
-            "choose", how, (self.B * self.H, self.n_seg, 1), ("@gain", "@exact", "@exact", table), ("@gain",),
-            ("@exact",), (self.T, self.n_chunks, tiling.per_seg), constants, how.options, kernel=kernel,
-        )]  # fmt: skip
+        return [choose(self)]
 
     def again(
         self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str],

@@ -7,6 +7,7 @@ import torch
 from flexsp.kernels.delta import exact, exact_grads
 from flexsp.kernels.delta.call_args import CallArgs
 from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.launches import Launch, LaunchSpec, named
 
 __all__ = ["backward", "choose", "forward", "grads", "rounds", "scratch"]
@@ -20,17 +21,15 @@ def rounds(call: CallArgs) -> bool:
     return call.dtype == torch.bfloat16
 
 
-def choose(call: CallArgs, mild: str | None) -> list[LaunchSpec]:
-    """Which segments are done token by token; `mild` are told of it, too."""
-    p = call.tiling
-    if not rounds(call):
-        return []
-    pointers = "@gain", "@exact", mild or "@exact", "@table" if p.docs else "@exact"
-    constants = {"C": p.chunk, "MILD": mild is not None, "PACKED": p.docs > 0}
-    return [LaunchSpec(
-        "choose", _WARP, (p.B * p.H, p.n_seg, 1), pointers, ("@gain", *named(mild)), ("@exact", *named(mild)),
-        (p.T, p.n_chunks, p.per_seg), constants, _WARP.options, kernel=exact.choose,
-    )]  # fmt: skip
+def choose(call: LaunchPlan, mild: str | None = None) -> LaunchSpec:
+    """Which segments are done token by token, of a call that `rounds`; `mild` are told of it, too."""
+    p, docs = call.tiling, call.docs
+    pointers = "@gain", "@exact", mild or "@exact", "@table" if docs else "@exact"
+    constants = {"C": p.chunk, "MILD": mild is not None, "PACKED": docs > 0}
+    return LaunchSpec(
+        "choose", _WARP, (call.B * call.H, p.n_seg, 1), pointers, ("@gain", *named(mild)), ("@exact", *named(mild)),
+        (call.T, p.n_chunks, p.per_seg), constants, _WARP.options, kernel=exact.choose,
+    )  # fmt: skip
 
 
 def _constants(call: CallArgs) -> dict[str, int]:

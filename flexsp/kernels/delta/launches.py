@@ -12,7 +12,7 @@ from flexsp.kernels.delta import exact_launches, grads, join, prepare, walks
 from flexsp.kernels.delta.call_args import CallArgs
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
-from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launch_plan import Buffer, Layout, Role, gradient_of
 from flexsp.kernels.launches import Launch, LaunchSpec, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
@@ -58,7 +58,7 @@ class DeltaPlan(CallArgs):
         chunks, held = (p.B * p.H, p.n_chunks), (p.B * p.H, p.held)
         of_segments = (p.B, p.n_seg + 1, p.H, p.K, p.V)
         edges = (p.B, 2, p.H, p.K, p.V)
-        saved: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        saved: dict[str, Layout] = {
             "@states": (_F32, of_segments),
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
             "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
@@ -74,7 +74,7 @@ class DeltaPlan(CallArgs):
             "@scores": (half, (*chunks, C, C)),
             "@exact": (torch.int32, chunks),
         }
-        scratch: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        scratch: dict[str, Layout] = {
             "@dstates": (_F32, of_segments),
             "@edges": (_F32, edges),
             "@dedges": (_F32, edges),
@@ -97,7 +97,7 @@ class DeltaPlan(CallArgs):
     def _of_tokens(self) -> list[Buffer]:
         """The inputs, the outputs and the gradients. A token has a query and a gate for `steps` keys."""
         p, queries = self.tiling, self.T // self.tiling.steps
-        inputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        inputs: dict[str, Layout] = {
             "q": (self.dtype, (p.B, queries, p.H // p.group, p.K)),
             "k": (self.dtype, (p.B, p.T, p.H // p.group, p.K)),
             "v": (self.dtype, (p.B, p.T, p.H, p.V)),
@@ -105,13 +105,7 @@ class DeltaPlan(CallArgs):
         }
         if self.gate is not None:
             inputs[self.gate] = self.types[1], self.gates_shape
-        outputs = self.dtype, (p.B, queries, p.H, p.V)
-        return [
-            *(Buffer(name, Role.INPUT, *x) for name, x in inputs.items()),
-            *(Buffer(gradient_of(name), Role.GRADIENT, *x) for name, x in inputs.items()),
-            Buffer("o", Role.OUTPUT, *outputs),
-            Buffer("do", Role.INPUT, *outputs),
-        ]
+        return self.token_buffers(inputs, (self.dtype, (p.B, queries, p.H, p.V)))
 
     @property
     def gates_shape(self) -> tuple[int, ...]:
@@ -121,7 +115,8 @@ class DeltaPlan(CallArgs):
 
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.ends else None
-        launches = [*self._prepared(), *exact_launches.choose(self, self._mild)]
+        chosen = [exact_launches.choose(self, self._mild)] if exact_launches.rounds(self) else []
+        launches = [*self._prepared(), *chosen]
         if self.scanned:
             launches += [*self._summarize(given), *exact_launches.forward(self, "summarize", given)]
             launches += self._scan("@states", reverse=False)

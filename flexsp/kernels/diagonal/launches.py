@@ -76,18 +76,11 @@ class DiagonalPlan(SegmentedPlan):
 
     def declare(self) -> list[Buffer]:
         values = self.dtype if self.values is None else self.values
-        found = [
-            *self.states_of_segments(),
-            *(self._rows(x, Role.INPUT, self.dtype, self.tiling.K) for x in ("q", "k")),
-            *(self._rows(gradient_of(x), Role.GRADIENT, self.dtype, self.tiling.K) for x in ("q", "k")),
-            *(self._rows(x, Role.INPUT, values, self.tiling.V) for x in ("v", "do")),
-            self._rows("d_v", Role.GRADIENT, values, self.tiling.V),
-            self._rows("o", Role.OUTPUT, values, self.tiling.V),
-        ]
-        return found if self.gate is None else [*found, *self._of_gates(self.gate)]
-
-    def _rows(self, name: str, role: Role, dtype: torch.dtype, width: int) -> Buffer:
-        return Buffer(name, role, dtype, (self.B, self.T, self.H, width))
+        of_keys = self.dtype, (self.B, self.T, self.H, self.tiling.K)
+        of_values = values, (self.B, self.T, self.H, self.tiling.V)
+        tokens = self.token_buffers({"q": of_keys, "k": of_keys, "v": of_values}, of_values)
+        of_gates = [] if self.gate is None else self._of_gates(self.gate)
+        return [*self.states_of_segments(), *tokens, *of_gates]
 
     def _of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""

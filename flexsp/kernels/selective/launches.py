@@ -157,21 +157,17 @@ class SelectivePlan(SegmentedPlan):
     def declare(self) -> list[Buffer]:
         p, dtype = self.tiling, self.dtype
         padded, of_token = (p.B, p.T + p.chunk, 1, p.numbers), (p.B, p.T, 1, p.N)
-        rows = (p.B, p.T, p.H, p.P)
-        types = {"u": dtype, "delta": self.delta, **({"z": dtype} if self.form.gate else {})}
+        rows = dtype, (p.B, p.T, p.H, p.P)
+        tokens = {"u": rows, "delta": (self.delta, rows[1]), "B": (dtype, of_token), "C": (dtype, of_token)}
+        tokens |= {"z": rows} if self.form.gate else {}
         return [
             *self.states_of_segments(),
-            *(Buffer(name, Role.INPUT, kind, rows) for name, kind in types.items()),
-            *(Buffer(gradient_of(name), Role.GRADIENT, kind, rows) for name, kind in types.items()),
-            *(Buffer(name, Role.INPUT, dtype, of_token) for name in "BC"),
-            *(Buffer(gradient_of(name), Role.GRADIENT, dtype, of_token) for name in "BC"),
+            *self.token_buffers(tokens, rows),
             *(Buffer(name, Role.INPUT, _F32, (p.H, *shape)) for name, shape in self._parameters.items()),
             *(
                 Buffer(gradient_of(name), Role.SCRATCH, _F32, (p.B, p.H, p.n_seg, *shape))
                 for name, shape in self._parameters.items()
             ),
-            Buffer("o", Role.OUTPUT, dtype, rows),
-            Buffer("do", Role.INPUT, dtype, rows),
             Buffer("@decay", Role.SAVED, _F32, (p.B, p.n_seg, p.H, p.P * p.N)),
             Buffer("@chunks", Role.SCRATCH, _F32, (p.B, p.n_chunks, p.H, p.P * p.N)),
             Buffer("@parts", Role.SCRATCH, _F32, (p.B, p.programs(self._block("grads_kernel")), p.T, 2, p.numbers)),

@@ -115,12 +115,10 @@ class VectorPlan(SegmentedPlan):
         p, rows = self.tiling, (self.B, self.T, self.H, self.tiling.P)
         return [
             *self.states_of_segments(Role.SCRATCH),
-            Buffer("x", Role.INPUT, self.dtype, rows), Buffer("d_x", Role.GRADIENT, self.dtype, rows),
-            Buffer("g", Role.INPUT, self.gate, rows), Buffer("d_g", Role.GRADIENT, self.gate, rows),
-            Buffer("o", Role.OUTPUT, self.dtype, rows), Buffer("do", Role.INPUT, self.dtype, rows),
+            *self.token_buffers({"x": (self.dtype, rows), "g": (self.gate, rows)}, (self.dtype, rows)),
             Buffer("@decay", Role.SAVED, _F32, (p.B, p.n_seg, p.H, p.P)),
             Buffer("@chunks", Role.SAVED, _F32, (p.B, p.n_chunks, p.H, p.P)),
-        ]  # fmt: skip
+        ]
 
     # Launches
 

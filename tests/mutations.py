@@ -223,6 +223,8 @@ _COMPILER = [
         "flexsp/compiler/planning/launches.py",
         (" if x.refuses(self) is None)", ")", "an engine is given calls that it refuses",
          "tests/test_lowering.py::test_a_call_that_an_engine_refuses"),
+        ("sorted(own.keys() & found.keys())", "sorted(set())", "an engine's buffer takes the place of another",
+         "tests/test_lowering.py::test_what_no_program_carries"),
         ("return found | own", "return found", "what an engine adds has no buffer",
          "tests/test_lowering.py::test_what_an_engine_replaces"),
     ),

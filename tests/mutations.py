@@ -223,7 +223,9 @@ _COMPILER = [
         "flexsp/compiler/planning/launches.py",
         (" if x.refuses(self) is None)", ")", "an engine is given calls that it refuses",
          "tests/test_lowering.py::test_a_call_that_an_engine_refuses"),
-        ("name in self.lowering.saved", "False", "what an engine keeps is not kept",
+        ("sorted(own.keys() & found.keys())", "sorted(set())", "an engine's buffer takes the place of another",
+         "tests/test_lowering.py::test_what_no_program_carries"),
+        ("return found | own", "return found", "what an engine adds has no buffer",
          "tests/test_lowering.py::test_what_an_engine_replaces"),
     ),
     *_in(
@@ -353,7 +355,7 @@ _COMPILER = [
          "gradients are collected before the states that they read", "tests/test_launches.py::test_nothing_is_read_before_it_is_written"),
         ('others if x in _states_of(kernel)', 'others if x not in _states_of(kernel)', "what a chunk reads is counted wrongly",
          "tests/test_launches.py::test_states_that_a_kernel_reads_are_in_its_code"),
-        ("plan.n_seg + 1, self.H, *self.state", "plan.n_seg, self.H, *self.state", "no room for the last state",
+        ("self.n_seg + 1, self.H, *state)", "self.n_seg, self.H, *state)", "no room for the last state",
          _GENERATED + "test_one_token_and_none[hgrn]"),
     ),
     *_in(

@@ -83,7 +83,7 @@ MEMORY = [
     ),
     *_in(
         "flexsp/kernels/diagonal/launches.py",
-        ("dtype = self.dtype if keys or self.values is None else self.values", "dtype = self.dtype",
+        ("values = self.dtype if self.values is None else self.values", "values = self.dtype",
          "outputs of one column are rounded", _DENOMINATORS),
     ),
     *_in(

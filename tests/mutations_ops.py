@@ -13,13 +13,13 @@ _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 OPS = [
     *_in(
         "flexsp/kernels/executable.py",
-        ('*self._tails({"@o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",
+        ('*self._tails({"o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",
          _TAIL + "test_in_kernels[hgrn]"),
         (", *self._tails(self._gradients_of_tokens(makes))", "", "gradients behind the last document are not written",
          _TAIL + "test_in_kernels[hgrn]"),
-        ("name in {*given.tokens, *facts.by_token}", "name in given.tokens", "a decay's gradient sums what no document holds",
+        ("name in {*given.tokens, *plan.by_token}", "name in given.tokens", "a decay's gradient sums what no document holds",
          _TAIL + "test_in_kernels[gamma]"),
-        ("facts.T // x[1])", "1)", "queries with fewer rows than keys have another tail", _TAIL + "test_in_kernels[gated_delta_product]"),
+        ("plan.T // x[1])", "1)", "queries with fewer rows than keys have another tail", _TAIL + "test_in_kernels[gated_delta_product]"),
     ),
     *_in(
         "flexsp/kernels/tail.py",

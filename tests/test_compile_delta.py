@@ -107,7 +107,7 @@ def compile_config(
     from flexsp.compiler.dispatch import executable_of
     from flexsp.kernels import executable, operators
     from flexsp.kernels.delta import calls
-    from flexsp.kernels.delta.launches import DeltaCall
+    from flexsp.kernels.delta.launches import DeltaPlan
     from flexsp.kernels.delta.plan import plan_of
     from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches
@@ -129,7 +129,7 @@ def compile_config(
     operators.chunk_table = lambda *args: torch.empty(1, 5, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     with record_launches() as launches:
         found = executable_of(code, given, state, bounds, None)
-        assert isinstance(found.call, DeltaCall)
+        assert isinstance(found.plan, DeltaPlan)
         shard = 0, 32768 * steps, 32768 * steps
         o, final = operators.run(found, None, [*given.values()], state, bounds, shard)
         torch.autograd.backward([o, final], [torch.empty_like(o), state.detach()])

@@ -326,19 +326,19 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
         o, final = operators.run(executable, None, given, initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     passes = [
-        predict(code, executable.call.plan, executable.call.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        predict(code, executable.plan.tiling, executable.plan.sizes, 32, 4096, dtype, docs=docs, backward=back)
         for back in (False, True)
     ]  # fmt: skip
     rows, tail = [x for some in passes for x in some], ["tail_kernel"] if docs else []  # not of the plan: writes zeros
     assert [kernel.__name__ for kernel, *_ in launches if not kernel.__name__.startswith(EXACT)] == [
         name for some in passes for name in (*(x.kernel for x in some), *tail)
     ]
-    walk = executable.call.plan.walk
+    walk = executable.plan.tiling.walk
     for kernel, _, given in launches:
         if kernel.__name__ in ("output", "back", "states"):
             assert (given["num_warps"], given["num_stages"]) == (walk.warps, walk.stages), "not the plan's"
     limit = of_device(torch.device("cpu")).shared
-    assert not executable.call.plan.sure or all(x.shared <= limit for x in rows)
+    assert not executable.plan.tiling.sure or all(x.shared <= limit for x in rows)
     return launches, {x.kernel: x.shared for x in rows}
 
 

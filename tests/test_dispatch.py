@@ -93,7 +93,7 @@ def precompiled(sp: Any, name: str, folder: str) -> list[bool]:
         initial = torch.zeros(4 * 64 * 64 + odd)[odd:].view(1, 4, 64, 64).requires_grad_() if given else None
         bounds = torch.tensor([0, 100, 4096]) if packed else None
         executable = dispatch.executable_of(code, x, initial, bounds, None)
-        table = torch.zeros(executable.call.plan.n_chunks, 5, dtype=torch.int32) if packed else None
+        table = torch.zeros(executable.plan.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
             o, _, saved = executable.run_forward([*x.values()], initial, table)
             executable.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
@@ -117,7 +117,7 @@ def precompiled_engine(sp: Any) -> list[bool]:
         x = {name: y.requires_grad_() for name, y in x.items()}
         initial = torch.zeros(2 if packed else 1, 4, 64, 64).requires_grad_() if given else None
         executable = scalar_decay_executable(x, initial, 2 * packed, 0.1)
-        table = torch.zeros(executable.call.facts.n_chunks, 5, dtype=torch.int32) if packed else None
+        table = torch.zeros(executable.plan.n_chunks, 5, dtype=torch.int32) if packed else None
         with only_noted() as facts:
             o, _, saved = executable.run_forward([*x.values()], initial, table)
             executable.run_backward([*x.values()], initial, saved, table, torch.empty_like(o), None, given)
@@ -147,8 +147,8 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
     x = {"q": torch.randn(1, 99, 2, 16), "k": torch.randn(1, 99, 2, 16), "v": torch.randn(1, 99, 2, 16)}
     x = {name: y.requires_grad_(backward) for name, y in (x | {"g": -torch.rand(1, 99, 2)}).items()}
     executable = dispatch.executable_of(code, x, None, None, None)
-    assert executable.call.plan.sure
-    executable.call = replace(executable.call, plan=replace(executable.call.plan, sure=sure))
+    assert executable.plan.tiling.sure
+    executable.plan = replace(executable.plan, tiling=replace(executable.plan.tiling, sure=sure))
     executable.device, asked = torch.device("cuda", 0), []
 
     def prepare(self: Any, frame: Any, device: int) -> Future[Any]:

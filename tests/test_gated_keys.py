@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.launches import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.testing.compare import check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
@@ -150,7 +150,7 @@ def variant(scale: Any = 0.5, chunk_size: int | None = None, H: int = 2) -> Line
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
     plan = choose_plan(code, sizes, 2, 500, 0, dtype, chunk=chunk)
-    call = GeneratedCall(code, plan, sizes, 1, 2, 500, 0, dtype)
+    call = GeneratedPlan(code, plan, sizes, 1, 2, 500, 0, dtype)
     return [x.kind for x in (*call.forward(), *call.backward(False, False))]
 
 

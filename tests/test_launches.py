@@ -15,13 +15,14 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.launches import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
-from flexsp.kernels.diagonal.launches import DiagonalCall
+from flexsp.kernels.diagonal.launches import DiagonalPlan
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.executable import CallSpec, Executable
-from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride, memory
+from flexsp.kernels.launch_plan import Role, gradient_of
+from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.runtime.steps import launches_of
 from tests import variants
 
@@ -51,19 +52,19 @@ def code_of(name: str) -> Generated:
     return Generated(model.program)
 
 
-def calls(name: str) -> Iterator[GeneratedCall]:
+def calls(name: str) -> Iterator[GeneratedPlan]:
     code = code_of(name)
     sizes = dict.fromkeys(code.layout.sizes, 64)
     for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
         B = 1 if docs else 2
         plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
-        yield GeneratedCall(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
+        yield GeneratedPlan(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
 
 
-def given_to(call: GeneratedCall) -> set[str]:
+def given_to(call: GeneratedPlan) -> set[str]:
     """Buffers that hold something before the first launch."""
     layout = call.code.layout
-    return {*layout.tokens, *layout.params, "@do", "@initial", "@dfinal"}
+    return {*layout.tokens, *layout.params, "do", "@initial", "@dfinal"}
 
 
 def check_order(launches: list[LaunchSpec], there: set[str]) -> set[str]:
@@ -79,22 +80,22 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
     for call in calls(name):
         forward = call.forward()
         there = check_order(forward, given_to(call))
-        assert "@o" in there and ("@final" in there) == call.ends
-        kept = {x for x in there if x in memory(call, forward) and call.saved(x)}
+        assert "o" in there and ("@final" in there) == call.ends
+        kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
         for dfinal, dinitial in itertools.product((False, True), repeat=2):
             backward = call.backward(dfinal, dinitial)
             after = check_order(backward, given_to(call) | kept)
-            assert {f"d.{x}" for x in (*call.code.step.tokens, *call.code.step.params)} <= after
+            assert {gradient_of(x) for x in (*call.code.step.tokens, *call.code.step.params)} <= after
             assert ("@dinitial" in after) == dinitial
             if name == "bounded" and call.scanned:
                 assert any("@entering" in x.reads for x in backward if x.kind == "collect")
 
 
-def engine_calls() -> Iterator[DiagonalCall]:
+def engine_calls() -> Iterator[DiagonalPlan]:
     gates, either = (None, "g", "g_gamma"), (False, True)
     for K, T, docs, gate, given, early in itertools.product((64, 256), (0, 40, 9000), (0, 3), gates, either, either):
         q = torch.empty(1 if docs else 2, T, H, K, dtype=BF16, device="meta")
-        yield DiagonalCall(make_plan(q, q, docs), BF16, gate, 0.1, given, not early, early, "")
+        yield DiagonalPlan(make_plan(q, q, docs), BF16, gate, 0.1, given, not early, early, "")
 
 
 def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
@@ -102,14 +103,14 @@ def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
         inputs = {"q", "k", "v", *([call.gate] if call.gate else []), "@initial"}
         forward = call.forward()
         there = check_order(forward, inputs)
-        assert "@o" in there and ("@final" in there) == call.ends
-        kept = {x for x in there if x in memory(call, forward) and call.saved(x)}
-        assert kept == {*call.kept}
+        assert "o" in there and ("@final" in there) == call.ends
+        kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
+        assert kept == {x.name for x in call.buffers.values() if x.role is Role.SAVED}
         wants = [{"q"}, {"q", call.gate}] if call.gate else [{"q"}]
         for dfinal, dinitial, wanted in itertools.product((False, call.ends), (False, True), wants):
-            after = check_order(call.backward(dfinal, dinitial, wanted), inputs | kept | {"@do", "@dfinal"})
-            gradients = {x for x in after if x.startswith("d.")}
-            assert gradients == {"d.q", "d.k", "d.v", *(f"d.{x}" for x in wanted - {"q"})}
+            after = check_order(call.backward(dfinal, dinitial, wanted), inputs | kept | {"do", "@dfinal"})
+            gradients = {x for x in after if x in map(gradient_of, ("q", "k", "v", "g", "g_gamma"))}
+            assert gradients == {gradient_of(x) for x in ("q", "k", "v", *wanted)}
             assert ("@dinitial" in after) == dinitial
 
 
@@ -135,10 +136,10 @@ def test_a_plan_that_was_tuned_on_one_rank_serves_ranks(name: str) -> None:
         for key, x in code.program.meta.tokens.items()
     }
     alone = dispatch.executable_of(code, given, None, None, None)
-    assert alone.call.plan.schedule == "fused"
+    assert alone.plan.tiling.schedule == "fused"
     sp: Any = SimpleNamespace(id=0, world_size=2, rank=0)
-    chained = dispatch.executable_of(code, given, None, None, sp, alone.call.plan)
-    kinds = [x.kind for x in chained.call.forward()]
+    chained = dispatch.executable_of(code, given, None, None, sp, alone.plan.tiling)
+    kinds = [x.kind for x in chained.plan.forward()]
     assert "summarize" in kinds and PROPAGATE in kinds and "@states" in chained.saved.places
 
 
@@ -156,9 +157,9 @@ def test_memory_is_what_the_launches_point_to(name: str) -> None:
     executable = dispatch.executable_of(code, given, None, None, None)
     held = {**executable.saved.places, **executable.scratch.places}
     pointed = {x for step in launches_of(executable.forward) for x in step.pointers if x is not None}
-    assert set(held) == pointed - {*given, "@o", "@final"}
+    assert set(held) == pointed - {*given, "o", "@final"}
     for key, (_, dtype, shape) in held.items():
-        assert (dtype, shape) == (executable.call.buffer(key).dtype, executable.call.buffer(key).shape)
+        assert (dtype, shape) == (executable.plan.buffers[key].dtype, executable.plan.buffers[key].shape)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def _read_as_gradient(given: CallSpec, do: torch.Tensor, vectors: bool = True) -
     instead = {"__init__": lambda self: None, "_as_kept": lambda self, *x: x[:2], "inputs": lambda *x: {}}
     with mock.patch.multiple(Executable, **instead):
         executable: Any = Executable()  # type: ignore[call-arg]
-        executable.call, executable.given = SimpleNamespace(facts=SimpleNamespace(vectors=vectors)), given
+        executable.plan, executable.given = SimpleNamespace(aligned_gradient=vectors), given
         executable.backward = mock.Mock(side_effect=StopIteration)
         with pytest.raises(StopIteration):
             executable.run_backward([do], None, do, None, do, None, False)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, replaced
 from flexsp.compiler.dispatch import executable_of
-from flexsp.compiler.planning.launches import GeneratedCall
+from flexsp.compiler.planning.launches import GeneratedPlan
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
-from flexsp.kernels.launches import LaunchSpec, memory
+from flexsp.kernels.launch_plan import Buffer, Role
+from flexsp.kernels.launches import LaunchSpec
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 
@@ -44,7 +45,7 @@ for bounds in (None, torch.tensor([0, 40, 40, 41, 90])):
     mine = [sp.shard(y).clone().requires_grad_() for y in x]
     o, _ = variant(**dict(zip("qkv", mine)), sp=sp, **packed)
     assert variant.remembered is not None
-    assert any(c.executable.call.lowering for c in variant._calls.values() if c.executable)
+    assert any(c.executable.plan.lowering for c in variant._calls.values() if c.executable)
     grads = torch.autograd.grad(o, mine, sp.shard(do))
     for got, right in zip((o, *grads), (want, *wanted)):
         right = sp.shard(right)
@@ -75,10 +76,10 @@ def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
     return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **engines)
 
 
-def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedCall:
+def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedPlan:
     sizes = {"K": K, "V": 16}
     plan = choose_plan(model.kernels, sizes, 2, 4096, docs, torch.float32)
-    return GeneratedCall(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
+    return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
 
 
 def test_what_an_engine_replaces(keeping: ModuleType) -> None:
@@ -86,17 +87,17 @@ def test_what_an_engine_replaces(keeping: ModuleType) -> None:
     kinds = [[x.kind for x in call.backward(False, True)] for call in (mine, plain)]
     assert "states" in kinds[1] and [x for x in kinds[1] if x != "states"] == kinds[0]
     assert [x.kernel for x in mine.forward() if x.kernel is not None] == [keeping.output]
-    kept = memory(mine, mine.forward())["own.entering"]
-    assert kept == plain.buffer("@entering") and mine.saved("own.entering") and not mine.saved("own.x")
-    assert "@entering" not in memory(mine, mine.backward(False, True))
+    kept, like = mine.memory(mine.forward())["@kept_entering"], plain.buffers["@entering"]
+    assert (kept.dtype, kept.shape) == (like.dtype, like.shape) and mine.saved("@kept_entering")
+    assert "@entering" not in mine.memory(mine.backward(False, True))
 
 
 def test_the_cost_model_counts_what_an_engine_moves(keeping: ModuleType) -> None:
     mine, plain = variant(keeping).kernels, variant(keeping, lowering="generated").kernels
     call = call_of(variant(keeping))
-    given = call.plan, call.sizes, 2, 4096, torch.float32
+    given = call.tiling, call.sizes, 2, 4096, torch.float32
     written = [{x.kernel: x.written for x in predict(code, *given)} for code in (mine, plain)]
-    assert written[0]["output"] - written[1]["output"] == call.buffer("@entering").nbytes
+    assert written[0]["output"] - written[1]["output"] == call.buffers["@entering"].nbytes
 
 
 def test_a_call_that_an_engine_refuses(keeping: ModuleType) -> None:
@@ -137,13 +138,13 @@ def test_the_first_engine_that_takes_a_call_runs_it(keeping: ModuleType, monkeyp
         def __init__(self, name: str, takes: bool) -> None:
             self.name, self.takes = name, takes
 
-        def call(self, code: Any, *given: Any) -> Any:
+        def plan(self, code: Any, *given: Any) -> Any:
             return call_of(variant(keeping, lowering="generated")) if self.takes else None
 
         def in_pytorch(self, program: Any, inputs: Any, *given: Any) -> Any:
             return (inputs["v"] * len(self.name), None) if self.takes else None
 
-        def refuses(self, call: Any) -> str | None:
+        def refuses(self, plan: Any) -> str | None:
             return "it runs whole calls only"
 
     x = {name: torch.ones(1, 20, 2, 16) for name in "qkv"}
@@ -166,25 +167,25 @@ def test_what_nothing_wrote_is_not_read(keeping: ModuleType, monkeypatch: pytest
         return executable_of(variant(keeping).kernels, given, None, None, None)
 
     do = torch.empty(1, 9000, 2, 16)
-    assert "d.q" in executable().backward(do, None, False).makes
+    assert "d_q" in executable().backward(do, None, False).makes
     with monkeypatch.context() as leaving_out:
-        leaving_out.setattr(keeping.Keeping, "backward", lambda self, call, launches: [])
-        with pytest.raises(ValueError, match="expected launches that write @dinitial, d.k, d.q, d.v, got only"):
+        leaving_out.setattr(keeping.Keeping, "backward", lambda self, plan, launches: [])
+        with pytest.raises(ValueError, match="expected launches that write @dinitial, d_k, d_q, d_v, got only"):
             executable().backward(do, None, True)
-        leaving_out.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[:-1])
-        with pytest.raises(ValueError, match="expected launches that write @final, @o, got only"):
+        leaving_out.setattr(keeping.Keeping, "forward", lambda self, plan, launches: launches[:-1])
+        with pytest.raises(ValueError, match="expected launches that write @final, o, got only"):
             executable()
     with monkeypatch.context() as forgetful:
-        forgetful.setattr(keeping.Keeping, "saved", frozenset())
+        forgetful.setattr(keeping, "Role", SimpleNamespace(SAVED=Role.SCRATCH))
         made = executable()
-        with pytest.raises(ValueError, match=r"a launch before '\w+' to write 'own.entering', which it reads"):
+        with pytest.raises(ValueError, match=r"a launch before '\w+' to write '@kept_entering', which it reads"):
             made.backward(do, None, False)
-    monkeypatch.setattr(keeping.Keeping, "forward", lambda self, call, launches: launches[::-1])
+    monkeypatch.setattr(keeping.Keeping, "forward", lambda self, plan, launches: launches[::-1])
     with pytest.raises(ValueError, match="a launch before 'output' to write '@states'"):
         executable()
 
 
-def test_what_no_program_carries(keeping: ModuleType) -> None:
+def test_what_no_program_carries(keeping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Lowering):
         name = "other"
 
@@ -198,8 +199,10 @@ def test_what_no_program_carries(keeping: ModuleType) -> None:
     call = call_of(variant(keeping))
     with pytest.raises(ValueError, match="phases: expected kinds among .*output, got outputs"):
         replaced(call.forward(), {"outputs": []})
-    with pytest.raises(NotImplementedError, match="no buffer 'own.x'"):
-        Lowering.buffer(Other(), call, "own.x")
+    taken = [Buffer("@states", Role.SCRATCH, torch.float32, (1,))]
+    monkeypatch.setattr(keeping.Keeping, "buffers", lambda self, plan: taken)
+    with pytest.raises(ValueError, match="names that no other buffer of the plan has, got @states"):
+        _ = call_of(variant(keeping)).buffers
 
 
 def test_several_launches_in_place_of_one(keeping: ModuleType) -> None:

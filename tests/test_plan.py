@@ -23,7 +23,7 @@ from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
-from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
@@ -51,11 +51,11 @@ def code_of(name: str, K: int = 128, V: int = 128, dtype: torch.dtype = BF16, ch
     return found
 
 
-def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, docs: int = 0) -> Plan:
+def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, docs: int = 0) -> Tiling:
     return choose_plan(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, docs, BF16, ranks)
 
 
-def segmented(code: Any, sizes: dict[str, int], heads: int, T: int, chunk: int = 64) -> Plan:
+def segmented(code: Any, sizes: dict[str, int], heads: int, T: int, chunk: int = 64) -> Tiling:
     """Its plan of many segments, whatever it is predicted to take."""
     found = (plan for plan, _ in candidates(code, sizes, heads, T, 0, BF16, ranks=True))
     return next(plan for plan in found if plan.chunk == chunk and (plan.n_seg > 1 or code.dense))
@@ -78,7 +78,7 @@ def test_copies_wait_for_products_of_the_next_state() -> None:
     """Nothing is copied ahead where a tile is read elementwise and by the product that makes the next state."""
     for name, alone in (("gla_own_bias", True), ("gla", False), ("rwkv6", False)):
         code = code_of(name)
-        call = GeneratedCall(code, chosen(name, 4, 65536), {"K": 128, "V": 128}, 1, 4, 65536, 0, BF16)
+        call = GeneratedPlan(code, chosen(name, 4, 65536), {"K": 128, "V": 128}, 1, 4, 65536, 0, BF16)
         stages = {x.kind: x.how.stages for x in [*call.forward(), *call.backward(False, False)] if x.kind in WALKS}
         assert (stages.pop("output") == 1) == alone and min(stages.values()) > 1, (name, stages)
 
@@ -164,7 +164,7 @@ def test_more_work_takes_longer() -> None:
     assert few[1] <= more[1] and few[1] < later[1]
 
 
-def rows_of(name: str, plan: Plan, heads: int, T: int, K: int = 128, V: int = 128) -> list[Predicted]:
+def rows_of(name: str, plan: Tiling, heads: int, T: int, K: int = 128, V: int = 128) -> list[Predicted]:
     code, sizes = code_of(name, K, V), {"K": K, "V": V}
     return [x for backward in (False, True) for x in predict(code, plan, sizes, heads, T, BF16, backward=backward)]
 
@@ -464,7 +464,7 @@ def test_the_search_finds_the_quickest(packed: bool) -> None:
     asked = []
 
     def time(executable: Executable[Any], tensors: Any, initial: Any, table: Any, backward: bool) -> float:
-        plan = executable.call.plan
+        plan = executable.plan.tiling
         asked.append((plan, table))
         if plan.chunk == 128 and plan.walk.stages > 2:
             raise ValueError("too much")
@@ -492,18 +492,18 @@ def test_plans_that_may_not_fit_are_not_compiled_together(monkeypatch: pytest.Mo
     compiled = []
 
     def precompile(executable: Executable[Any], *args: Any) -> list[Any]:
-        compiled.append(executable.call.plan)
+        compiled.append(executable.plan.tiling)
         return []
 
     def time(executable: Executable[Any], *args: Any) -> float:
-        if not executable.call.plan.sure and executable.call.plan != unsure:
+        if not executable.plan.tiling.sure and executable.plan.tiling != unsure:
             raise ValueError("no room")
-        return 50.0 if executable.call.plan == unsure else 100.0
+        return 50.0 if executable.plan.tiling == unsure else 100.0
 
-    unsure = replace(usual.call.plan, sure=False)
+    unsure = replace(usual.plan.tiling, sure=False)
     monkeypatch.setattr(Executable, "precompile", precompile)
 
-    def make(plan: Plan | None) -> Executable[Any]:
+    def make(plan: Tiling | None) -> Executable[Any]:
         return executable_of(code, given, None, None, None, plan or unsure)
 
     found = tune(make, [], None, lambda C: None, True, time)

@@ -14,7 +14,7 @@ import torch
 
 from flexsp import ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from flexsp.kernels.diagonal.launches import DiagonalCall
+from flexsp.kernels.diagonal.launches import DiagonalPlan
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import linear, retnet, simple_gla
@@ -92,8 +92,8 @@ def called(sp: Any, name: str) -> list[str]:
     x = tensors(name, (), 77)
     right("one sequence", answer(model, x), x)
     right("one sequence of documents", answer(model, x, cu_seqlens=bounds), x, cu_seqlens=bounds)
-    kinds = {type(call.executable.call) for call in model._calls.values() if call.executable is not None}
-    wrong += [] if kinds == {DiagonalCall} else [f"ran {kinds}"]
+    kinds = {type(call.executable.plan) for call in model._calls.values() if call.executable is not None}
+    wrong += [] if kinds == {DiagonalPlan} else [f"ran {kinds}"]
     x = tensors(name, (1,), 77)
     compiled = torch.compile(lambda **y: model(**y), fullgraph=True, backend="aot_eager")
     right("graph", answer(compiled, x), x)

@@ -13,7 +13,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.dispatch import executable_of
-from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
 from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.executable import Executable
@@ -30,7 +30,7 @@ _WARMUP, _RUNS = 2, 7
 class Tuned:
     """The quickest of `tried` plans; its microseconds and those of the plan that a call takes without a search."""
 
-    plan: Plan
+    plan: Tiling
     us: float
     predicted_us: float
     tried: int
@@ -45,7 +45,7 @@ class Tuned:
         )
 
 
-def _others(plan: Plan) -> Iterator[Plan]:
+def _others(plan: Tiling) -> Iterator[Tiling]:
     """Plans with one number of `plan` changed."""
     for stages in {1, 2, 3, 4} - {plan.walk.stages}:
         yield replace(plan, walk=replace(plan.walk, stages=stages))
@@ -58,7 +58,7 @@ def _others(plan: Plan) -> Iterator[Plan]:
 
 
 def time_us(
-    executable: Executable[GeneratedCall], tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool
+    executable: Executable[GeneratedPlan], tensors: Sequence[torch.Tensor], initial: Any, table: Any, backward: bool
 ) -> float:
     """Median microseconds on the device of a forward, or of a forward and backward pass."""
     do = torch.ones(executable.out, dtype=executable.dtype, device=executable.device)
@@ -78,7 +78,7 @@ def time_us(
 
 @torch.no_grad()
 def tune(
-    make: Callable[[Plan | None], Executable[GeneratedCall]], tensors: Sequence[torch.Tensor],
+    make: Callable[[Tiling | None], Executable[GeneratedPlan]], tensors: Sequence[torch.Tensor],
     initial: torch.Tensor | None, table_for: Callable[[int], torch.Tensor | None], backward: bool,
     time: Callable[..., float] = time_us,
 ) -> Tuned:  # fmt: skip
@@ -90,10 +90,10 @@ def tune(
         backward: time a forward and a backward pass.
     """
     usual = make(None)
-    executables: dict[Plan, Executable[GeneratedCall]] = {usual.call.plan: usual}
-    seen: dict[Plan, float] = {}
+    executables: dict[Tiling, Executable[GeneratedPlan]] = {usual.plan.tiling: usual}
+    seen: dict[Tiling, float] = {}
 
-    def of(plan: Plan) -> float:
+    def of(plan: Tiling) -> float:
         if plan not in seen:
             try:
                 seen[plan] = time(executables[plan], tensors, initial, table_for(plan.chunk), backward)
@@ -101,21 +101,21 @@ def tune(
                 seen[plan] = float("inf")
         return seen[plan]
 
-    def quickest(plans: list[Plan]) -> Plan:
+    def quickest(plans: list[Tiling]) -> Tiling:
         executables.update((plan, make(plan)) for plan in plans if plan not in executables)
         wait([job for plan in plans if plan.sure for job in executables[plan].precompile(tensors, initial, backward)])
         return min(plans, key=of)
 
-    call, device = usual.call, of_device(usual.device)
+    call, device = usual.plan, of_device(usual.device)
     found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.docs, call.dtype, device=device)
     least = min((us for _, us in found), default=0.0)
-    best = quickest([call.plan, *(plan for plan, us in found if us <= _HOPEFUL * least)])
+    best = quickest([call.tiling, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True
     while improved:
         better = quickest([*_others(best)])
         improved = of(better) < of(best)
         best = better if improved else best
-    return Tuned(best, seen[best], of(call.plan), len(seen))
+    return Tuned(best, seen[best], of(call.tiling), len(seen))
 
 
 def autotuned(
@@ -130,10 +130,10 @@ def autotuned(
     Args:
         shard: this rank's first token, its end, and the number of tokens of all ranks.
     """
-    if not isinstance(executable.call, GeneratedCall):
+    if not isinstance(executable.plan, GeneratedPlan):
         return executable, None
     given = {name: inputs[name].detach() for name in executable.names}
-    made = functools.partial(executable_of, executable.call.code, given, initial, cu_seqlens)
+    made = functools.partial(executable_of, executable.plan.code, given, initial, cu_seqlens)
 
     def table(chunk: int) -> torch.Tensor | None:
         last = group is None or group.is_last

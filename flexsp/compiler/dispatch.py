@@ -13,7 +13,7 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 def executable_of(
     code: Generated, given: Tensors, initial: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    sp: SequenceParallel | None, plan: Plan | None = None,
+    sp: SequenceParallel | None, plan: Tiling | None = None,
 ) -> Executable[Any]:  # fmt: skip
     """The executable of calls with such inputs: a lowering's, else that of generated kernels.
 
@@ -44,7 +44,7 @@ def executable_of(
         return executable_of(code, others, state, bounds, group, plan)
 
     for lowering in code.program.lowerings if plan is None else ():
-        own = lowering.call(code, spec, initial is not None, n_docs, returns_final, sp)
+        own = lowering.plan(code, spec, initial is not None, n_docs, returns_final, sp)
         if own is not None:
             return Executable(own, spec, sp, remake, lowering.name)
     for axis, size, what in ((0, spec.T, "rows"), (1, spec.H, "heads")):
@@ -59,7 +59,7 @@ def executable_of(
         )
     elif chained:  # a plan that was tuned on one rank may have no summary, which ranks exchange
         plan = replace(plan, schedule="segmented")
-    call = GeneratedCall(
+    call = GeneratedPlan(
         code, plan, sizes, spec.B, spec.H, spec.T, n_docs, spec.dtype, initial is not None, returns_final
     )
     return Executable(call, spec, sp, remake)

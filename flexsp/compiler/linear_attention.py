@@ -442,7 +442,7 @@ class LinearAttention:
         executable = self.checked(inputs, prev_s, None, group).executable if asked else None
         if executable is None:
             return self._outcome(reason)
-        part = getattr(executable.call, "lowering", None)
+        part = getattr(executable.plan, "lowering", None)
         engine = executable.engine if part is None else part.name
         return self._outcome(reason) if engine is None else f"runs kernels of the engine {engine}"
 

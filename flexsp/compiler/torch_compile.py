@@ -144,7 +144,7 @@ class _Variant:
         executable = call.executable
         table = first.new_empty(0, dtype=torch.int32)
         if cu_seqlens is not None:
-            chunks = None if executable is None else executable.call.facts.n_chunks
+            chunks = None if executable is None else executable.plan.n_chunks
             table = torch.empty_like(cu_seqlens) if chunks is None else first.new_empty(chunks, 5, dtype=torch.int32)
         return (
             first.new_empty(out),

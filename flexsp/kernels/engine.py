@@ -1,16 +1,17 @@
 """The one entry of hand-written kernels: from the tensors of a call to its launches.
 
-An `Engine` says what is special about a set of kernels: the names of a call's tensors, its plan, and its `Call`,
-which is the list of its launches. The way from a call to these is here, and it is the same for all. Calls of plain
-tensors run an executable, which is looked up by what the tensors look like. Calls in graphs of torch.compile, in
-traces and under modes go through the operators of `flexsp.kernels.operators`, which find the engine by its key.
+An `Engine` says what is special about a set of kernels: the names of a call's tensors, how a call is cut, and its
+`LaunchPlan`, which lists its buffers and launches. The way from a call to these is here, and it is the same for all.
+Calls of plain tensors run an executable, which is looked up by what the tensors look like. Calls in graphs of
+torch.compile, in traces and under modes go through the operators of `flexsp.kernels.operators`, which find the engine
+by its key.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -24,12 +25,7 @@ from flexsp.runtime.kept import keep
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.executable import Executable
-    from flexsp.kernels.launches import Call
-
-    class EngineCall(Call, Protocol):
-        @property
-        def kept(self) -> tuple[str, ...]:
-            """Buffers that are kept for the backward pass, without those that this call does not use."""
+    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["Engine", "asks_for_kernels", "first_in_backward_chain", "register"]
 
@@ -70,12 +66,12 @@ class Engine(ABC):
     def __init__(self, form: str) -> None: ...
 
     @abstractmethod
-    def plan(self, asked: Asked) -> Any:
+    def tiling(self, asked: Asked) -> Any:
         """How the call is cut into segments and tiles: the same object for the same sizes, which may be symbolic."""
 
     @abstractmethod
-    def call(self, plan: Any, asked: Asked, early: bool) -> EngineCall:
-        """The launches of the call. `early`: it is `first_in_backward_chain`."""
+    def plan(self, tiling: Any, asked: Asked, early: bool) -> LaunchPlan:
+        """Buffers and launches of the call. `early`: it is `first_in_backward_chain`."""
 
     # What the operators ask for
 
@@ -89,17 +85,19 @@ class Engine(ABC):
         return 2
 
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
+        from flexsp.kernels.launch_plan import Role
         from flexsp.runtime.steps import Workspace
 
-        call, first = self.call(self.plan(asked), asked, False), asked.tensors[0]
-        o, final, saved = call.buffer("@o"), call.buffer("@final"), Workspace()
-        for name in call.kept:
-            saved.add(name, call.buffer(name).dtype, *call.buffer(name).shape)
+        plan, first = self.plan(self.tiling(asked), asked, False), asked.tensors[0]
+        o, final, saved = plan.buffers["o"], plan.buffers["@final"], Workspace()
+        for x in plan.buffers.values():
+            if x.role is Role.SAVED:
+                saved.add(x.name, x.dtype, *x.shape)
         return (
             first.new_empty(o.shape, dtype=o.dtype),
             first.new_empty(final.shape if asked.want_final else 0, dtype=final.dtype),
             first.new_empty(saved.nbytes, dtype=torch.uint8),
-            first.new_empty((call.facts.n_chunks, 5) if asked.docs else 0, dtype=torch.int32),
+            first.new_empty(plan.buffers["@table"].shape if asked.docs else 0, dtype=torch.int32),
         )
 
     # Calls
@@ -127,31 +125,31 @@ class Engine(ABC):
 
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""
-        plan, group = self.plan(asked), asked.group
+        tiling, group = self.tiling(asked), asked.group
         early = first_in_backward_chain(group)
         looks = [
             None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)
             for x in (*asked.tensors, asked.initial)
         ]
-        # Plans count by identity, which costs less than their hash: what is kept holds its own.
+        # Tilings count by identity, which costs less than their hash: what is kept holds its own.
         key = (
-            id(plan), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, early,
+            id(tiling), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, early,
             -1 if group is None else group.id,
         )  # fmt: skip
         found = self._executables.get(key)
         if found is None:
-            call = self.call(plan, asked, early)
-            found = self._make(call, dict(zip(self.names, asked.tensors, strict=True)), asked.initial, group)
+            plan = self.plan(tiling, asked, early)
+            found = self._make(plan, dict(zip(self.names, asked.tensors, strict=True)), asked.initial, group)
             keep(self._executables, key, found, _CALLS)
         return found
 
     def _make(
-        self, call: Call, given: dict[str, torch.Tensor], initial: Optional, sp: SequenceParallel | None
+        self, plan: LaunchPlan, given: dict[str, torch.Tensor], initial: Optional, sp: SequenceParallel | None
     ) -> Executable[Any]:  # fmt: skip
         from flexsp.kernels.executable import CallSpec, Executable  # they need Triton
 
         looks = CallSpec([name for name in given if name not in self.params], 3, given, initial)
-        return Executable(call, looks, sp, lambda others, state, group: self._make(call, others, state, group))
+        return Executable(plan, looks, sp, lambda others, state, group: self._make(plan, others, state, group))
 
     def _shard(self, asked: Asked) -> Shard:
         """Which rows of how many these are; ranks tell each other where documents are packed."""

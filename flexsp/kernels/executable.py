@@ -2,7 +2,7 @@
 
 A signature is what a call's tensors look like: shapes, strides, dtypes, alignment. For each there is an `Executable`:
 where every buffer lies in one allocation, and the launches with their numbers. A repeated call fills in addresses.
-All engines come here with a `flexsp.kernels.launches.Call`.
+All engines come here with a `flexsp.kernels.launch_plan.LaunchPlan`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
-from flexsp.kernels.launches import PROPAGATE, Call, LaunchSpec, SameTokenStride, check_order, check_results, memory
+from flexsp.kernels.launch_plan import LaunchPlan, Role, gradient_of
+from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
@@ -33,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
 Strides = tuple[int, int, int]
 _F32 = torch.float32
-_C = TypeVar("_C", bound=Call)
+_P = TypeVar("_P", bound=LaunchPlan)
 
 
 class CallSpec:
@@ -107,48 +108,48 @@ class Backward:
     makes: frozenset[str]
 
 
-class Executable(Generic[_C]):
-    """How calls of one signature run: the launches of `call`, with the strides of their tensors and with memory.
+class Executable(Generic[_P]):
+    """How calls of one signature run: the launches of `plan`, with the strides of their tensors and with memory.
 
     `remake` gives the executable for inputs and initial states of the same shapes and other strides, and for a group
-    of ranks. It keeps none of these alive. `engine` is the name of the lowering that states the whole call.
+    of ranks. It keeps none of these alive. `engine` is the name of the lowering that plans the whole call.
     """
 
     def __init__(
-        self, call: _C, given: CallSpec, sp: SequenceParallel | None,
-        remake: Callable[[Tensors, Optional, SequenceParallel | None], Executable[_C]], engine: str | None = None,
+        self, plan: _P, given: CallSpec, sp: SequenceParallel | None,
+        remake: Callable[[Tensors, Optional, SequenceParallel | None], Executable[_P]], engine: str | None = None,
     ) -> None:  # fmt: skip
-        self.call, self.given, self.remake, self.engine = call, given, remake, engine
-        self.device, self.dtype, self.names = given.device, call.buffer("@o").dtype, given.names
-        self.gradients = [(name, f"d.{name}") for name in self.names]
-        self.others: dict[Any, Executable[_C]] = {}
+        self.plan, self.given, self.remake, self.engine = plan, given, remake, engine
+        outputs = plan.buffers["o"]
+        self.device, self.dtype, self.names = given.device, outputs.dtype, given.names
+        self.gradients = [(name, gradient_of(name)) for name in self.names]
+        self.others: dict[Any, Executable[_P]] = {}
         self.sp_id = -1 if sp is None else sp.id
         self.chained = sp is not None and sp.world_size > 1
-        self.out = (*given.lead, call.buffer("@o").shape[-1])
-        self.edge = call.buffer("@final").shape
-        self.partly = (call.facts.docs > 0 and self.chained) or call.facts.sparse  # edges may not be written whole
+        self.out = (*given.lead, outputs.shape[-1])
+        self.edge = plan.buffers["@final"].shape
+        self.partly = (plan.docs > 0 and self.chained) or plan.sparse  # edges may not be written whole
         self.saved, self.scratch = Workspace(), Workspace()
-        launches = call.forward()
-        check_results(call, launches, ["@o", *(["@final"] if call.facts.ends else [])])
-        self._kept = frozenset(name for name in check_order(call, launches) if call.saved(name))
-        self._reserve(launches, lambda name: self.saved if call.saved(name) else self.scratch)
-        self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"@o": _rows_of(self.out[given.batched :])})]
+        launches = plan.forward()
+        plan.check_results(launches, ["o", *(["@final"] if plan.ends else [])])
+        self._kept = frozenset(name for name in plan.check_order(launches) if plan.saved(name))
+        self._reserve(launches, {Role.SAVED: self.saved, Role.SCRATCH: self.scratch})
+        self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"o": _rows_of(self.out[given.batched :])})]
         self.backwards: dict[Any, Backward] = {}
         self.precompiled = 0  # passes: the forward one, and the backward one
 
     # Steps
 
-    def _reserve(self, launches: Sequence[LaunchSpec], workspace_for: Callable[[str], Workspace]) -> None:
-        """Memory for what the launches need besides what they are given."""
-        for name, x in memory(self.call, launches).items():
+    def _reserve(self, launches: Sequence[LaunchSpec], workspaces: dict[Role, Workspace]) -> None:
+        """Memory for what the launches need besides what they are given, by its role."""
+        for name, x in self.plan.memory(launches).items():
             if name not in self.saved.places:
-                workspace_for(name).add(name, x.dtype, *x.shape)
+                workspaces[x.role].add(name, x.dtype, *x.shape)
 
     def _steps(self, launches: Iterable[LaunchSpec], do: Strides) -> list[Step]:
         """`do`: strides of the outputs' gradient."""
         strides = self.given.strides | {"do": do}
-        facts = self.call.facts
-        programs = facts.n_chunks * facts.B * facts.H
+        programs = self.plan.n_chunks * self.plan.B * self.plan.H
         return [self._step(x, strides) for x in launches if programs or x.host is not None or x.kind == PROPAGATE]
 
     def _step(self, spec: LaunchSpec, strides: dict[str, Strides]) -> Step:
@@ -158,33 +159,31 @@ class Executable(Generic[_C]):
             return self._propagate(spec)
         numbers = [n for x in spec.numbers for n in (strides[x] if isinstance(x, str) else (x,))]
         constants = {name: x.of(strides) if isinstance(x, SameTokenStride) else x for name, x in spec.constants.items()}
-        kernel = self.call.kernel(spec) if spec.kernel is None else spec.kernel
+        kernel = self.plan.kernel(spec) if spec.kernel is None else spec.kernel
         return KernelLaunch(kernel, spec.grid, spec.pointers, numbers, constants, dict(spec.options))
 
     def _propagate(self, spec: LaunchSpec) -> Step:
         states, carried, cut = spec.pointers
-        facts, sp_id = self.call.facts, self.sp_id if self.chained else -1
-        kind, rows, cols = facts.scan
+        (kind, shape), sp_id = self.plan.scan_shape, self.sp_id if self.chained else -1
         kind = KINDS[kind].adjoint or kind if spec.constants["REVERSE"] else kind
-        shape = facts.B, facts.n_seg, facts.H, rows, cols
-        return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, facts.text)
+        return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, self.plan.text)
 
     def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""
-        given, facts = self.given, self.call.facts
+        given, plan = self.given, self.plan
         return {
-            grad: _rows_of(given.shapes[name]) if name in {*given.tokens} - facts.by_head else (given.H, given.T, 1)
-            for name, grad in self.gradients if grad in makes and name in {*given.tokens, *facts.by_token}
+            grad: _rows_of(given.shapes[name]) if name in {*given.tokens} - plan.by_head else (given.H, given.T, 1)
+            for name, grad in self.gradients if grad in makes and name in {*given.tokens, *plan.by_token}
         }  # fmt: skip
 
     def _tails(self, tensors: dict[str, tuple[int, ...]]) -> list[Step]:
         """What writes zeros behind the last document in these tensors [heads, tokens, row]."""
-        facts = self.call.facts
-        if not facts.docs or not facts.T:
+        plan = self.plan
+        if not plan.docs or not plan.T:
             return []
-        return [*tail_launches(facts.n_chunks, [(name, x, facts.T // x[1]) for name, x in tensors.items()])]
+        return [*tail_launches(plan.n_chunks, [(name, x, plan.T // x[1]) for name, x in tensors.items()])]
 
-    def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Executable[_C]:
+    def of(self, tensors: Sequence[torch.Tensor], initial: Optional) -> Executable[_P]:
         """The executable to go on with: another where hooks on saved tensors gave back tensors that lie otherwise."""
         layout = _layout_of(tensors, initial)
         if layout == self.given.layout:
@@ -201,18 +200,18 @@ class Executable(Generic[_C]):
     ) -> Backward:
         """Steps for gradients of outputs and final states that lie so, with or without those of initial states, and for
         gradients of these inputs, None for all."""
-        asked = self.call.facts.optional if wanted is None else self.call.facts.optional & wanted
+        optional = self.plan.optional
+        asked = optional if wanted is None else optional & wanted
         key = (*(None if x is None else (x.stride(), x.data_ptr() % 16 == 0) for x in (do, dfinal)), dinitial, asked)
         found = self.backwards.get(key)
         if found is None:
             if len(self.backwards) >= 16:
                 self.backwards.clear()
-            launches, workspace = self.call.backward(dfinal is not None, dinitial, asked), Workspace()
-            check_order(self.call, launches, self._kept)
-            left_out = self.call.facts.optional - asked
-            results = [grad for name, grad in self.gradients if name not in left_out]
-            check_results(self.call, launches, [*results, *(["@dinitial"] if dinitial else [])])
-            self._reserve(launches, lambda name: workspace)
+            launches, workspace = self.plan.backward(dfinal is not None, dinitial, asked), Workspace()
+            self.plan.check_order(launches, self._kept)
+            results = [grad for name, grad in self.gradients if name not in optional - asked]
+            self.plan.check_results(launches, [*results, *(["@dinitial"] if dinitial else [])])
+            self._reserve(launches, dict.fromkeys(Role, workspace))
             makes = frozenset(name for x in launches for name in x.writes)
             steps = [*self._steps(launches, self.given.strides_of(do)), *self._tails(self._gradients_of_tokens(makes))]
             found = self.backwards[key] = Backward(steps, workspace, makes)
@@ -234,7 +233,7 @@ class Executable(Generic[_C]):
 
         given = dict(zip(self.names, tensors, strict=True))
         given |= {name: like(1, dtype=given[name].dtype) for name in self.given.copied}
-        given |= {"@o": like(*self.out, dtype=self.dtype), "@table": like(1, dtype=torch.int32)}
+        given |= {"o": like(*self.out, dtype=self.dtype), "@table": like(1, dtype=torch.int32)}
         given |= dict.fromkeys(("@final", "@dinitial"), like(1))
         given["@initial"] = initial if initial is not None and initial.is_contiguous() else like(1)
         saved = self.saved, like(self.saved.nbytes, dtype=torch.uint8)
@@ -242,12 +241,15 @@ class Executable(Generic[_C]):
         for each in launches_of(self.forward):
             yield each, Frame(given, (saved, scratch))
         if backward:
-            given["@do"] = given["@o"]
-            given |= {f"d.{name}": like(1, dtype=self._gradient_type(name, given[name])) for name in self.given.tokens}
+            given["do"] = given["o"]
+            given |= {
+                grad: like(1, dtype=self._gradient_type(name, given[name]))
+                for name, grad in self.gradients if name in self.given.tokens
+            }  # fmt: skip
             given["@dfinal"] = like(1)
             wanted = frozenset(name for name, x in zip(self.names, tensors, strict=True) if x.requires_grad)
-            for dfinal in (None,) if self.call.facts.sure else (None, given["@dfinal"]):
-                back = self.backward(given["@do"], dfinal, initial is not None and initial.requires_grad, wanted)
+            for dfinal in (None,) if self.plan.surely_fits else (None, given["@dfinal"]):
+                back = self.backward(given["do"], dfinal, initial is not None and initial.requires_grad, wanted)
                 frame = Frame(given, (saved, (back.scratch, like(back.scratch.nbytes, dtype=torch.uint8))))
                 for each in launches_of(back.steps):
                     yield each, frame
@@ -260,7 +262,7 @@ class Executable(Generic[_C]):
         if self.precompiled > backward or self.device.type != "cuda":
             return []
         found = [each.prepare(frame, self.device.index) for each, frame in self.launches(tensors, initial, backward)]
-        if not self.call.facts.sure:
+        if not self.plan.surely_fits:
             for each in found:
                 outcome(each)
         self.precompiled = 1 + backward
@@ -285,9 +287,9 @@ class Executable(Generic[_C]):
         """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written)."""
         given = self.inputs(tensors, initial, table)
         lead = tensors[0]
-        o = given["@o"] = lead.new_empty(self.out, dtype=self.dtype)
+        o = given["o"] = lead.new_empty(self.out, dtype=self.dtype)
         final = None
-        if self.call.facts.ends:
+        if self.plan.ends:
             final = given["@final"] = self._edge(lead)
         saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
         if filled:
@@ -298,7 +300,7 @@ class Executable(Generic[_C]):
         frame = Frame(given, workspaces)
         run_steps(self.forward, frame, self.device)
         if checks_wanted():
-            self.call.look(frame)
+            self.plan.look(frame)
         return o, final, saved
 
     def _edge(self, lead: torch.Tensor) -> torch.Tensor:
@@ -316,18 +318,18 @@ class Executable(Generic[_C]):
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
         """
         well = do.stride(-1) == 1 or do.shape[-1] == 1
-        if self.call.facts.vectors:
+        if self.plan.aligned_gradient:
             well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
         do = do if well else do.clone(memory_format=torch.contiguous_format)
         saved, table = self._as_kept(saved, initial, table)
-        given = self.inputs(tensors, initial, table) | {"@do": do}
+        given = self.inputs(tensors, initial, table) | {"do": do}
         if dfinal is not None:
             given["@dfinal"] = dfinal.to(_F32).contiguous()
         dinitial = None
         if want_dinitial:
             dinitial = given["@dinitial"] = self._edge(tensors[0])
         back = self.backward(do, given.get("@dfinal"), want_dinitial, wanted)
-        by_head = self.call.facts.by_head
+        by_head = self.plan.by_head
         for (name, grad), x in zip(self.gradients, tensors, strict=True):
             if name in self.given.tokens and grad in back.makes:
                 shape = (self.given.B, self.given.H, self.given.T) if name in by_head else x.shape
@@ -354,10 +356,10 @@ class Executable(Generic[_C]):
         return saved, None if table is None else table.contiguous()
 
     def _gradient_type(self, name: str, x: torch.Tensor) -> torch.dtype:
-        return _F32 if name in self.call.facts.by_head else x.dtype
+        return _F32 if name in self.plan.by_head else x.dtype
 
     def _gradient(self, found: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
-        if name in self.call.facts.by_head:
+        if name in self.plan.by_head:
             dx = found.transpose(1, 2).to(x.dtype)
             return dx if self.given.batched else dx[0]
         return found if name in self.given.tokens else found.sum((0, 2)).to(x.dtype)

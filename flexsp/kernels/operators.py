@@ -192,7 +192,7 @@ def table_of(executable: Executable[Any], cu_seqlens: Optional, shard: Shard) ->
     if cu_seqlens is None:
         return None
     last = executable.sp_id < 0 or get_sp(executable.sp_id).is_last
-    return chunk_table(cu_seqlens, *shard[:2], executable.call.facts.chunk, last)
+    return chunk_table(cu_seqlens, *shard[:2], executable.plan.chunk, last)
 
 
 def outputs(
@@ -354,7 +354,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
         key, sp, docs, scale, want_final = ctx.asked
-        refusal = _refusal(key) if ctx.executable is None else (ctx.executable.call.facts.name, IN_PYTORCH)
+        refusal = _refusal(key) if ctx.executable is None else (ctx.executable.plan.name, IN_PYTORCH)
         first_only(*refusal)  # before a checkpoint computes anything again
         untransformed(*refusal, do, dfinal)
         *tensors, initial, saved, table = ctx.saved_tensors
@@ -417,14 +417,14 @@ def run(
     `key`: what stands for the call in operators; None where they would not find this executable.
     """
     sp = get_sp(executable.sp_id) if executable.chained else None
-    table, facts = table_of(executable, cu_seqlens, shard), executable.call.facts
+    table, plan = table_of(executable, cu_seqlens, shard), executable.plan
     backward = torch.is_grad_enabled() and (
         executable.chained or any([x.requires_grad for x in tensors]) or (initial is not None and initial.requires_grad)
     )
-    if backward or not facts.sure:
+    if backward or not plan.surely_fits:
         executable.precompile(tensors, initial, backward)
     if not backward:
         return executable.run_forward(tensors, initial, table)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
-    asked = key, sp_id, facts.docs, scale, facts.ends
+    asked = key, sp_id, plan.docs, scale, plan.ends
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)

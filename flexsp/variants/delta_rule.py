@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.compiler.planning.launches import GeneratedPlan
     from flexsp.compiler.planning.lowering import TensorSpec
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launches import Call
+    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["DELTA_RULE"]
 
@@ -32,10 +32,10 @@ class _DeltaRule(Lowering):
 
     name = "delta_rule"
 
-    def call(
+    def plan(
         self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
-    ) -> Call | None:  # fmt: skip
-        from flexsp.kernels.delta.calls import call_of
+    ) -> LaunchPlan | None:  # fmt: skip
+        from flexsp.kernels.delta.calls import launch_plan_of
 
         looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
         if not _runs(code, looks, given.device):
@@ -45,12 +45,12 @@ class _DeltaRule(Lowering):
             return None  # kernels for gates of channels have a token's key, query and gate in one row
         text, scale = code.program.call_text(given.dtype, docs > 0), code.program.meta.numbers["scale"]
         chained = sp is not None and sp.world_size > 1
-        return call_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
+        return launch_plan_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         return _runs(code, inputs, None)
 
-    def refuses(self, call: GeneratedCall) -> str | None:
+    def refuses(self, plan: GeneratedPlan) -> str | None:
         return "it runs whole calls only"
 
 

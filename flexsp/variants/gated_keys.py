@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexsp.compiler import Lowering, replaced
-from flexsp.kernels.launches import Buffer, Launch
+from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launches import Launch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.compiler.planning.launches import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launches import Call, LaunchSpec
+    from flexsp.kernels.launch_plan import LaunchPlan
+    from flexsp.kernels.launches import LaunchSpec
 
 __all__ = ["GATED_KEYS"]
 
 _INPUTS = ("q", "k", "v", "g")
 _LARGEST = 64  # tokens of a chunk
-_MILD = "own.mild"
+_MILD = "@mild"
 _RUN = 32  # chunks that a program looks at, where few of them are expected to have gates that are not mild
 
 
@@ -48,13 +50,12 @@ class _GatedKeys(Lowering):
     """
 
     name = "gated_keys"
-    saved = frozenset({_MILD})
 
-    def call(
+    def plan(
         self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
-    ) -> Call | None:  # fmt: skip
+    ) -> LaunchPlan | None:  # fmt: skip
         """A generated call in chunks that the kernels here are made for."""
-        from flexsp.compiler.planning.launches import GeneratedCall
+        from flexsp.compiler.planning.launches import GeneratedPlan
         from flexsp.compiler.planning.plan import choose_plan
         from flexsp.devices import of_device
 
@@ -63,87 +64,87 @@ class _GatedKeys(Lowering):
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
         code = code.sized(sizes)
-        plan = choose_plan(code, sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device))
-        if plan.chunk > _LARGEST:
-            plan = choose_plan(
+        tiling = choose_plan(code, sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device))
+        if tiling.chunk > _LARGEST:
+            tiling = choose_plan(
                 code, sizes, given.B * H, T, docs, given.dtype, chained, of_device(given.device), chunk=_LARGEST
             )  # fmt: skip
-        return GeneratedCall(code, plan, sizes, given.B, H, T, docs, given.dtype, initial, ends)
+        return GeneratedPlan(code, tiling, sizes, given.B, H, T, docs, given.dtype, initial, ends)
 
-    def refuses(self, call: GeneratedCall) -> str | None:
-        if call.plan.chunk > _LARGEST:
+    def refuses(self, plan: GeneratedPlan) -> str | None:
+        if plan.chunk > _LARGEST:
             return f"its chunks have up to {_LARGEST} tokens"
-        return _unlike(call.code)
+        return _unlike(plan.code)
 
-    def buffer(self, call: GeneratedCall, name: str) -> Buffer:
-        return Buffer(torch.int32, (call.B * call.H, call.plan.n_chunks))
+    def buffers(self, plan: GeneratedPlan) -> list[Buffer]:
+        return [Buffer(_MILD, Role.SAVED, torch.int32, (plan.B * plan.H, plan.n_chunks))]
 
-    def forward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+    def forward(self, plan: GeneratedPlan, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         from flexsp.kernels.gated_keys.prepare import gate_keys, gate_mild_keys
 
         scored = next(x for x in launches if x.kind == "scores_kernel")
-        inputs, written = ("q", "k", "g"), _kept(call)
+        inputs, written = ("q", "k", "g"), _kept(plan)
         given = replace(
             scored, pointers=(*inputs, *written, _MILD, scored.pointers[-1]), reads=inputs, writes=(*written, _MILD),
-            numbers=(*inputs, call.T, call.H), intrinsic=None,
+            numbers=(*inputs, plan.T, plan.H), intrinsic=None,
         )  # fmt: skip
-        others = replace(given, numbers=(*given.numbers, call.plan.n_chunks))
-        mine = [_launch(call, given, gate_mild_keys, _FORWARD[True], 1)] if _some_mild(call) else []
-        mine.append(_launch(call, others, gate_keys, _FORWARD[False], 1))
+        others = replace(given, numbers=(*given.numbers, plan.n_chunks))
+        mine = [_launch(plan, given, gate_mild_keys, _FORWARD[True], 1)] if _some_mild(plan) else []
+        mine.append(_launch(plan, others, gate_keys, _FORWARD[False], 1))
         return replaced(launches, {"prepare0": [], "scores_kernel": mine})
 
-    def backward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+    def backward(self, plan: GeneratedPlan, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         from flexsp.kernels.gated_keys.grads import key_grads, mild_key_grads
 
-        b, _, gated_k, scores = _kept(call)
+        b, _, gated_k, scores = _kept(plan)
         scored = next(x for x in launches if x.kind == "scores_grad_kernel")
-        reads = ("q", "k", "g", "v", "@do", b, gated_k, scores, _MILD, "@entering", "@leaving")
-        writes = tuple(f"d.{x}" for x in ("q", "k", "g", "v"))
-        scale = float(call.code.program.meta.numbers["scale"])
+        reads = ("q", "k", "g", "v", "do", b, gated_k, scores, _MILD, "@entering", "@leaving")
+        writes = tuple(map(gradient_of, ("q", "k", "g", "v")))
+        scale = float(plan.code.program.meta.numbers["scale"])
         given = replace(
             scored, pointers=(*reads, *writes, scored.pointers[-1]), reads=reads, writes=writes, intrinsic=None,
-            numbers=("q", "k", "g", "v", "do", call.T, call.H, call.plan.n_chunks, scale),
+            numbers=("q", "k", "g", "v", "do", plan.T, plan.H, plan.n_chunks, scale),
         )  # fmt: skip
         ways = {True: mild_key_grads, False: key_grads}
-        mine = [_gradients(call, given, ways[mild], mild) for mild in ((True, False) if _some_mild(call) else (False,))]
+        mine = [_gradients(plan, given, ways[mild], mild) for mild in ((True, False) if _some_mild(plan) else (False,))]
         return replaced(launches, {"adjoint0": [], "scores_grad_kernel": [], "grads": mine})
 
 
-def _some_mild(call: GeneratedCall) -> bool:
+def _some_mild(plan: GeneratedPlan) -> bool:
     """Whether chunks of mild gates have kernels of their own. Not in fp32: the exponential's error grows with its
     argument."""
-    return call.dtype == torch.bfloat16
+    return plan.dtype == torch.bfloat16
 
 
-def _kept(call: GeneratedCall) -> tuple[str, ...]:
+def _kept(plan: GeneratedPlan) -> tuple[str, ...]:
     """Names of the running gates, gated queries and keys, and scores that walks read."""
-    kernels, (what,) = call.code.kernels, [x for x in call.code.step.intrinsics if x.kind == "scores"]
+    kernels, (what,) = plan.code.kernels, [x for x in plan.code.step.intrinsics if x.kind == "scores"]
     b = what.args[-1]
     (gated_q,), (gated_k,) = ([x for x in kernels[kind].kept if x != b] for kind in ("collect", "summarize"))
-    return tuple(f"kept.{x}" for x in (b, gated_q, gated_k, *what.results))
+    return b, gated_q, gated_k, *what.results
 
 
-def _launch(call: GeneratedCall, given: LaunchSpec, kernel: Any, how: _How, parts: int) -> LaunchSpec:
+def _launch(plan: GeneratedPlan, given: LaunchSpec, kernel: Any, how: _How, parts: int) -> LaunchSpec:
     """Of `given`, a generated launch for scores with other pointers, that of one of our kernels in `parts`."""
-    K, run = call.code.layout.rows, _RUN if how.levels and _some_mild(call) else 1
+    K, run = plan.code.layout.rows, _RUN if how.levels and _some_mild(plan) else 1
     constants = {name: given.constants[name] for name in ("C", "PACKED", "DOT", "PREC")}
-    constants |= {"K": call.sizes[K], "BN": min(how.channels, dict(call.plan.blocks)[K])}
+    constants |= {"K": plan.sizes[K], "BN": min(how.channels, dict(plan.tiling.blocks)[K])}
     constants |= {"LEVELS": given.constants["LEVELS"], "RUN": run} if how.levels else {}
-    launch = Launch(0, how.warps if _some_mild(call) else 4, how.stages)
-    grid = (parts * -(-call.plan.n_chunks // run), call.B * call.H, 1)
+    launch = Launch(0, how.warps if _some_mild(plan) else 4, how.stages)
+    grid = (parts * -(-plan.n_chunks // run), plan.B * plan.H, 1)
     return replace(
         given, kind=kernel.__name__, how=launch, grid=grid, constants=constants, options=launch.options, kernel=kernel
     )
 
 
-def _gradients(call: GeneratedCall, given: LaunchSpec, kernel: Any, mild: bool) -> LaunchSpec:
-    how, blocks, layout = _BACKWARD[mild], dict(call.plan.blocks), call.code.layout
-    parts = -(-call.sizes[layout.rows] // min(how.channels, blocks[layout.rows])) + 1
+def _gradients(plan: GeneratedPlan, given: LaunchSpec, kernel: Any, mild: bool) -> LaunchSpec:
+    how, blocks, layout = _BACKWARD[mild], dict(plan.tiling.blocks), plan.code.layout
+    parts = -(-plan.sizes[layout.rows] // min(how.channels, blocks[layout.rows])) + 1
     # Two steps over columns even where one tile could hold them all. A loop of one step is unrolled, the loads that two
     # such loops share become one, and the registers that hold its result from one loop to the other spill.
     columns = min(how.columns, max(16, blocks[layout.cols] // 2))
-    sizes = {"V": call.sizes[layout.cols], "BV": columns, "PARTS": parts}
-    launch = _launch(call, given, kernel, how, parts)
+    sizes = {"V": plan.sizes[layout.cols], "BV": columns, "PARTS": parts}
+    launch = _launch(plan, given, kernel, how, parts)
     return replace(launch, constants={**launch.constants, **sizes, "LEVELS": given.constants["LEVELS"]})
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
-    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.compiler.planning.launches import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launches import Call
+    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["SCALAR_DECAY"]
 
@@ -44,11 +44,11 @@ class _ScalarDecay(Lowering):
 
     name = "scalar_decay"
 
-    def call(
+    def plan(
         self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
-    ) -> Call | None:  # fmt: skip
+    ) -> LaunchPlan | None:  # fmt: skip
         from flexsp.devices import of_device
-        from flexsp.kernels.diagonal.launches import DiagonalCall
+        from flexsp.kernels.diagonal.launches import DiagonalPlan
         from flexsp.kernels.diagonal.plan import plan_of
         from flexsp.kernels.engine import first_in_backward_chain
 
@@ -56,10 +56,10 @@ class _ScalarDecay(Lowering):
         if not self.serves(code, looks):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        plan = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
+        tiling = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
         program, early = code.program, first_in_backward_chain(sp)
         text, scale = program.call_text(given.dtype, docs > 0), program.meta.numbers["scale"]
-        return DiagonalCall(plan, given.dtype, _gate(program), scale, initial, ends, early, text)
+        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, ends, early, text)
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
@@ -80,7 +80,7 @@ class _ScalarDecay(Lowering):
         alike = dtype == inputs["k"][0] == of_v and (gate is None or inputs[gate][0] in (dtype, _F32))
         return alike and max(K, V) <= _MOST
 
-    def refuses(self, call: GeneratedCall) -> str | None:
+    def refuses(self, plan: GeneratedPlan) -> str | None:
         return "it runs whole calls only"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS, Generated
-from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
 from flexsp.compiler.planning.lowering import Lowering
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
@@ -23,7 +23,7 @@ def kernels_of(code: Generated) -> list[str]:
     """The kernels with what each reads and writes, the file they are in, and what replaces them."""
     lines = []
     for lowering in code.program.lowerings:
-        whole = type(lowering).call is not Lowering.call
+        whole = type(lowering).plan is not Lowering.plan
         runs = "whole calls; what follows is of those that it leaves to" if whole else "some launches, beside"
         lines.append(f"engine: {lowering.name} runs {runs} generated kernels")
     lines.append(f"file: {code.path}")
@@ -58,7 +58,7 @@ def describe(
     given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
     packed = f", {docs} packed documents" if docs else ""
     lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
-    call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
+    call = GeneratedPlan(code, plan, sizes, 1, heads, T, docs, dtype)
     for x in code.program.lowerings if call.lowering is None else ():
         lines.append(f"    generated kernels alone, not those of {x.name}: {x.refuses(call)}")
     found = candidates(code, sizes, heads, T, docs, dtype, ranks, device)
@@ -76,7 +76,7 @@ def describe(
 
 
 def _decisions(
-    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Plan, float]],
+    code: Generated, plan: Tiling, sizes: Mapping[str, int], heads: int, half: bool, found: list[tuple[Tiling, float]],
     device: Device,
 ) -> list[str]:  # fmt: skip
     walk, blocks = plan.walk, dict(plan.blocks)

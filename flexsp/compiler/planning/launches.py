@@ -4,7 +4,6 @@ This is the one list of them. The runner (`flexsp.kernels.executable`) puts stri
 cost model (`flexsp.compiler.planning.model`) adds up what each reads and writes; plans, `explain` and the traffic check
 use it.
 
-Besides the names of buffers in `flexsp.kernels.launches`, ``kept.x`` is a value kept of every chunk.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from flexsp.compiler.graphs.differentiate import Intrinsic, Saved
 from flexsp.compiler.graphs.stages import Stage
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
-from flexsp.compiler.planning.exact import again, choose, grads, rounds, scratch
-from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, nothing, ones, scan, unit, zeroed
+from flexsp.compiler.planning.exact import ExactSegments
+from flexsp.exceptions import fail
+from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launches import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
-__all__ = ["GeneratedCall", "Plan"]
+__all__ = ["GeneratedPlan", "Tiling"]
 
 _F32 = torch.float32
-_SAVED = ("@states", "@A", "@decay", "@cut", "@exact")
-_OWN = (*_SAVED, "@passed", "@dstates", "@entering", "@leaving", "@gain", "@scratch")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
 
     `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
@@ -59,18 +58,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class GeneratedCall:
-    """A call of generated kernels, as `flexsp.kernels.launches.Call` describes it.
+class GeneratedPlan(ExactSegments):
+    """A call of generated kernels.
+
+    Buffers have the names that values have in the kernels: inputs, "o", "do", values kept of every chunk, and
+    gradients "d_x" of inputs.
 
     Attributes:
         sizes: of the state and the inputs, by name; beside them B sequences of T tokens of H heads.
-        docs: packed documents, 0 if not packed.
-        initial: initial states are given on this rank.
-        ends: final states leave on this rank.
     """
 
     code: Generated
-    plan: Plan
+    tiling: Tiling
     sizes: Mapping[str, int]
     B: int
     H: int
@@ -81,18 +80,22 @@ class GeneratedCall:
     ends: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "code", self.code.sized(self.sizes))
-
-    @cached_property
-    def facts(self) -> Facts:
-        plan, program = self.plan, self.code.program
-        kind = "vector" if program.transition == "scalar" else program.transition
-        rows, cols = (*self.state, 1)[:2]
-        return Facts(
-            program.merge.name, program.call_text(self.dtype, self.docs > 0), self.B, self.T, self.H, self.docs,
-            plan.chunk, plan.n_chunks, plan.n_seg, (kind, rows, cols), self.ends,
-            sparse=bool(self.code.layout.parts), sure=plan.sure,
+        code, tiling = self.code.sized(self.sizes), self.tiling
+        vars(self).update(
+            code=code, name=code.program.merge.name, text=code.program.call_text(self.dtype, self.docs > 0),
+            chunk=tiling.chunk, n_chunks=tiling.n_chunks, n_seg=tiling.n_seg, sparse=bool(code.layout.parts),
+            surely_fits=tiling.sure, scanned=tiling.schedule == "segmented",
         )  # fmt: skip
+
+    @property
+    def scan_shape(self) -> tuple[str, tuple[int, int, int, int, int]]:
+        rows, cols = (*self.state, 1)[:2]
+        return self._kind, (self.B, self.n_seg, self.H, rows, cols)
+
+    @property
+    def _kind(self) -> str:
+        """Of the transition, as the scan knows it."""
+        return "vector" if self.code.program.transition == "scalar" else self.code.program.transition
 
     @property
     def products(self) -> torch.dtype:
@@ -117,7 +120,7 @@ class GeneratedCall:
 
     def look(self, frame: Any) -> None:
         """ValueError where a segment's decay has no logarithm. Synchronises."""
-        logarithms = self._carries == "@decay" and not (self._maxima or self.facts.scan[0] == "elementwise")
+        logarithms = self._carries == "@decay" and not (self._maxima or self._kind == "elementwise")
         if self.scanned and logarithms and bool(frame["@decay"].isnan().any()):
             raise ValueError(
                 f"{self.code.program.decay.name}: expected to multiply the state by no negative number and by no NaN, "
@@ -125,56 +128,83 @@ class GeneratedCall:
             )
 
     @property
-    def scanned(self) -> bool:
-        """Whether states enter segments from elsewhere: several segments, or ranks."""
-        return self.plan.schedule == "segmented"
-
-    @property
     def state(self) -> tuple[int, ...]:
         return self.code.layout.numbers(self.sizes)
 
     # Buffers
 
-    def buffer(self, name: str) -> Buffer:
-        """The tensor of this name."""
-        plan, rows, heads, layout = self.plan, self.state[0], self.B * self.H, self.code.layout
-        if name.startswith("own.") and self.lowering is not None:
-            return self.lowering.buffer(self, name)
-        of_segments = (self.B, plan.n_seg, self.H)
-        if name.startswith("kept."):
-            kept = self._kept(name.removeprefix("kept."))
-            shape = [plan.chunk if s == "C" else self.sizes[s] for s in kept.dims]
-            # Where products are of fp32, an inverse, and what is made with it, is not rounded on the way.
-            wide = kept.wide or (self.code.inverts and self.products != torch.bfloat16)
-            return Buffer(_F32 if wide else self.dtype, (heads, plan.n_chunks, *shape))
-        if name in ("@gain", "@exact"):
-            return Buffer(_F32 if name == "@gain" else torch.int32, (heads, plan.n_chunks))
-        if name == "@scratch":
-            return Buffer(_F32, scratch(self))
-        if name in ("@states", "@dstates"):
-            return Buffer(_F32, (self.B, plan.n_seg + 1, self.H, *self.state))
-        if name in ("@entering", "@leaving"):
-            half = self.dtype == torch.bfloat16 and not self._maxima
-            return Buffer(self.dtype if half else _F32, (heads, plan.n_chunks, *(*self.state, 1)[:2]))
-        if name in ("@initial", "@final", "@dinitial", "@dfinal"):
-            return Buffer(_F32, (self.docs or self.B, self.H, *self.state))
-        if name in ("@A", "@decay", "@passed"):
-            kind, _, cols = self.facts.scan
-            more = (rows,) if name == "@A" else (cols,) if kind in ("elementwise", "max-plus") else ()
-            return Buffer(_F32, (*of_segments, rows, *more))
-        if name == "@cut":
-            return Buffer(torch.int32, of_segments[:2])
-        source = {"@o": "do", "@do": "do"}.get(name, name.removeprefix("d."))
-        if source in layout.params:
-            chunks = (plan.n_chunks,) if name.startswith("d.") else ()
-            return Buffer(_F32, (self.B, self.H, *chunks, *(self.sizes[s] for s in layout.params[source])))
-        sizes = [self.sizes[s] for s in layout.tokens[source][1:]]
-        return Buffer(self._dtype(source), (self.B, self.T, self.H, *sizes))
+    def declare(self) -> list[Buffer]:
+        heads, state = self.B * self.H, self.state
+        of_segments, of_chunks = (self.B, self.n_seg, self.H), (heads, self.n_chunks)
+        states = (self.B, self.n_seg + 1, self.H, *state)
+        half = self.dtype == torch.bfloat16 and not self._maxima
+        of_chunk = self.dtype if half else _F32, (*of_chunks, *(*state, 1)[:2])
+        carried = (*of_segments, state[0], *self._columns)
+        return [
+            *self._of_inputs(),
+            *(Buffer(name, self._role(name), *self._kept(x)) for name, x in self._kept_values().items()),
+            Buffer("@states", Role.SAVED, _F32, states),
+            Buffer("@dstates", Role.SCRATCH, _F32, states),
+            Buffer("@A", Role.SAVED, _F32, (*of_segments, state[0], state[0])),
+            Buffer("@decay", Role.SAVED, _F32, carried),
+            Buffer("@passed", Role.SCRATCH, _F32, carried),
+            Buffer("@cut", Role.SAVED, torch.int32, of_segments[:2]),
+            Buffer("@entering", Role.SCRATCH, *of_chunk),
+            Buffer("@leaving", Role.SCRATCH, *of_chunk),
+            Buffer("@exact", Role.SAVED, torch.int32, of_chunks),
+            Buffer("@gain", Role.SCRATCH, _F32, of_chunks),
+            Buffer("@scratch", Role.SCRATCH, _F32, self.scratch()),
+        ]
 
-    def _kept(self, name: str) -> Saved:
-        """Of the gradients of an intrinsic some may be those of constants, which nothing reads."""
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """All of them, with those of the lowering, which may be made in the likeness of the others."""
+        found = super().buffers  # which is what the lowering sees
+        own = {} if self.lowering is None else {x.name: x for x in self.lowering.buffers(self)}
+        if taken := sorted(own.keys() & found.keys()):
+            fail("lowering.buffers", "names that no other buffer of the plan has", ", ".join(taken))
+        return found | own
+
+    @property
+    def _columns(self) -> tuple[int, ...]:
+        """Of the factors or shifts of a segment, which are numbers a row otherwise."""
+        *_, cols = self.scan_shape[1]
+        return (cols,) if self._kind in ("elementwise", "max-plus") else ()
+
+    def _of_inputs(self) -> list[Buffer]:
+        """Inputs and gradients; those of parameters are left for every chunk."""
+        layout, found = self.code.layout, []
+        for name, sizes in layout.tokens.items():
+            like = self._dtype(name), (self.B, self.T, self.H, *(self.sizes[s] for s in sizes[1:]))
+            found.append(Buffer(name, Role.INPUT, *like))
+            given = name == "do"
+            found.append(Buffer("o" if given else gradient_of(name), Role.OUTPUT if given else Role.GRADIENT, *like))
+        for name, sizes in layout.params.items():
+            shape = [self.sizes[s] for s in sizes]
+            found.append(Buffer(name, Role.INPUT, _F32, (self.H, *shape)))
+            of_chunks = self.B, self.H, self.n_chunks, *shape
+            found.append(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_chunks))
+        return found
+
+    def _kept_values(self) -> dict[str, Saved]:
+        """Values kept of every chunk. Of the gradients of an intrinsic some may be those of constants, which nothing
+        reads; they are like the others."""
         kept = self.code.layout.kept
-        return kept[name] if name in kept else next(kept[x] for x in _gradients(name[:-1]) if x in kept)
+        found = dict(kept)
+        for x in self.code.step.intrinsics:
+            if x.kind == "scores_grad":
+                names = _gradients(x.results[0][:-1])
+                found |= dict.fromkeys(names, next(kept[y] for y in names if y in kept)) | found
+        return found
+
+    def _role(self, kept: str) -> Role:
+        return Role.SAVED if kept in self.code.saved else Role.SCRATCH
+
+    def _kept(self, kept: Saved) -> tuple[torch.dtype, tuple[int, ...]]:
+        # Where products are of fp32, an inverse, and what is made with it, is not rounded on the way.
+        wide = kept.wide or (self.code.inverts and self.products != torch.bfloat16)
+        shape = [self.chunk if s == "C" else self.sizes[s] for s in kept.dims]
+        return _F32 if wide else self.dtype, (self.B * self.H, self.n_chunks, *shape)
 
     def _dtype(self, token: str) -> torch.dtype:
         """That of the call, for inputs that share the first one's type in the metadata."""
@@ -182,15 +212,6 @@ class GeneratedCall:
         if token == "do" or tokens[token].dtype == next(iter(tokens.values())).dtype:
             return self.dtype
         return tokens[token].dtype
-
-    def own(self, name: str) -> bool:
-        of_param = name.startswith("d.") and name.removeprefix("d.") in self.code.layout.params
-        return name.startswith(("kept.", "own.")) or name in _OWN or of_param
-
-    def saved(self, name: str) -> bool:
-        if name.startswith("own."):
-            return self.lowering is not None and name in self.lowering.saved
-        return name in _SAVED or name.removeprefix("kept.") in self.code.saved
 
     # Launches
 
@@ -204,42 +225,38 @@ class GeneratedCall:
         return generated if self.lowering is None else self.lowering.backward(self, generated)
 
     def _forward(self) -> list[LaunchSpec]:
-        launches = [*self._stages(False, []), *choose(self)]
+        launches = [*self._stages(False, []), *self.choose()]
+        given, final = "@initial" if self.initial else None, "@final" if self.ends else None
         if self.scanned:
             launches += [*self._around_parts("@states"), *self._summarize(), self._propagate("@states", False)]
-        given = "@initial" if self.initial and (self.docs > 0 or not self.scanned) else None
-        states, final = "@states" if self.scanned else None, "@final" if self.ends else None
-        output = self._walk(
+        states, given = "@states" if self.scanned else None, self.in_walk(given)
+        launches += self._walk(
             "output", [states, given, final, self._table], named(states, given), named(final),
             ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
-        launches += output
-        return launches if self.plan.n_chunks else self._of_no_tokens(launches)
+        return launches if self.n_chunks else self.without_tokens(launches, self._unit())
 
-    def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
-        """The forward pass of a shard without tokens, whose transition is the unit."""
+    def _unit(self) -> list[LaunchSpec]:
+        """The transition of a shard without tokens."""
         factors = self.code.program.transition == "elementwise"
         carried = ("@cut",) if factors else ("@decay", "@cut")
         names = ["@states", *(x for x in named(*self._summarize()[0].pointers) if x in carried)]
         units = [unit("@A")] if self.code.dense else [ones("@decay")] if factors else []
-        steps = [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
-        if self.initial and not self.docs:
-            steps.append(copied("@states", "@initial", 0))
-        return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
+        return [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
 
     def _backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
-        code, plan, in_walk = self.code, self.plan, self.docs > 0 or not self.scanned
-        initial = "@initial" if self.initial and in_walk else None
+        code, plan = self.code, self.tiling
+        initial = self.in_walk("@initial" if self.initial else None)
         after = "@dfinal" if dfinal else None
-        last = after if in_walk else None
+        last = self.in_walk(after)
         states, dstates = ("@states", "@dstates") if self.scanned else (None, None)
         entering = self._walk(
             "states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
             ENTERS=self.scanned, BOUNDARY=initial is not None,
         )  # fmt: skip
         middle: list[LaunchSpec] = []
+        passed = ["@passed"] if self._maxima else []
         if self.scanned:
-            passed = ["@passed"] if self._maxima else []
             others = ["@dstates", after, *passed, *self._entering("collect"), self._table]
             reads = named(after, *self._entering("collect"))
             middle = [
@@ -259,12 +276,11 @@ class GeneratedCall:
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
         launches += [self._chunkwise("gather", plan.small, of_chunk)] if code.small else []
-        launches += grads(self)
-        if plan.n_chunks:
+        launches += self.grads()
+        if self.n_chunks:
             return launches
-        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.docs else []
-        left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
-        return [zeroed("@dstates"), *([ones("@passed")] if self._maxima else []), *given, *launches, *left]
+        first = [zeroed("@dstates"), *(ones(x) for x in passed)]
+        return self.backward_without_tokens(launches, first, dfinal, dinitial)
 
     @property
     def _table(self) -> str | None:
@@ -295,23 +311,16 @@ class GeneratedCall:
         cut = "@cut" if self.docs and not self.code.dense else None
         return scan(states, "@passed" if reverse and self._maxima else self._carries, cut, reverse=reverse)
 
-    def _written(self, name: str) -> str:
-        if name in self.code.layout.kept:
-            return f"kept.{name}"
-        return "@o" if name == "o" else f"d.{name.removeprefix('d_')}"
-
     def _generated(
         self, kind: str, how: Launch, grid: tuple[int, ...], others: Sequence[str | None], reads: Sequence[str],
         writes: Sequence[str], flags: Mapping[str, Any],
     ) -> LaunchSpec:  # fmt: skip
         """A launch of a generated kernel; `others` are its last pointers, which it `reads` and `writes` besides."""
         kernel = self.code.kernels[kind]
-        given = [*("@do" if x == "do" else x for x in kernel.tokens), *(f"kept.{x}" for x in kernel.kept)]
-        given += kernel.params
-        written = [self._written(x) for x in kernel.writes]
-        pointers, numbers = (*given, *written, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
+        given = [*kernel.tokens, *kernel.kept, *kernel.params]
+        pointers, numbers = (*given, *kernel.writes, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
         return LaunchSpec(
-            kind, how, grid, pointers, (*given, *reads), (*written, *writes), numbers,
+            kind, how, grid, pointers, (*given, *reads), (*kernel.writes, *writes), numbers,
             self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | {**flags}, how.options,
         )  # fmt: skip
 
@@ -320,27 +329,27 @@ class GeneratedCall:
         writes: Sequence[str], flags: Mapping[str, bool],
     ) -> LaunchSpec:  # fmt: skip
         """As `_generated`, of an exact kernel: a chunk is a token, and products are of fp32."""
-        constants = {**flags, "C": 1, "EXACT_C": self.plan.chunk, **dots(_F32)}
+        constants = {**flags, "C": 1, "EXACT_C": self.chunk, **dots(_F32)}
         return self._generated(kind, how, grid, others, [*reads, "@exact"], writes, constants)
 
     def _numbers(self, kernel: Kernel, walks: bool) -> tuple[int | str, ...]:
-        plan = self.plan
+        plan = self.tiling
         chunks = (plan.n_seg, plan.n_chunks, plan.per_seg) if walks else (plan.n_chunks,)
         return (*kernel.tokens, self.T, self.H, *chunks)
 
     def _constants(self, how: Launch) -> dict[str, Any]:
         """Sizes, and those of tiles."""
         found: dict[str, Any] = {}
-        for name, block in self.plan.blocks:
+        for name, block in self.tiling.blocks:
             found[name] = self.sizes[name]
             found[f"B{name}"] = how.cols if name == self.code.layout.cols else block
-        return found | {"C": self.plan.chunk}
+        return found | {"C": self.chunk}
 
     def _walk(
         self, kind: str, others: Sequence[str | None], reads: Sequence[str], writes: Sequence[str], **flags: bool
     ) -> list[LaunchSpec]:
         """A walk, and that of the segments which are done again."""
-        plan, how = self.plan, self.plan.walk
+        plan, how = self.tiling, self.tiling.walk
         if any(copied_over(nodes, HELD[kind]) for nodes in self.code.kernels[kind].nodes):
             how = replace(how, stages=1)
         panels = -(-self.sizes[self.code.layout.cols] // plan.walk.cols)
@@ -348,12 +357,12 @@ class GeneratedCall:
             panels += -(-self.state[0] // plan.walk.cols)
         grid = (panels, self.B * self.H, plan.n_seg)
         first = self._generated(kind, how, grid, others, reads, writes, flags)
-        return [first, *again(self, kind, others, reads, writes, flags)]
+        return [first, *self.again(kind, others, reads, writes, flags)]
 
     def _chunkwise(self, kind: str, how: Launch, others: Sequence[str]) -> LaunchSpec:
         kernel = self.code.kernels[kind]
         panels = 1 if self.code.pieces else -(-self.sizes[self.code.layout.cols] // how.cols)
-        grid = (self.plan.n_chunks * kernel.parts, self.B * self.H, panels)
+        grid = (self.n_chunks * kernel.parts, self.B * self.H, panels)
         reads = [x for x in others if x in _states_of(kernel)]
         return self._generated(kind, how, grid, [*others, self._table], reads, (), {"APART": how.warps > 4})
 
@@ -365,23 +374,22 @@ class GeneratedCall:
         return launches
 
     def _stage(self, stage: Stage, others: Sequence[str]) -> list[LaunchSpec]:
-        first = [self._chunkwise(stage.kind, self.plan.whole, others)] if stage.writes else []
+        first = [self._chunkwise(stage.kind, self.tiling.whole, others)] if stage.writes else []
         return [*first, *(self._intrinsic(x) for x in stage.intrinsics)]
 
     def _intrinsic(self, what: Intrinsic) -> LaunchSpec:
-        args = [x if x in self.code.layout.tokens else f"kept.{x}" for x in what.args]
-        results = [f"kept.{x}" for x in what.results]
+        args, results = what.args, [*what.results]
         written = results
         if what.kind == "scores_grad":
             written = _gradients(results[0][:-1])
         pointers = (*args, *written, self._table)
-        grid = (self.plan.n_chunks, self.B * self.H, 1)
+        grid = (self.n_chunks, self.B * self.H, 1)
         how = Launch(0, intrinsic_kernels.warps(what.kind, self.products == torch.bfloat16), 1)
-        constants: dict[str, Any] = {"C": self.plan.chunk, "PACKED": self.docs > 0}
+        constants: dict[str, Any] = {"C": self.chunk, "PACKED": self.docs > 0}
         numbers: tuple[int | str, ...] = (self.T,)
         options = {"num_warps": how.warps}
         if what.kind == "inverse":
-            gain = rounds(self)
+            gain = self.rounds
             constants |= {"GAIN": gain, "MORE": gain and what is not self._inverses[0]}
             pointers = (*args, *written, "@gain" if gain else None, self._table)
             results += ["@gain"] if gain else []
@@ -406,10 +414,10 @@ class GeneratedCall:
         tokens = self.code.layout.tokens
         *_, q, k, b = what.args
         size = self.code.layout.kept[b].dims[1]
-        columns = dict(self.plan.blocks)[size]
+        columns = dict(self.tiling.blocks)[size]
         return {
             "N": self.sizes[size], "BN": intrinsic_kernels.columns(what.kind, columns, self.products == torch.bfloat16),
-            "LEVELS": self.plan.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
+            "LEVELS": self.chunk.bit_length() - 1, "Q_KEPT": q not in tokens, "K_KEPT": k not in tokens,
             **dots(self.products),
         }  # fmt: skip
 

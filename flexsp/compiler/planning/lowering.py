@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexsp.exceptions import fail
-from flexsp.kernels.launches import Buffer, Call, LaunchSpec
+from flexsp.kernels.launch_plan import Buffer, LaunchPlan
+from flexsp.kernels.launches import LaunchSpec
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
-    from flexsp.compiler.planning.launches import GeneratedCall
+    from flexsp.compiler.planning.launches import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
 
 __all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
@@ -26,25 +27,23 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 class Lowering:
     """How an engine of hand-written kernels runs the calls of a program.
 
-    It makes a whole call of its own (`call`), or replaces launches of a generated call (`forward`, `backward`,
-    `buffer`). A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedCall`); a
+    It plans a whole call (`plan`), or replaces launches of a generated call (`forward`, `backward`,
+    `buffers`). A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedPlan`); a
     lowering gets that list and returns the list that runs. Memory, packed documents, ranks, autograd, torch.compile,
     compilation ahead of time and the cost model use the returned list. Subclass it, and give an instance to the
     variants that it runs: ``LinearAttention(..., lowerings=[...])``.
 
     Attributes:
         name: its name in ``explain``: one word, which no other lowering of the program has.
-        saved: names of its own buffers that the backward pass reads.
     """
 
     name: str = ""
-    saved: frozenset[str] = frozenset()
 
-    def call(
+    def plan(
         self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,
         sp: SequenceParallel | None,
-    ) -> Call | None:  # fmt: skip
-        """A call with a plan, buffers and launches of its own; None if the lowering does not take the call.
+    ) -> LaunchPlan | None:  # fmt: skip
+        """A plan of its own for a whole call; None if the lowering does not take the call.
 
         Args:
             code: the generated kernels, with the program.
@@ -69,24 +68,25 @@ class Lowering:
         return None
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
-        """Whether `call` takes all calls with such inputs, even with sizes that no kernels are generated for."""
+        """Whether `plan` takes all calls with such inputs, even with sizes that no kernels are generated for."""
         return False
 
-    def refuses(self, call: GeneratedCall) -> str | None:
+    def refuses(self, plan: GeneratedPlan) -> str | None:
         """Why this call runs the generated launches unchanged; None if the lowering replaces some."""
         return None
 
-    def forward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+    def forward(self, plan: GeneratedPlan, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         """The launches of the forward pass, given the generated ones."""
         return launches
 
-    def backward(self, call: GeneratedCall, launches: list[LaunchSpec]) -> list[LaunchSpec]:
+    def backward(self, plan: GeneratedPlan, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         """The launches of the backward pass, given the generated ones."""
         return launches
 
-    def buffer(self, call: GeneratedCall, name: str) -> Buffer:
-        """A buffer of its own, whose name begins with "own."."""
-        raise NotImplementedError(f"{self.name}: no buffer {name!r}")
+    def buffers(self, plan: GeneratedPlan) -> Sequence[Buffer]:
+        """Those of its own, which no other of the plan is named like. Their role is `Role.SAVED` where the backward
+        pass reads what the forward pass left."""
+        return ()
 
 
 def replaced(launches: Sequence[LaunchSpec], phases: Mapping[str, Sequence[LaunchSpec]]) -> list[LaunchSpec]:

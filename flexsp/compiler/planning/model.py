@@ -21,7 +21,7 @@ from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
-from flexsp.compiler.planning.launches import GeneratedCall, Plan
+from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
 from flexsp.devices import REGISTERS, Device, of_device
 from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with
@@ -64,7 +64,7 @@ class Predicted:
 
 
 def predict(
-    code: Generated, plan: Plan, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
+    code: Generated, plan: Tiling, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
     *, docs: int = 0, backward: bool = False, device: Device | None = None,
 ) -> list[Predicted]:  # fmt: skip
     """The launches of the forward, or of the backward, of one call.
@@ -74,7 +74,7 @@ def predict(
         docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
         device: the GPU; None for the one that is there, else the one that is planned for.
     """
-    call = GeneratedCall(code, plan, sizes, 1, heads, T, docs, dtype)
+    call = GeneratedPlan(code, plan, sizes, 1, heads, T, docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
     # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
     # Nor are kernels that return at once, where no segment is done again.
@@ -84,10 +84,10 @@ def predict(
 
 
 def tiles_of(
-    code: Generated, plan: Plan, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch, device: Device
+    code: Generated, plan: Tiling, sizes: Mapping[str, int], dtype: torch.dtype, kind: str, how: Launch, device: Device
 ) -> list[tuple[int, int]]:
     """(registers a thread for the tiles that are alive at once, products) of each part of a kernel."""
-    loads = _loads(GeneratedCall(code, plan, sizes, 1, 1, 1, 0, dtype), kind, how, device)
+    loads = _loads(GeneratedPlan(code, plan, sizes, 1, 1, 1, 0, dtype), kind, how, device)
     return [(x.tiles // (32 * how.warps), x.products) for x in loads]
 
 
@@ -105,11 +105,11 @@ def _kernel_loads(
     return tuple(part_load(kernel.name, nodes, *given) for nodes in kernel.nodes)
 
 
-def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
+def _loads(call: GeneratedPlan, kind: str, how: Launch, device: Device) -> tuple[Load, ...]:
     """What a program of each part of a generated kernel works on, in one step."""
-    code, plan = call.code, call.plan
+    code, plan = call.code, call.tiling
     blocks = dict(plan.blocks) | {"C": plan.chunk, code.layout.cols: how.cols}
-    tokens = (x for x in code.layout.tokens if x != "do" and call.buffer(x).dtype.itemsize == 4)
+    tokens = (x for x in code.layout.tokens if x != "do" and call.buffers[x].dtype.itemsize == 4)
     wide = frozenset([*(x.name for x in code.layout.kept.values() if x.wide), *tokens])
     return _kernel_loads(
         code.kernels[kind], tuple(blocks.items()), _item(call.products), how.stages, wide, code.dense, device.arch,
@@ -117,11 +117,11 @@ def _loads(call: GeneratedCall, kind: str, how: Launch, device: Device) -> tuple
     )  # fmt: skip
 
 
-def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predicted:
-    plan, grid, steps, inverse = call.plan, launch.grid, 1, False
+def _predicted(call: GeneratedPlan, launch: LaunchSpec, device: Device) -> Predicted:
+    plan, grid, steps, inverse = call.tiling, launch.grid, 1, False
     if launch.kind == PROPAGATE:
         steps = plan.n_seg + 1
-        grid = (max(1, call.buffer(launch.writes[0]).nbytes // steps // 4096),)
+        grid = (max(1, call.buffers[launch.writes[0]].nbytes // steps // 4096),)
         loads: Sequence[Load] = [Load(0, 0, 4096, 0, 0, 0, 1, 1024)]
     elif launch.intrinsic is not None:
         inverse = launch.intrinsic.kind == "inverse"
@@ -134,27 +134,27 @@ def _predicted(call: GeneratedCall, launch: LaunchSpec, device: Device) -> Predi
         steps = plan.per_seg if launch.kind in WALKS else 1
         if call.code.pieces and launch.kind not in WALKS:
             steps = -(-call.sizes[call.code.layout.cols] // launch.how.cols)
-    written = sum(call.buffer(x).nbytes for x in launch.writes) + (_inverted(call) if inverse else 0)
+    written = sum(call.buffers[x].nbytes for x in launch.writes) + (_inverted(call) if inverse else 0)
     return _timed(call, launch, grid, steps, _read(call, launch), written, loads, device)
 
 
-def _read(call: GeneratedCall, launch: LaunchSpec) -> int:
+def _read(call: GeneratedPlan, launch: LaunchSpec) -> int:
     """Bytes that a launch reads."""
     generated = call.code.kernels.get(launch.kind)
     by_row = frozenset() if generated is None else generated.by_row
     if launch.intrinsic is not None and launch.intrinsic.kind == "inverse":
-        return 4 * call.B * call.H * call.plan.n_chunks * call.plan.chunk**2
-    return sum(_bytes_read(call, launch, name, name.removeprefix("kept.") in by_row) for name in launch.reads)
+        return 4 * call.B * call.H * call.tiling.n_chunks * call.tiling.chunk**2
+    return sum(_bytes_read(call, launch, name, name in by_row) for name in launch.reads)
 
 
-def _bytes_read(call: GeneratedCall, launch: LaunchSpec, name: str, by_row: bool) -> int:
+def _bytes_read(call: GeneratedPlan, launch: LaunchSpec, name: str, by_row: bool) -> int:
     """Rows past a chunk's length are written, but only those of gates are read, and of exponents by scores.
 
     Walks read no last state."""
-    plan, buffer = call.plan, call.buffer(name)
+    plan, buffer = call.tiling, call.buffers[name]
     if name in ("@states", "@dstates") and launch.kind != PROPAGATE:
         return buffer.nbytes // (plan.n_seg + 1) * plan.n_seg
-    kept = call.code.layout.kept.get(name.removeprefix("kept.")) if name.startswith("kept.") else None
+    kept = call.code.layout.kept.get(name)
     if by_row:
         return 4 * call.B * call.H * plan.n_chunks * math.prod(buffer.shape[3:]) if len(buffer.shape) > 3 else 0
     read = kept is not None and (kept.running or (kept.past_the_end and launch.intrinsic is not None))
@@ -163,15 +163,15 @@ def _bytes_read(call: GeneratedCall, launch: LaunchSpec, name: str, by_row: bool
     return buffer.nbytes
 
 
-def _inverted(call: GeneratedCall) -> int:
+def _inverted(call: GeneratedPlan) -> int:
     """Bytes that an inverse writes as it works in place: blocks of 16 on the diagonal, and all below them."""
-    C = call.plan.chunk
+    C = call.tiling.chunk
     blocks = C * 16 + sum(C // (2 * s) * s * s for s in (16 << i for i in range(C.bit_length() - 5)))
-    return 4 * call.B * call.H * call.plan.n_chunks * blocks
+    return 4 * call.B * call.H * call.tiling.n_chunks * blocks
 
 
 def _timed(
-    call: GeneratedCall, launch: LaunchSpec, grid: tuple[int, ...], steps: int, read: int, written: int,
+    call: GeneratedPlan, launch: LaunchSpec, grid: tuple[int, ...], steps: int, read: int, written: int,
     loads: Sequence[Load], device: Device,
 ) -> Predicted:  # fmt: skip
     """The prediction for a grid whose programs take `steps` steps of one of `loads` each, in equal numbers."""
@@ -182,7 +182,7 @@ def _timed(
     held = (255 if spilled else min(255, int(registers) + 60)) * threads
     resident = max(1, min(REGISTERS // held, device.shared // max(shared, 1024), _THREADS // threads))
     rate = device.flops(call.products)
-    waits = 0.0 if walks and call.plan.walk.stages > 1 else _MEMORY
+    waits = 0.0 if walks and call.tiling.walk.stages > 1 else _MEMORY
     work = latency = 0.0
     for x in loads:
         spills = 8 * max(0.0, x.tiles / threads - _ROOM[walks]) * threads

@@ -20,7 +20,7 @@ from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
-from flexsp.compiler.planning.launches import Plan
+from flexsp.compiler.planning.launches import Tiling
 from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
@@ -50,7 +50,7 @@ _WORTH = 0.8  # a chunk size is taken instead of the measured one if its predict
 def choose_plan(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
     device: Device | None = None, chunk: int | None = None,
-) -> Plan:  # fmt: skip
+) -> Tiling:  # fmt: skip
     """The plan of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
@@ -116,7 +116,7 @@ def _wrong_on_gpus(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype
 def candidates(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
     device: Device | None = None,
-) -> list[tuple[Plan, float]]:  # fmt: skip
+) -> list[tuple[Tiling, float]]:  # fmt: skip
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
     made, sized = code.sized(sizes), tuple(sizes.items())
     cut = _Cut.of(made, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
@@ -179,7 +179,7 @@ class _Cut:
                 width //= 2
         return width if not self.split or (self.half and not self.panels) else min(width, NARROWEST)
 
-    def plans(self, chunk: int) -> Iterator[Plan]:
+    def plans(self, chunk: int) -> Iterator[Tiling]:
         """In segments and whole; for a dense transition, over ever narrower panels."""
         if not self.dense:
             spread = [self.plan(chunk, self.width, programs=_SHARED * self.device.programs)] if self.panels else []
@@ -192,7 +192,7 @@ class _Cut:
             width //= 2
             yield self.plan(chunk, width)
 
-    def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Plan:
+    def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Tiling:
         """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.docs
@@ -209,7 +209,7 @@ class _Cut:
         cols = width if self.panels else piece
         tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
         part, small = Launch(cols, 8 if self.pieces else 4, 1), Launch(cols, 2, 1)
-        return Plan(
+        return Tiling(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,
             "fused" if fused else "segmented",
         )  # fmt: skip
@@ -219,13 +219,13 @@ class _Cut:
 def _best(
     code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int,
     dtype: torch.dtype, ranks: bool, device: Device,
-) -> Plan:  # fmt: skip
+) -> Tiling:  # fmt: skip
     cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks, device)
     _refuse_large(cut, code)
     found = _candidates(cut, chunk, code)
     if not found:
         return _last_resort(cut, chunk, code)
-    quickest: dict[int, tuple[Plan, float]] = {}
+    quickest: dict[int, tuple[Tiling, float]] = {}
     for plan, us in found:
         if plan.chunk not in quickest or us < quickest[plan.chunk][1]:
             quickest[plan.chunk] = (plan, us)
@@ -263,7 +263,7 @@ def _too_large(kind: str, node: Any, cut: _Cut, code: Generated) -> str:
 
 
 @keep_with(2)
-def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Plan, float], ...]:
+def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Tiling, float], ...]:
     """Plans whose estimated shared memory a block has, each with as many stages as fit, and their microseconds."""
     found = []
     usual = CHUNKS[:-1] if cut.half else (cut.chunk,)  # whether 256 fits is known only when it is compiled
@@ -278,7 +278,7 @@ def _candidates(cut: _Cut, chunk: int | None, code: Generated) -> tuple[tuple[Pl
     return tuple(found)
 
 
-def _part(cut: _Cut, plan: Plan, code: Generated) -> Launch:
+def _part(cut: _Cut, plan: Tiling, code: Generated) -> Launch:
     """How `grads` is launched, by the registers that its tiles would take of four warps. The numbers were measured with
     the generated simple GLA, GLA, DeltaNet and Gated DeltaNet on an H200."""
     if not cut.half or len(code.layout.state) == 1:
@@ -290,7 +290,7 @@ def _part(cut: _Cut, plan: Plan, code: Generated) -> Launch:
     return replace(plan.part, registers=_THIRD) if light else plan.part
 
 
-def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:
+def _launches(cut: _Cut, plan: Tiling, code: Generated) -> list[Predicted]:
     sizes = dict(cut.sizes)
     forward, backward = (
         predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, docs=cut.docs, backward=x, device=cut.device)
@@ -299,7 +299,7 @@ def _launches(cut: _Cut, plan: Plan, code: Generated) -> list[Predicted]:
     return forward + backward
 
 
-def _last_resort(cut: _Cut, chunk: int | None, code: Generated) -> Plan:
+def _last_resort(cut: _Cut, chunk: int | None, code: Generated) -> Tiling:
     """The plan with least shared memory where none is estimated to fit; what is compiled from it will tell."""
     plan = [*cut.plans(chunk or CHUNKS[0])][-1]
     plan = replace(plan, walk=replace(plan.walk, stages=1), sure=False)

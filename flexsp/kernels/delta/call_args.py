@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flexsp.kernels.delta import walks
-from flexsp.kernels.delta.plan import Plan
+from flexsp.kernels.delta.plan import Tiling
+from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["CallArgs"]
 
 
 @dataclass(frozen=True)
-class CallArgs:
-    """The plan, the inputs and the options of one call.
+class CallArgs(LaunchPlan):
+    """The tiling, the inputs and the options of one call.
 
     Attributes:
         dtype: of q, k and v.
         beta: the name of the input beta.
         gate: that of the log gates, None where the state does not decay.
-        initial: initial states are given on this rank.
-        ends: final states are wanted, and leave on this rank.
-        text: what ranks compare of the call.
-        name: of the variant, for messages.
+        types: dtypes of beta and of the gates.
     """
 
-    plan: Plan
+    tiling: Tiling
     dtype: torch.dtype
     beta: str
     gate: str | None
@@ -38,6 +37,9 @@ class CallArgs:
     text: str
     name: str
 
+    def settled(self) -> dict[str, Any]:
+        return {"sparse": self.docs > 0, "scanned": self.tiling.scanned, "aligned_gradient": self.tiling.tiles.copies}
+
     @property
     def gated(self) -> int:
         """What decays a state, as `walks` knows it."""
@@ -46,7 +48,7 @@ class CallArgs:
     @property
     def alive(self) -> str | None:
         """Which segments' matrices count: not where states decay to nothing, or a document begins."""
-        return "@alive" if self.gate is not None or (self.plan.docs and self.plan.scanned) else None
+        return "@alive" if self.gate is not None or (self.tiling.docs and self.tiling.scanned) else None
 
     def strides(self, names: Sequence[str | None]) -> list[int | str]:
         """Those of a token's numbers are 0 where there is no such input."""
@@ -55,4 +57,4 @@ class CallArgs:
     @property
     def to_keys(self) -> list[str]:
         """Gradients of q and k, of each head."""
-        return ["d.q", "d.k"] if self.plan.group == 1 else ["@dq", "@dk"]
+        return ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"]

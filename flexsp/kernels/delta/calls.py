@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 
 from flexsp.devices import of_device
-from flexsp.kernels.delta.channel_launches import ChannelCall
-from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.channel_launches import ChannelPlan
+from flexsp.kernels.delta.launches import DeltaPlan
 from flexsp.kernels.delta.plan import plan_of
 from flexsp.kernels.executable import CallSpec
 from flexsp.runtime.triton_private import runs_gluon
 
-__all__ = ["call_of"]
+__all__ = ["launch_plan_of"]
 
 
-def call_of(
+def launch_plan_of(
     given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, docs: int, ends: bool, chained: bool,
     text: str, name: str,
-) -> DeltaCall:  # fmt: skip
-    """The call of inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaCall`.
+) -> DeltaPlan:  # fmt: skip
+    """The plan for inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaPlan`.
 
     H is a multiple of the heads of q and k, and T of the rows of q and of gates a token.
 
@@ -27,21 +27,21 @@ def call_of(
     types = dict(zip(given.names, given.dtypes, strict=True))
     K, V = given.shapes["q"][-1], given.shapes["v"][-1]
     by_channel = gate is not None and len(given.shapes[gate]) == 3
-    plan = plan_of(
+    tiling = plan_of(
         given.dtype, given.B, given.T, given.H, K, V, docs, 0 if gate is None else K if by_channel else 1, chained,
         of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.every("q"),
     )  # fmt: skip
-    kind: type[DeltaCall] = ChannelCall if by_channel else DeltaCall
-    if plan.tiles.copies:
+    kind: type[DeltaPlan] = ChannelPlan if by_channel else DeltaPlan
+    if tiling.tiles.copies:
         kind = _in_gluon(by_channel)
         given.require_vectors("q", "k", "v")
     kinds = types[beta], torch.float32 if gate is None else types[gate]
-    return kind(plan, given.dtype, beta, gate, kinds, scale, initial, ends, text, name)
+    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, ends, text, name)
 
 
-def _in_gluon(by_channel: bool) -> type[DeltaCall]:
+def _in_gluon(by_channel: bool) -> type[DeltaPlan]:
     """Not imported before: Gluon is not in all releases of Triton."""
-    from flexsp.kernels.delta.hopper_channel_launches import HopperChannelCall
-    from flexsp.kernels.delta.hopper_launches import HopperCall
+    from flexsp.kernels.delta.hopper_channel_launches import HopperChannelPlan
+    from flexsp.kernels.delta.hopper_launches import HopperPlan
 
-    return HopperChannelCall if by_channel else HopperCall
+    return HopperChannelPlan if by_channel else HopperPlan

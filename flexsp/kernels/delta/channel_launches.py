@@ -4,56 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from flexsp.kernels.delta import channels, exact_launches, walks
-from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.launches import DeltaPlan
 from flexsp.kernels.delta.plan import Part
-from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named, step
+from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launches import Launch, LaunchSpec, named, step
 from flexsp.kernels.primitives import dots
 
-__all__ = ["ChannelCall"]
+__all__ = ["ChannelPlan"]
 
 _F32 = torch.float32
-_KERNELS = {
-    kernel.__name__: kernel
-    for kernel in (
-        channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_values,
-        channels.channel_parts, channels.channel_grads,
-    )
-}  # fmt: skip
 
 
-class ChannelCall(DeltaCall):
-    """As `DeltaCall`. ``@reads``, ``@writes`` and ``@decay`` of chunks are there for queries, keys and gates in walks.
+class ChannelPlan(DeltaPlan):
+    """As `DeltaPlan`. ``@reads``, ``@writes`` and ``@decay`` of chunks are there for queries, keys and gates in walks.
 
     ``@parts``, ``@dwrites`` and ``@dpairs`` lie in place of the states and errors that they are made of where these are
     large enough. Elsewhere ``@parts`` are in fp32: rounded to bf16 they would make half of the error of dg.
     """
 
-    def kernel(self, spec: LaunchSpec) -> Any:
-        return _KERNELS.get(spec.kind) or super().kernel(spec)
+    kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
+        kernel.__name__: kernel
+        for kernel in (
+            channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_values,
+            channels.channel_parts, channels.channel_grads,
+        )
+    }  # fmt: skip
 
-    def buffer(self, name: str) -> Buffer:
-        p, C = self.plan, self.plan.tiles.chunk
-        half = self.dtype if self.dtype == torch.bfloat16 else _F32
+    def declare(self) -> list[Buffer]:
+        p, C, half = self.tiling, self.chunk, self.half
         chunks = p.B * p.H, p.n_chunks
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "@blocks": (half, (channels.matrices(C), C, C)),
-            "@reads": (half, (*chunks, C, p.K)),
-            "@writes": (half, (*chunks, C, p.K)),
-            "@sizes": (torch.int32, (*chunks, -(-p.K // p.tiles.channel_scores.cols))),
-            "@decay": (_F32, (*chunks, p.K)),
-            "@kept": (_F32, (*chunks, p.K)),
-            "@dbeta": (_F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
-            "@parts": (_F32, (*chunks, 2 * C, p.K)),
-            "@dwrites": (half, (*chunks, 2 * C, p.K)),
-            "@dpairs": (half, (*chunks, 2 * C, C)),
-            f"d.{self.gate}": (self.types[1], (p.B, p.T, p.H, p.K)),
-        }
-        return Buffer(*found[name]) if name in found else super().buffer(name)
+        return [
+            *super().declare(),
+            Buffer("@blocks", Role.SAVED, half, (channels.matrices(C), C, C)),
+            Buffer("@reads", Role.SAVED, half, (*chunks, C, p.K)),
+            Buffer("@writes", Role.SAVED, half, (*chunks, C, p.K)),
+            Buffer("@sizes", Role.SAVED, torch.int32, (*chunks, -(-p.K // p.tiles.channel_scores.cols))),
+            Buffer("@decay", Role.SAVED, _F32, (*chunks, p.K)),
+            Buffer("@kept", Role.SCRATCH, _F32, (*chunks, p.K)),
+            Buffer("@dbeta", Role.SCRATCH, _F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
+            Buffer("@parts", Role.SCRATCH, _F32, (*chunks, 2 * C, p.K)),
+            Buffer("@dwrites", Role.SCRATCH, half, (*chunks, 2 * C, p.K)),
+            Buffer("@dpairs", Role.SCRATCH, half, (*chunks, 2 * C, C)),
+        ]
+
+    @property
+    def gates_shape(self) -> tuple[int, ...]:
+        return self.B, self.T, self.H, self.tiling.K
 
     @property
     def _gates(self) -> str | None:
@@ -89,17 +90,14 @@ class ChannelCall(DeltaCall):
         numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
     ) -> LaunchSpec:  # fmt: skip
         """A program a chunk; what it writes `in_place` it reads first."""
-        p = self.plan
-        reads = tuple(x for x in dict.fromkeys(named(*pointers)) if x not in writes or x in in_place)
-        given = {"K": p.K, "COLS": how.cols, "C": p.tiles.chunk, "PACKED": p.docs > 0} | constants | dots(self.dtype)
-        return LaunchSpec(
-            kind, how, (p.n_chunks, p.B * p.H, 1), (*(x or "q" for x in pointers), "@table" if p.docs else "q"), reads,
-            tuple(writes), tuple(numbers), given, how.options,
-        )  # fmt: skip
+        p = self.tiling
+        given = {"K": p.K, "COLS": how.cols, "C": p.chunk} | constants | dots(self.dtype)
+        grid = p.n_chunks, p.B * p.H, 1
+        return self.launch(kind, how, grid, pointers, writes, numbers, given, in_place=in_place)
 
     def _prepared(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
-        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        p, t, names = self.tiling, self.tiling.tiles, ["q", "k", str(self.gate), self.beta]
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
         scores = self._chunkwise(
             "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild, self._growth],
@@ -122,7 +120,7 @@ class ChannelCall(DeltaCall):
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Of all chunks: plans with a gate a channel have one part."""
-        p, t, names = self.plan, self.plan.tiles, ["q", "k", str(self.gate), self.beta]
+        p, t, names = self.tiling, self.tiling.tiles, ["q", "k", str(self.gate), self.beta]
         around = ["@entering", "@leaving", "@errors"]
         width = t.channel_width
         in_place, strong = width >= p.V >= 2 * t.chunk, self._mild is not None
@@ -131,15 +129,15 @@ class ChannelCall(DeltaCall):
         parts = self._chunkwise(
             "channel_parts", t.channel_parts,
             [
-                "@do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._skipped, "d.v",
+                "do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._skipped, "d_v",
                 "@kept", *left,
             ],
-            [*([] if strong else ["d.v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
+            [*([] if strong else ["d_v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
             V=p.V, BV=width, ROWS=rows, STRONG=strong, SKIPS=self._skipped is not None,
         )  # fmt: skip
-        to_beta = f"d.{self.beta}"
+        to_beta = gradient_of(self.beta)
         whole = t.channel_grads.cols >= p.K
-        made = [*self.to_keys, to_beta if whole else "@dbeta", f"d.{self.gate}"]
+        made = [*self.to_keys, to_beta if whole else "@dbeta", gradient_of(str(self.gate))]
         grads = self._chunkwise(
             "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._skipped, "@kept", *left, *made], made,
             [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
@@ -149,8 +147,8 @@ class ChannelCall(DeltaCall):
         return [*exact, parts, replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))]
 
     def _summed(self) -> list[LaunchSpec]:
-        whole = self.plan.tiles.channel_grads.cols >= self.plan.K
-        sums = [] if whole else [step("sum", _sum, ("@dbeta",), (f"d.{self.beta}",))]
+        whole = self.tiling.tiles.channel_grads.cols >= self.tiling.K
+        sums = [] if whole else [step("sum", _sum, ("@dbeta",), (gradient_of(self.beta),))]
         return [*self._sum_of_groups(), *sums]
 
 

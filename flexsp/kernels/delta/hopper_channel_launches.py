@@ -6,41 +6,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from flexsp.kernels.delta import hopper_channels, hopper_prepare, hopper_reach
-from flexsp.kernels.delta.channel_launches import ChannelCall
-from flexsp.kernels.delta.hopper_launches import WARP, HopperCall
+from flexsp.kernels.delta.channel_launches import ChannelPlan
+from flexsp.kernels.delta.hopper_launches import WARP, HopperPlan
 from flexsp.kernels.delta.plan import Part
-from flexsp.kernels.launches import Buffer, Launch, LaunchSpec, named
+from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launches import Launch, LaunchSpec, named
 
-__all__ = ["HopperChannelCall"]
+__all__ = ["HopperChannelPlan"]
 
-_KERNELS = {
-    "little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads,
-    "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
-}  # fmt: skip
 _SCORES, _GRADS, _REACH = Launch(64, 4, 1, 168), Launch(64, 4, 1), Launch(64, 4, 1)
 
 
-class HopperChannelCall(HopperCall, ChannelCall):
-    """As `ChannelCall`, with the walks of `HopperCall`: U and W are not kept in memory."""
+class HopperChannelPlan(HopperPlan, ChannelPlan):
+    """As `ChannelPlan`, with the walks of `HopperPlan`: U and W are not kept in memory."""
 
-    def kernel(self, spec: LaunchSpec) -> Any:
-        return _KERNELS.get(spec.kind) or super().kernel(spec)
+    kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
+        "little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads,
+        "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
+    }  # fmt: skip
 
-    def buffer(self, name: str) -> Buffer:
-        p = self.plan
-        heads = p.B * p.H
-        found = {
-            "@mild": Buffer(torch.int32, (heads, p.n_chunks)),
-            "@growth": Buffer(torch.float32, (heads, p.n_chunks)),
-            "@from_end": Buffer(torch.int32, (p.K // 64, heads, p.n_seg)),
-            "@from_start": Buffer(torch.int32, (p.K // 64, heads, p.n_seg)),
-        }
-        return found.get(name) or super().buffer(name)
+    def declare(self) -> list[Buffer]:
+        p, chunks = self.tiling, (self.B * self.H, self.n_chunks)
+        segments = p.K // 64, self.B * self.H, self.n_seg
+        return [
+            *super().declare(),
+            Buffer("@mild", Role.SAVED, torch.int32, chunks),
+            Buffer("@growth", Role.SAVED, torch.float32, chunks),
+            Buffer("@from_end", Role.SCRATCH, torch.int32, segments),
+            Buffer("@from_start", Role.SCRATCH, torch.int32, segments),
+        ]
 
     @property
     def _mild(self) -> str | None:
@@ -52,11 +51,11 @@ class HopperChannelCall(HopperCall, ChannelCall):
 
     @property
     def _growth(self) -> str | None:
-        return "@growth" if self.plan.scanned else None
+        return "@growth" if self.tiling.scanned else None
 
     @property
     def alive(self) -> str | None:
-        return "@alive" if self.plan.scanned else None
+        return "@alive" if self.tiling.scanned else None
 
     @property
     def _decays(self) -> str | None:
@@ -67,22 +66,20 @@ class HopperChannelCall(HopperCall, ChannelCall):
         return ["@reads", "@w", "@writes"]
 
     def _prepared(self) -> list[LaunchSpec]:
-        p, names = self.plan, ["q", "k", str(self.gate), self.beta]
-        made = ("@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild")
-        constants = {"K": p.K, "C": p.tiles.chunk, "GROWTH": self._growth is not None, "PACKED": p.docs > 0}
-        little = LaunchSpec(
-            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1),
-            (*names, *made, self._growth or "q", "@table" if p.docs else "q"), tuple(names),
-            (*made, *named(self._growth)), (*names, p.T, p.H, self.scale), constants | {"GROUP": p.group},
-            _SCORES.options,
+        p, names = self.tiling, ["q", "k", str(self.gate), self.beta]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild", self._growth]
+        constants = {"K": p.K, "C": p.chunk, "GROWTH": self._growth is not None, "GROUP": p.group}
+        little = self.launch(
+            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
+            (*names, p.T, p.H, self.scale), constants,
         )  # fmt: skip
-        blocks, scores, inverse, values = ChannelCall._prepared(self)
+        blocks, scores, inverse, values = ChannelPlan._prepared(self)
         inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
         return [little, blocks, scores, inverse]
 
     def _reach(self, found: str, reverse: bool) -> LaunchSpec:
-        p, reads = self.plan, ("@w", "@writes", "@inverse", "@decay", "@growth")
-        constants = {"K": p.K, "C": p.tiles.chunk, "REVERSE": reverse, "PACKED": p.docs > 0}
+        p, reads = self.tiling, ("@w", "@writes", "@inverse", "@decay", "@growth")
+        constants = {"K": p.K, "C": p.chunk, "REVERSE": reverse, "PACKED": p.docs > 0}
         return LaunchSpec(
             "reach", _REACH, (p.K // 64, p.B * p.H, p.n_seg), (*reads, found, "@table" if p.docs else "@w"), reads,
             (found,), (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, _REACH.options,
@@ -101,14 +98,12 @@ class HopperChannelCall(HopperCall, ChannelCall):
         ]
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
-        p, names = self.plan, ["q", "k", str(self.gate), self.beta]
-        pointers = [*names, "@do", "d.v", "@errors", "@entering", "@leaving", "@mild"]
-        made = (*self.to_keys, "@dbeta", f"d.{self.gate}")
-        constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.tiles.chunk}
-        constants |= {"PACKED": p.docs > 0, "GROUP": p.group}
-        little = LaunchSpec(
-            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
-            (*pointers, *made, "@table" if p.docs else "q"), tuple(pointers), made,
-            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants, _GRADS.options,
+        p, names = self.tiling, ["q", "k", str(self.gate), self.beta]
+        pointers = [*names, "do", "d_v", "@errors", "@entering", "@leaving", "@mild"]
+        made = (*self.to_keys, "@dbeta", gradient_of(str(self.gate)))
+        constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.chunk, "GROUP": p.group}
+        little = self.launch(
+            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1), [*pointers, *made], made,
+            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants,
         )  # fmt: skip
-        return [little, *ChannelCall._grads(self, part)]
+        return [little, *ChannelPlan._grads(self, part)]

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_walks
-from flexsp.kernels.delta.launches import DeltaCall
+from flexsp.kernels.delta.launches import DeltaPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launches import Launch, LaunchSpec, named
 
-__all__ = ["WARP", "HopperCall"]
+__all__ = ["WARP", "HopperPlan"]
 
-_KERNELS = {
-    "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
-    "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-    "prepare": hopper_prepare.prepare, "horizons": horizons,
-}  # fmt: skip
 _WARPS, _PREPARE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
 WARP = Launch(0, 1, 1, registers=168)
 
 
-class HopperCall(DeltaCall):
-    """As `DeltaCall`, from the inverses of chunks alone: U, W and scores are not kept in memory."""
+class HopperPlan(DeltaPlan):
+    """As `DeltaPlan`, from the inverses of chunks alone: U, W and scores are not kept in memory."""
 
-    def kernel(self, spec: LaunchSpec) -> Any:
-        return _KERNELS.get(spec.kind) or super().kernel(spec)
+    kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
+        "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
+        "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
+        "prepare": hopper_prepare.prepare, "horizons": horizons,
+    }  # fmt: skip
 
     @property
     def _walked(self) -> str | None:
         """How many chunks of a segment count, at its end and at its start."""
-        return "@walked" if self.alive is not None and self.plan.scanned else None
+        return "@walked" if self.alive is not None and self.tiling.scanned else None
 
     @property
     def _decays(self) -> str | None:
@@ -42,26 +40,23 @@ class HopperCall(DeltaCall):
         return ["q", "k", None]
 
     def _prepared(self) -> list[LaunchSpec]:
-        p, launches = self.plan, [self._prepare()]
+        p, launches = self.tiling, [self._prepare()]
         if self._walked is None:
             return launches
-        pointers = self._bounds or "q", "@alive", "@walked", "@table" if p.docs else "q"
-        spec = LaunchSpec(
-            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), pointers, named(self._bounds), pointers[1:3],
-            (p.H, p.n_seg, p.n_chunks, p.per_seg), {"GATED": self.gate is not None, "PACKED": p.docs > 0},
-            Launch(0, 1, 1).options,
+        horizons_of = self.launch(
+            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), [self._bounds, "@alive", "@walked"],
+            ["@alive", "@walked"], (p.H, p.n_seg, p.n_chunks, p.per_seg), {"GATED": self.gate is not None},
         )  # fmt: skip
-        return [*launches, spec]
+        return [*launches, horizons_of]
 
     def _prepare(self) -> LaunchSpec:
-        p, names = self.plan, ["q", "k", self.beta, self.gate]
+        p, names = self.tiling, ["q", "k", self.beta, self.gate]
         made = ["@inverse", "@strength", self._gates, self._bounds, self._gain, self._decays, "@scores"]
-        constants = {"K": p.K, "C": p.tiles.chunk, "GATED": self.gate is not None, "BOUNDS": self._bounds is not None}
-        constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
-        pointers = [*names, *made, "@table" if p.docs else None]
-        return LaunchSpec(
-            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), tuple(x or "q" for x in pointers), named(*names),
-            named(*made), (*self.strides(names), p.T, p.H, self.scale), constants, _PREPARE.options,
+        constants = {"K": p.K, "C": p.chunk, "GATED": self.gate is not None, "BOUNDS": self._bounds is not None}
+        constants |= {"GROUP": p.group, "STEPS": p.steps}
+        return self.launch(
+            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
+            (*self.strides(names), p.T, p.H, self.scale), constants, reads=named(*names),
         )  # fmt: skip
 
     def _walk(
@@ -69,32 +64,29 @@ class HopperCall(DeltaCall):
         part: Part | None, **flags: bool,
     ) -> LaunchSpec:  # fmt: skip
         """Of the segments of a part, or of all."""
-        p = self.plan
+        p = self.tiling
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
         numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, before, p.held]
         numbers.append(self.scale)
-        constants = {"K": p.K, "V": p.V, "C": p.tiles.chunk, "GATED": self.gated, "PACKED": p.docs > 0}
-        constants |= {"GROUP": p.group, "STEPS": p.steps}
-        reads = tuple(x for x in named(*pointers) if x not in writes)
+        constants = {"K": p.K, "V": p.V, "C": p.chunk, "GATED": self.gated, "GROUP": p.group, "STEPS": p.steps}
         flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
-        return LaunchSpec(
-            kind, _WARPS, (panels, p.B * p.H, n_seg), (*(x or "q" for x in pointers), "@table" if p.docs else "q"),
-            reads, writes, tuple(numbers), constants | flags, _WARPS.options,
-        )  # fmt: skip
+        return self.launch(
+            kind, _WARPS, (panels, p.B * p.H, n_seg), pointers, writes, numbers, constants | flags
+        )
 
     def _forward(
         self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None,
         walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
         """`writes`: of o, errors and states of chunks, or of segments."""
-        p, reads, sums = self.plan, kind == "output", kind == "summarize"
+        p, reads, sums = self.tiling, kind == "output", kind == "summarize"
 
         def of(*names: str) -> list[str | None]:
             return [x if x in writes else None for x in names]
 
         queries, keys, written = self._keys_of_walks
         pointers = [queries if reads else None, keys, written, "v", self._decays or "@strength", "@inverse"]
-        pointers += ["@scores" if reads else None, *of("@o", "@errors", "@entering"), states, *of("@A")]
+        pointers += ["@scores" if reads else None, *of("o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self.alive, walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), part, READS=reads,
@@ -107,22 +99,22 @@ class HopperCall(DeltaCall):
 
     def _output(self, given: str | None) -> LaunchSpec:
         final = "@final" if self.ends else None
-        return self._forward("output", ("@o", *named(final)), self._edge_states, given, final)
+        return self._forward("output", ("o", *named(final)), self._edge_states, given, final)
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:
         return self._forward("states", ("@errors", "@entering"), self._edge_states, given, None, part=part)
 
     @property
     def _edge_states(self) -> str | None:
-        return "@states" if self.plan.scanned else None
+        return "@states" if self.tiling.scanned else None
 
     def _backward(
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None,
         walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
-        p, sums = self.plan, kind == "collect"
-        pointers = [*self._keys_of_walks, "@do", self._decays or "@strength", "@inverse", "@scores"]
-        pointers += [None, None] if sums else ["d.v", "@leaving"]
+        p, sums = self.tiling, kind == "collect"
+        pointers = [*self._keys_of_walks, "do", self._decays or "@strength", "@inverse", "@scores"]
+        pointers += [None, None] if sums else ["d_v", "@leaving"]
         pointers += [dstates, walked, after, to]
         return self._walk(
             kind, pointers, writes, ["q", "k", "do"], p.V // 64, part, SUMS=sums, ENTERS=p.scanned and not sums,
@@ -133,19 +125,17 @@ class HopperCall(DeltaCall):
         return [self._backward("collect", ("@dstates",), "@dstates", after, None, self._walked)]
 
     def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
-        dstates = "@dstates" if self.plan.scanned else None
-        return self._backward("back", ("d.v", "@leaving", *named(to)), dstates, after, to, part=part)
+        dstates = "@dstates" if self.tiling.scanned else None
+        return self._backward("back", ("d_v", "@leaving", *named(to)), dstates, after, to, part=part)
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
-        p, how = self.plan, self.plan.tiles.grads
-        pointers = ["q", "k", "@do", "d.v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
+        p, how = self.tiling, self.tiling.tiles.grads
+        pointers = ["q", "k", "do", "d_v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
         writes = (*self.to_keys, "@parts")
-        pointers += [*writes, "@table" if p.docs else None]
-        constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.tiles.chunk, "GATED": self.gate is not None}
-        constants |= {"PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
-        spec = LaunchSpec(
-            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), tuple(x or "q" for x in pointers),
-            tuple(x for x in named(*pointers[:-1]) if x not in writes), writes,
-            ("q", "k", "do", p.T, p.H, p.n_chunks, part.chunks_before, p.held, self.scale), constants, how.options,
+        constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.chunk, "GATED": self.gate is not None}
+        constants |= {"GROUP": p.group, "STEPS": p.steps}
+        spec = self.launch(
+            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes,
+            ("q", "k", "do", p.T, p.H, p.n_chunks, part.chunks_before, p.held, self.scale), constants,
         )  # fmt: skip
         return [spec, *self._exact_grads(part)]

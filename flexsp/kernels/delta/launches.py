@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,147 +12,135 @@ from flexsp.kernels.delta import exact_launches, grads, join, prepare, walks
 from flexsp.kernels.delta.call_args import CallArgs
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
-from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, unit, zeroed
+from flexsp.kernels.launch_plan import Buffer, Layout, Role, gradient_of
+from flexsp.kernels.launches import Launch, LaunchSpec, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
-__all__ = ["DeltaCall"]
+__all__ = ["DeltaPlan"]
 
 _F32 = torch.float32
-_SAVED = (
-    "@states", "@A", "@alive", "@total", "@gates", "@bounds", "@walked", "@strength", "@decays", "@inverse", "@u", "@w",
-    "@scores", "@reads", "@writes", "@decay", "@blocks", "@sizes", "@mild", "@growth", "@exact",
-)  # fmt: skip
-_OWN = (
-    *_SAVED, "@edges", "@dedges", "@dstates", "@from_end", "@from_start", "@entering", "@leaving", "@errors",
-    "@derrors", "@gain", "@scratch", "@parts", "@kept", "@dwrites", "@dpairs", "@dbeta", "@dq", "@dk",
-)  # fmt: skip
-_KERNELS = {
-    kernel.__name__: kernel
-    for kernel in (
-        prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
-        walks.back, grads.grads, grads.gathered,
-    )
-} | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class DeltaCall(CallArgs):
-    """A call of the delta engine, as `flexsp.kernels.launches.Call` describes it.
+class DeltaPlan(CallArgs):
+    """A call of the delta engine.
 
-    A pointer that a kernel does not use is that of q. Buffers: ``@states`` and ``@dstates`` at the edges of the rank,
-    ``@A`` its matrix, ``@gates`` cumulative log2 decay within chunks, ``@inverse`` of chunks, and in the backward pass
-    what `walks` keeps of every chunk.
+    Buffers: ``@states`` and ``@dstates`` at the edges of the rank, ``@A`` its matrix, ``@gates`` cumulative log2 decay
+    within chunks, ``@inverse`` of chunks, and in the backward pass what `walks` keeps of every chunk.
     """
 
-    @cached_property
-    def facts(self) -> Facts:
-        p = self.plan
-        return Facts(
-            self.name, self.text, p.B, p.T, p.H, p.docs, p.tiles.chunk, p.n_chunks, 1, ("dense", p.K, p.V),
-            self.ends, sparse=p.docs > 0, vectors=p.tiles.copies,
-        )  # fmt: skip
-
-    def kernel(self, spec: LaunchSpec) -> Any:
-        return _KERNELS[spec.kind]
-
-    def look(self, frame: Any) -> None:
-        """Nothing can be wrong that nobody looked at."""
+    kernels: ClassVar[dict[str, Any]] = {
+        kernel.__name__: kernel
+        for kernel in (
+            prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
+            walks.back, grads.grads, grads.gathered,
+        )
+    } | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
     # Buffers
 
-    def buffer(self, name: str) -> Buffer:
-        p, C = self.plan, self.plan.tiles.chunk
-        half = self.dtype if self.dtype == torch.bfloat16 else _F32
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.tiling.K, self.tiling.V
+
+    @property
+    def scan_shape(self) -> tuple[str, tuple[int, int, int, int, int]]:
+        """Segments are joined before, so that the scan sees one."""
+        return "dense", (self.B, 1, self.H, self.tiling.K, self.tiling.V)
+
+    @property
+    def half(self) -> torch.dtype:
+        """What products of chunks are kept in."""
+        return self.dtype if self.dtype == torch.bfloat16 else _F32
+
+    def declare(self) -> list[Buffer]:
+        p, C, half = self.tiling, self.chunk, self.half
         chunks, held = (p.B * p.H, p.n_chunks), (p.B * p.H, p.held)
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "@states": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
-            "@dstates": (_F32, (p.B, p.n_seg + 1, p.H, p.K, p.V)),
+        of_segments = (p.B, p.n_seg + 1, p.H, p.K, p.V)
+        edges = (p.B, 2, p.H, p.K, p.V)
+        saved: dict[str, Layout] = {
+            "@states": (_F32, of_segments),
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
             "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
-            "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
-            "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
-            "@strength": (_F32, (*chunks, C)),
-            "@gain": (_F32, chunks),
-            "@exact": (torch.int32, chunks),
-            "@scratch": (_F32, exact_launches.scratch(self)),
-            "@decays": (_F32, (2, *chunks, C)),
-            "@edges": (_F32, (p.B, 2, p.H, p.K, p.V)),
-            "@dedges": (_F32, (p.B, 2, p.H, p.K, p.V)),
             "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
             "@gates": (_F32 if half == torch.bfloat16 else torch.float64, (*chunks, C)),
+            "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
+            "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
+            "@strength": (_F32, (*chunks, C)),
+            "@decays": (_F32, (2, *chunks, C)),
             "@inverse": (half, (*chunks, C, C)),
+            "@u": (half, (*chunks, C, p.V)),
+            "@w": (half, (*chunks, C, p.K)),
+            "@scores": (half, (*chunks, C, C)),
+            "@exact": (torch.int32, chunks),
+        }
+        scratch: dict[str, Layout] = {
+            "@dstates": (_F32, of_segments),
+            "@edges": (_F32, edges),
+            "@dedges": (_F32, edges),
+            "@gain": (_F32, chunks),
+            "@scratch": (_F32, exact_launches.scratch(self)),
             "@entering": (half, (*held, p.V, p.K)),
             "@leaving": (half, (*held, p.V, p.K)),
             "@errors": (half, (*held, p.V, C)),
             "@derrors": (half, (*held, p.V, C)),
-            "@u": (half, (*chunks, C, p.V)),
-            "@w": (half, (*chunks, C, p.K)),
-            "@scores": (half, (*chunks, C, C)),
             "@parts": (_F32, (1 if self.gate is None else 3, self._tiles_of_keys, *chunks, C)),
-            f"d.{self.beta}": (self.types[0], (p.B, p.T, p.H)),
-            f"d.{self.gate}": (self.types[1], (p.B, p.T // p.steps, p.H)),
+            "@dq": (self.dtype, (p.B, p.T // p.steps, p.H, p.K)),
+            "@dk": (self.dtype, (p.B, p.T, p.H, p.K)),
         }
-        if name in found:
-            return Buffer(*found[name])
-        if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
-            return Buffer(_F32, (p.docs or p.B, p.H, p.K, p.V))
-        rows = p.T // p.steps if name in ("q", "d.q", "@dq", "@o", "@do") else p.T
-        if name.removeprefix("d.") in ("q", "k"):
-            return Buffer(self.dtype, (p.B, rows, p.H // p.group, p.K))
-        return Buffer(self.dtype, (p.B, rows, p.H, p.K if name in ("@dq", "@dk") else p.V))
+        return [
+            *self._of_tokens(),
+            *(Buffer(name, Role.SAVED, *x) for name, x in saved.items()),
+            *(Buffer(name, Role.SCRATCH, *x) for name, x in scratch.items()),
+        ]
 
-    def own(self, name: str) -> bool:
-        return name in _OWN
+    def _of_tokens(self) -> list[Buffer]:
+        """The inputs, the outputs and the gradients. A token has a query and a gate for `steps` keys."""
+        p, queries = self.tiling, self.T // self.tiling.steps
+        inputs: dict[str, Layout] = {
+            "q": (self.dtype, (p.B, queries, p.H // p.group, p.K)),
+            "k": (self.dtype, (p.B, p.T, p.H // p.group, p.K)),
+            "v": (self.dtype, (p.B, p.T, p.H, p.V)),
+            self.beta: (self.types[0], (p.B, p.T, p.H)),
+        }
+        if self.gate is not None:
+            inputs[self.gate] = self.types[1], self.gates_shape
+        return self.token_buffers(inputs, (self.dtype, (p.B, queries, p.H, p.V)))
 
-    def saved(self, name: str) -> bool:
-        return name in _SAVED
+    @property
+    def gates_shape(self) -> tuple[int, ...]:
+        return self.B, self.T // self.tiling.steps, self.H
 
     # Launches
 
     def forward(self) -> list[LaunchSpec]:
-        p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
-        given = "@initial" if self.initial else None
-        launches = [*self._prepared(), *exact_launches.choose(self, self._mild)]
-        if p.scanned:
+        given, final = "@initial" if self.initial else None, "@final" if self.ends else None
+        chosen = [exact_launches.choose(self, self._mild)] if exact_launches.rounds(self) else []
+        launches = [*self._prepared(), *chosen]
+        if self.scanned:
             launches += [*self._summarize(given), *exact_launches.forward(self, "summarize", given)]
             launches += self._scan("@states", reverse=False)
-        entering = given if in_walk else None
+        entering = self.in_walk(given)
         launches.append(self._output(entering))
-        launches += exact_launches.forward(self, "output", entering, final="@final" if self.ends else None)
-        return launches if p.n_chunks else self._of_no_tokens(launches)
-
-    def _of_no_tokens(self, launches: list[LaunchSpec]) -> list[LaunchSpec]:
-        """The forward pass of a shard without tokens, whose transition is the unit."""
-        if not self.plan.scanned:
-            ends = copied("@final", "@initial") if self.initial else zeroed("@final")
-            return [*launches, *([ends] if self.ends else [])]
-        steps = [unit("@A"), zeroed("@states")]
-        if self.initial and not self.plan.docs:
-            steps.append(copied("@states", "@initial", 0))
-        return [*steps, *launches, *([copied("@final", "@states", None, -1)] if self.ends else [])]
+        launches += exact_launches.forward(self, "output", entering, final=final)
+        return launches if self.n_chunks else self.without_tokens(launches, [unit("@A"), zeroed("@states")])
 
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
         """All gradients of inputs are computed, whichever are `wanted`."""
-        p, in_walk = self.plan, self.plan.docs > 0 or not self.plan.scanned
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         launches: list[LaunchSpec] = []
-        if p.scanned:
+        if self.scanned:
             launches += [*self._collect(after), *exact_launches.backward(self, "collect", after)]
             launches += self._scan("@dstates", reverse=True)
-        before, behind = "@initial" if self.initial and in_walk else None, after if in_walk else None
-        for part in p.parts:
+        before, behind = self.in_walk("@initial" if self.initial else None), self.in_walk(after)
+        for part in self.tiling.parts:
             launches += [self._states(before, part), *exact_launches.forward(self, "states", before, part)]
             launches += [self._back(behind, to, part), *exact_launches.backward(self, "back", behind, to, part)]
             launches += self._grads(part)
         launches += self._summed()
-        if p.n_chunks:
+        if self.n_chunks:
             return launches
-        if not p.scanned:
-            first = copied("@dinitial", "@dfinal") if dfinal else zeroed("@dinitial")
-            return [*launches, *([first] if dinitial else [])]
-        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not p.docs else []
-        left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
-        return [zeroed("@dstates"), *given, *launches, *left]
+        return self.backward_without_tokens(launches, [zeroed("@dstates")], dfinal, dinitial)
 
     @property
     def _gates(self) -> str | None:
@@ -170,7 +157,7 @@ class DeltaCall(CallArgs):
 
     @property
     def _bounds(self) -> str | None:
-        return "@bounds" if self.gated == walks.SCALAR.value and self.plan.scanned else None
+        return "@bounds" if self.gated == walks.SCALAR.value and self.tiling.scanned else None
 
     @property
     def _keys(self) -> list[str]:
@@ -183,7 +170,7 @@ class DeltaCall(CallArgs):
 
     def _scan(self, states: str, reverse: bool) -> list[LaunchSpec]:
         """What enters segments, from what each of them leaves."""
-        edges, p = ("@dedges" if reverse else "@edges"), self.plan
+        edges, p = ("@dedges" if reverse else "@edges"), self.tiling
         if p.n_seg == 1:
             return [scan(states, "@A", None, reverse=reverse)]
         if not p.ranks:
@@ -194,7 +181,7 @@ class DeltaCall(CallArgs):
     def _join(
         self, states: str, edges: str, slots: int, total: str | None, reverse: bool, WHOLE: bool = False
     ) -> LaunchSpec:
-        p, how = self.plan, Launch(min(32, self.plan.tiles.output.cols), 4 if self.plan.K <= 128 else 8, 1)
+        p, how = self.tiling, Launch(min(32, self.tiling.tiles.output.cols), 4 if self.tiling.K <= 128 else 8, 1)
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if WHOLE and not reverse else 0)
         pointers = [states, "@A", self.alive, edges, total if not reverse else None]
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
@@ -210,19 +197,12 @@ class DeltaCall(CallArgs):
         self, kind: str, how: Launch, grid: tuple[int, ...], pointers: Sequence[str | None], writes: Sequence[str],
         numbers: Sequence[int | float | str], constants: dict[str, Any],
     ) -> LaunchSpec:  # fmt: skip
-        p = self.plan
-        reads = tuple(x for x in named(*pointers) if x not in writes)
-        sizes = {"K": p.K, "BK": p.key_block, "C": p.tiles.chunk}
-        flags = {"GATED": self.gated, "PACKED": p.docs > 0, "GROUP": p.group, "STEPS": p.steps}
-        constants = sizes | flags | constants | dots(self.dtype)
-        table = "@table" if p.docs else "q"
-        return LaunchSpec(
-            kind, how, grid, (*(x or "q" for x in pointers), table), reads, tuple(writes), tuple(numbers), constants,
-            how.options,
-        )  # fmt: skip
+        p = self.tiling
+        sizes = {"K": p.K, "BK": p.key_block, "C": p.chunk, "GATED": self.gated, "GROUP": p.group, "STEPS": p.steps}
+        return self.launch(kind, how, grid, pointers, writes, numbers, sizes | constants | dots(self.dtype))
 
     def _prepare(self) -> LaunchSpec:
-        p, names = self.plan, ["k", self.beta, self.gate]
+        p, names = self.tiling, ["k", self.beta, self.gate]
         made = ["@inverse", "@strength", self._gates, self._bounds, self._gain]
         return self._spec(
             "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
@@ -231,7 +211,7 @@ class DeltaCall(CallArgs):
 
     def _prepared(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
-        p, how = self.plan, self.plan.tiles.values
+        p, how = self.tiling, self.tiling.tiles.values
         pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ["@u", "@w", "@scores"]
         values = self._spec(
             "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], named(*made),
@@ -244,7 +224,7 @@ class DeltaCall(CallArgs):
         scaled: bool = False, **flags: bool,
     ) -> LaunchSpec:  # fmt: skip
         """A walk over the chunks of segments."""
-        p = self.plan
+        p = self.tiling
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
         given = self.strides([x if x in self._keys or x == "do" else None for x in inputs])
         numbers: list[int | float | str] = [*given, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
@@ -254,57 +234,57 @@ class DeltaCall(CallArgs):
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         return [self._launch(
-            "summarize", self.plan.tiles.states,
+            "summarize", self.tiling.tiles.states,
             [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self.alive],
             ("@states", "@A", *named(self.alive)),
             ["k"], BOUNDARY=given is not None, ALIVE=self.alive is not None,
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
-        states, final = "@states" if self.plan.scanned else None, "@final" if self.ends else None
+        states, final = "@states" if self.tiling.scanned else None, "@final" if self.ends else None
         return self._launch(
-            "output", self.plan.tiles.output,
-            [*self._keys, self._strength, "@u", "@w", "@scores", self._gates, "@o", states, given, final],
-            ("@o", *named(final)), ["q", "k"], scaled=True,
-            ENTERS=self.plan.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
+            "output", self.tiling.tiles.output,
+            [*self._keys, self._strength, "@u", "@w", "@scores", self._gates, "o", states, given, final],
+            ("o", *named(final)), ["q", "k"], scaled=True,
+            ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:
-        states = "@states" if self.plan.scanned else None
+        states = "@states" if self.tiling.scanned else None
         return self._launch(
-            "states", self.plan.tiles.states,
+            "states", self.tiling.tiles.states,
             [self._keys[1], self._strength, "@u", "@w", self._gates, "@errors", states, given, "@entering"],
-            ("@errors", "@entering"), ["k"], ENTERS=self.plan.scanned, BOUNDARY=given is not None,
+            ("@errors", "@entering"), ["k"], ENTERS=self.tiling.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _collect(self, after: str | None) -> list[LaunchSpec]:
         return [self._launch(
-            "collect", self.plan.tiles.back,
-            [*self._keys, "@do", self._strength, "@w", "@scores", self._gates, self._bounds, "@dstates", after],
+            "collect", self.tiling.tiles.back,
+            [*self._keys, "do", self._strength, "@w", "@scores", self._gates, self._bounds, "@dstates", after],
             ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
         )]  # fmt: skip
 
     def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
-        dstates = "@dstates" if self.plan.scanned else None
+        dstates = "@dstates" if self.tiling.scanned else None
         return self._launch(
-            "back", self.plan.tiles.back,
+            "back", self.tiling.tiles.back,
             [
-                *self._keys, "@do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to,
+                *self._keys, "do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to,
                 "@leaving",
             ],
             ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
-            ENTERS=self.plan.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
+            ENTERS=self.tiling.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
     @property
     def _tiles_of_keys(self) -> int:
-        return -(-self.plan.K // self.plan.tiles.grads.cols)
+        return -(-self.tiling.K // self.tiling.tiles.grads.cols)
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Gradients of the chunks of a part, from what its walks keep."""
-        p, how = self.plan, self.plan.tiles.grads
-        writes = [*self.to_keys, "d.v", "@parts"]
-        pointers = ["q", "k", "@do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
+        p, how = self.tiling, self.tiling.tiles.grads
+        writes = [*self.to_keys, "d_v", "@parts"]
+        pointers = ["q", "k", "do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
         pointers += ["@entering", "@leaving"]
         numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
         spec = self._spec(
@@ -322,7 +302,7 @@ class DeltaCall(CallArgs):
 
     def _sum_of_groups(self) -> list[LaunchSpec]:
         """Gradients of q and k, of those of heads that share them."""
-        p, made = self.plan, ("d.q", "d.k")
+        p, made = self.tiling, ("d_q", "d_k")
         if p.group == 1:
             return []
         block = 1 << (p.K - 1).bit_length()
@@ -336,13 +316,12 @@ class DeltaCall(CallArgs):
         )]  # fmt: skip
 
     def _gathered(self) -> LaunchSpec:
-        p, how = self.plan, Launch(min(32, 1 << (self.plan.H - 1).bit_length()), 4, 1)
-        gate = None if self.gate is None else f"d.{self.gate}"
-        pointers = [self.gate, "@parts", f"d.{self.beta}", gate]
-        constants = {"TILES": self._tiles_of_keys, "HEADS": how.cols, "C": p.tiles.chunk}
-        constants |= {"GATED": gate is not None, "PACKED": p.docs > 0, "STEPS": p.steps}
-        return LaunchSpec(
+        p, how = self.tiling, Launch(min(32, 1 << (self.tiling.H - 1).bit_length()), 4, 1)
+        gate = None if self.gate is None else gradient_of(self.gate)
+        made = named(gradient_of(self.beta), gate)
+        constants = {"TILES": self._tiles_of_keys, "HEADS": how.cols, "C": p.chunk, "GATED": gate is not None}
+        return self.launch(
             "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B),
-            (*(x or "q" for x in pointers), "@table" if p.docs else "q"), named(self.gate, "@parts"),
-            named(*pointers[2:]), (*self.strides([self.gate]), p.T, p.H, p.n_chunks), constants, how.options,
+            [self.gate, "@parts", gradient_of(self.beta), gate], made,
+            (*self.strides([self.gate]), p.T, p.H, p.n_chunks), constants | {"STEPS": p.steps},
         )  # fmt: skip

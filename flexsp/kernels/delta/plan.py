@@ -11,7 +11,7 @@ import torch
 from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.launches import Launch
 
-__all__ = ["LONG", "MOST", "Part", "Plan", "Tiles", "engine_runs", "plan_of"]
+__all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "plan_of"]
 
 MOST = 256
 """Of K and V."""
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How one call is cut: `n_seg` segments of `per_seg` chunks. `ranks`: over several. `programs`: so many have a
     multiprocessor each. `per_part`: segments whose states of chunks a backward pass keeps at once. `group`: heads that
     share a query and a key. `steps`: keys a token has; T counts keys."""
@@ -74,6 +74,10 @@ class Plan:
     per_part: int
     group: int = 1
     steps: int = 1
+
+    @property
+    def chunk(self) -> int:
+        return self.tiles.chunk
 
     @property
     def key_block(self) -> int:
@@ -163,7 +167,7 @@ def _parts(gates: int, steps: int) -> int:
 def plan_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gates: int, ranks: bool, device: Device,
     gluon: bool = False, group: int = 1, steps: int = 1,
-) -> Plan:  # fmt: skip
+) -> Tiling:  # fmt: skip
     """The plan of calls of B sequences of T keys and H heads; `docs` packed documents, 0 if not packed.
 
     gates: that a token has, 0 if states do not decay. Long heads whose states decay are cut into segments: most of
@@ -184,4 +188,4 @@ def plan_of(
     per_seg = max(1, -(-n_chunks // wanted))
     n_seg = max(1, -(-n_chunks // per_seg))
     per_part = -(-n_seg // parts)
-    return Plan(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, per_part, group, steps)
+    return Tiling(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, per_part, group, steps)

@@ -14,7 +14,7 @@ from flexsp.kernels.functions import Like
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.diagonal.launches import DiagonalCall
+    from flexsp.kernels.diagonal.launches import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
 __all__ = ["Diagonal", "diagonal"]
@@ -33,16 +33,16 @@ class Diagonal(Engine):
         self.gate, self.rows = gate or None, int(rows)
         self.names = ("q", "k", "v") if self.gate is None else ("q", "k", "v", self.gate)
 
-    def plan(self, asked: Asked) -> Any:
+    def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
         return make_plan(q, v, asked.docs)
 
-    def call(self, plan: Any, asked: Asked, early: bool) -> DiagonalCall:
-        from flexsp.kernels.diagonal.launches import DiagonalCall
+    def plan(self, tiling: Any, asked: Asked, early: bool) -> DiagonalPlan:
+        from flexsp.kernels.diagonal.launches import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
-        return DiagonalCall(
-            plan, q.dtype, self.gate, asked.scale, initial, asked.want_final, early, self.text, v.dtype
+        return DiagonalPlan(
+            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, early, self.text, v.dtype
         )  # fmt: skip
 
 

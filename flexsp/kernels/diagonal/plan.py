@@ -11,13 +11,13 @@ from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
-__all__ = ["NAME", "Plan", "decay_dtype", "make_plan", "plan_of"]
+__all__ = ["NAME", "Tiling", "decay_dtype", "make_plan", "plan_of"]
 
 NAME = "the kernels of flexsp.ops (chunk_simple_gla and the others)"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How one call is cut: chunks, segments and tiles."""
 
     B: int
@@ -32,26 +32,26 @@ class Plan:
     n_seg: int
 
     @property
-    def packed(self) -> bool:
-        return self.docs > 0
+    def chunk(self) -> int:
+        return self.tiles.chunk
 
 
-def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Plan:
-    """Plan for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed), on the GPU that q is on."""
+def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Tiling:
+    """Tiling for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed), on q's GPU."""
     sizes = (*q.shape, v.shape[-1], docs)
     build = plan_of if all(type(n) is int for n in sizes) else plan_of.__wrapped__  # symbolic sizes have no hash
     return build(q.dtype, *sizes, of_device(q.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Plan:
+def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Tiling:
     """As `make_plan`, of sizes."""
     check_heads("q", B, H)
     choice = tiles.choose(dtype, K, V, device, docs > 0)
     n_chunks = -(-T // choice.chunk) + docs
     per_seg = tiles.segment_length(n_chunks, B * H, device.programs)
     assert per_seg <= tiles.MOST_CHUNKS, f"{per_seg} chunks a segment: summarize_kernel sees {tiles.MOST_CHUNKS}"
-    return Plan(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
+    return Tiling(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
 
 
 def decay_dtype(dtype: torch.dtype) -> torch.dtype:

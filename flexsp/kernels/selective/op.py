@@ -16,7 +16,7 @@ from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.selective.launches import SelectiveCall
+    from flexsp.kernels.selective.launches import SelectivePlan
 
 __all__ = ["NAME", "selective"]
 
@@ -38,17 +38,17 @@ class _Selective(Engine):
         self.form, self.computes = form, Form(*(x == "1" for x in flags))
         self.names = self.computes.names
 
-    def plan(self, asked: Asked) -> Any:
+    def tiling(self, asked: Asked) -> Any:
         from flexsp.kernels.selective.launches import make_plan
 
         return make_plan(asked.tensors[0], asked.tensors[2].shape[-1], asked.docs)
 
-    def call(self, plan: Any, asked: Asked, early: bool) -> SelectiveCall:
-        from flexsp.kernels.selective.launches import SelectiveCall
+    def plan(self, tiling: Any, asked: Asked, early: bool) -> SelectivePlan:
+        from flexsp.kernels.selective.launches import SelectivePlan
 
         u, delta, *_ = asked.tensors
         initial = asked.initial is not None
-        return SelectiveCall(plan, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.text)
+        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.text)
 
 
 register(_Selective, range(5, 9))

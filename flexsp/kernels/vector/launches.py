@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.launches import Buffer, Facts, Launch, LaunchSpec, copied, named, scan, zeroed
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan
+from flexsp.kernels.launches import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
 from flexsp.scan.dense import MOST
 
-__all__ = ["NAME", "Plan", "VectorCall", "channels_of_head", "make_plan"]
+__all__ = ["NAME", "Tiling", "VectorPlan", "channels_of_head", "make_plan"]
 
 NAME = "the kernels of vector states"
 _F32 = torch.float32
@@ -25,15 +25,13 @@ _CHUNK = 8
 _CHANNELS = 128  # of a program at most
 _SEGMENTS = 8  # times as many programs as a device's number of them
 _CHUNKS = 128  # of a segment at most: every token's factor is rounded, and for gates near 0 always the same way
-_SAVED = ("@decay", "@cut", "@chunks")
-_OWN = (*_SAVED, "@states", "@dstates")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How one call is cut: P channels a head, blocks of channels, chunks and segments."""
 
-    batch: int
+    B: int
     T: int
     D: int
     P: int
@@ -42,6 +40,8 @@ class Plan:
     n_chunks: int
     per_seg: int
     n_seg: int
+
+    chunk: ClassVar[int] = _CHUNK
 
     @property
     def H(self) -> int:
@@ -53,15 +53,15 @@ def channels_of_head(D: int) -> int:
     return next(size for size in range(min(D, MOST), 0, -1) if D % size == 0)
 
 
-def make_plan(x: torch.Tensor, docs: int) -> Plan:
-    """Plan for x [batch, T, H, P] and `docs` packed documents (0: not packed), on the GPU that x is on."""
+def make_plan(x: torch.Tensor, docs: int) -> Tiling:
+    """Tiling for x [batch, T, H, P] and `docs` packed documents (0: not packed), on the GPU that x is on."""
     sizes = (*x.shape, docs)
     build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
     return build(*sizes, of_device(x.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(batch: int, T: int, H: int, P: int, docs: int, device: Device) -> Plan:
+def _plan_of(batch: int, T: int, H: int, P: int, docs: int, device: Device) -> Tiling:
     D = H * P
     if batch * H > MOST_HEADS:
         blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST}"
@@ -71,141 +71,89 @@ def _plan_of(batch: int, T: int, H: int, P: int, docs: int, device: Device) -> P
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
     per_seg = min(_CHUNKS, max(1, -(-n_chunks // max(1, min(n_chunks, wanted)))))
     n_seg = max(1, -(-n_chunks // per_seg))
-    return Plan(batch, T, D, P, docs, block, n_chunks, per_seg, n_seg)
+    return Tiling(batch, T, D, P, docs, block, n_chunks, per_seg, n_seg)
 
 
 @dataclass(frozen=True)
-class VectorCall:
-    """A call of a vector state, as `flexsp.kernels.launches.Call` describes it.
+class VectorPlan(SegmentedPlan):
+    """A call of a vector state.
 
-    A pointer that a kernel does not use is that of g. Buffers: ``@states`` and ``@dstates`` at the edges of segments,
-    ``@decay`` of segments (natural logarithms), ``@cut`` where a document begins in a segment, and ``@chunks``, the
-    states that enter chunks.
+    Buffers beside those of `SegmentedPlan`: ``@decay`` of segments (natural logarithms), and ``@chunks``, the states
+    that enter chunks.
 
     Attributes:
         dtype: of x.
         gate: the dtype of g, which may be another.
-        initial: initial states are given on this rank.
-        ends: final states are wanted, and leave on this rank.
-        text: what ranks compare of the call.
     """
 
-    plan: Plan
+    tiling: Tiling
     dtype: torch.dtype
     gate: torch.dtype
     initial: bool
     ends: bool
     text: str
+    filler: ClassVar[str] = "g"
+    kernels: ClassVar[dict[str, Any]] = {
+        kernel.__name__: kernel
+        for kernel in (walks.summarize_kernel, walks.output_kernel, walks.collect_kernel, walks.grads_kernel)
+    }
 
-    @cached_property
-    def facts(self) -> Facts:
-        p = self.plan
-        return Facts(
-            NAME, self.text, p.batch, p.T, p.H, p.docs, _CHUNK, p.n_chunks, p.n_seg, ("vector", p.P, 1), self.ends,
-            sparse=p.docs > 0,
-        )  # fmt: skip
-
-    def kernel(self, spec: LaunchSpec) -> Any:
-        return getattr(walks, spec.kind)
-
-    def look(self, frame: Any) -> None:
-        """Nothing can be wrong that the operators do not look at."""
+    def settled(self) -> dict[str, Any]:
+        return {"name": NAME, "sparse": self.docs > 0}
 
     # Buffers
 
-    def buffer(self, name: str) -> Buffer:
-        p = self.plan
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "@states": (_F32, (p.batch, p.n_seg + 1, p.H, p.P)),
-            "@dstates": (_F32, (p.batch, p.n_seg + 1, p.H, p.P)),
-            "@decay": (_F32, (p.batch, p.n_seg, p.H, p.P)),
-            "@cut": (torch.int32, (p.batch, p.n_seg)),
-            "@chunks": (_F32, (p.batch, p.n_chunks, p.H, p.P)),
-        }
-        if name in found:
-            return Buffer(*found[name])
-        if name.removeprefix("@") in ("initial", "final", "dinitial", "dfinal"):
-            return Buffer(_F32, (p.docs or p.batch, p.H, p.P))
-        return Buffer(self.gate if name == "d.g" else self.dtype, (p.batch, p.T, p.H, p.P))
+    @property
+    def state(self) -> tuple[int, ...]:
+        return (self.tiling.P,)
 
     @property
-    def kept(self) -> tuple[str, ...]:
-        return tuple(name for name in _SAVED if name != "@cut" or self.plan.docs)
+    def scan_shape(self) -> tuple[str, tuple[int, int, int, int, int]]:
+        return "vector", (self.B, self.n_seg, self.H, self.tiling.P, 1)
 
-    def own(self, name: str) -> bool:
-        return name in _OWN
-
-    def saved(self, name: str) -> bool:
-        return name in _SAVED
+    def declare(self) -> list[Buffer]:
+        p, rows = self.tiling, (self.B, self.T, self.H, self.tiling.P)
+        return [
+            *self.states_of_segments(Role.SCRATCH),
+            *self.token_buffers({"x": (self.dtype, rows), "g": (self.gate, rows)}, (self.dtype, rows)),
+            Buffer("@decay", Role.SAVED, _F32, (p.B, p.n_seg, p.H, p.P)),
+            Buffer("@chunks", Role.SAVED, _F32, (p.B, p.n_chunks, p.H, p.P)),
+        ]
 
     # Launches
 
-    def forward(self) -> list[LaunchSpec]:
-        p = self.plan
-        in_walk = "@initial" if p.docs and self.initial else None
-        final = "@final" if p.docs and self.ends else None
-        launches = [
-            self._walk(
-                "summarize_kernel", ("x", "g", "@states", "@decay", self._cut, in_walk),
-                ("@states", "@decay", *named(self._cut)), ("x", "g"),
-                INITIAL=in_walk is not None, ZERO=p.docs > 0 or not self.initial,
-            )
-        ]  # fmt: skip
-        if not p.n_chunks:
-            launches.append(zeroed("@states", "@decay"))
-        if self.initial and not p.docs:
-            launches.append(copied("@states", "@initial", 0))
-        launches += [
-            scan("@states", "@decay", self._cut, reverse=False),
-            self._walk(
-                "output_kernel", ("x", "g", "@o", "@states", "@chunks", in_walk, final), named("@o", "@chunks", final),
-                ("x", "g"), INITIAL=in_walk is not None, FINAL=final is not None,
-            ),
-        ]  # fmt: skip
-        if self.ends and not p.docs:
-            launches.append(copied("@final", "@states", None, p.n_seg))
-        return launches
+    def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
+        return [self._walk(
+            "summarize_kernel", ["x", "g", "@states", "@decay", self.cut, initial],
+            named("@states", "@decay", self.cut), ["x", "g"], INITIAL=initial is not None, ZERO=zero,
+        )]  # fmt: skip
 
-    def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str]) -> list[LaunchSpec]:
-        p = self.plan
-        last = "@dfinal" if p.docs and dfinal else None
-        into = "@dinitial" if p.docs and dinitial else None
-        launches = [
-            self._walk(
-                "collect_kernel", ("g", "@do", "@dstates", last), ("@dstates",), ("g", "do"),
-                FINAL=last is not None, ZERO=p.docs > 0 or not dfinal,
-            )
-        ]  # fmt: skip
-        if not p.n_chunks:
-            launches.append(zeroed("@dstates"))
-        if dfinal and not p.docs:
-            launches.append(copied("@dstates", "@dfinal", p.n_seg))
-        launches += [
-            scan("@dstates", "@decay", self._cut, reverse=True),
-            self._walk(
-                "grads_kernel", ("x", "g", "@do", "@chunks", "@dstates", last, into, "d.x", "d.g"),
-                named("d.x", "d.g", into), ("x", "g", "do"), FINAL=last is not None, INITIAL=into is not None,
-            ),
-        ]  # fmt: skip
-        if dinitial and not p.docs:
-            launches.append(copied("@dinitial", "@dstates", None, 0))
-        return launches
+    def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
+        return [self._walk(
+            "output_kernel", ["x", "g", "o", "@states", "@chunks", initial, final], named("o", "@chunks", final),
+            ["x", "g"], INITIAL=initial is not None, FINAL=final is not None,
+        )]  # fmt: skip
 
-    @property
-    def _cut(self) -> str | None:
-        return "@cut" if self.plan.docs else None
+    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+        return [self._walk(
+            "collect_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"], FINAL=last is not None,
+            ZERO=zero,
+        )]  # fmt: skip
+
+    def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
+        return [self._walk(
+            "grads_kernel", ["x", "g", "do", "@chunks", "@dstates", last, to, "d_x", "d_g"], named("d_x", "d_g", to),
+            ["x", "g", "do"], FINAL=last is not None, INITIAL=to is not None,
+        )]  # fmt: skip
 
     def _walk(
         self, kind: str, pointers: Sequence[str | None], writes: Sequence[str], strides: Sequence[str],
         **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
         """A walk over segments; `constants` are its own, those of every walk are added here."""
-        p = self.plan
-        how = Launch(p.block, 1, 1)
-        constants |= {"D": p.D, "P": p.P, "BD": p.block, "C": _CHUNK, "PACKED": p.docs > 0}
-        table = "@table" if p.docs else "g"
-        return LaunchSpec(
-            kind, how, (-(-p.D // p.block), p.batch, p.n_seg), (*(x or "g" for x in pointers), table),
-            tuple(x for x in named(*pointers) if x not in writes), tuple(writes),
-            (*strides, p.T, p.n_seg, p.n_chunks, p.per_seg), constants, how.options,
+        p = self.tiling
+        constants |= {"D": p.D, "P": p.P, "BD": p.block, "C": p.chunk}
+        return self.launch(
+            kind, Launch(p.block, 1, 1), (-(-p.D // p.block), p.B, p.n_seg), pointers, writes,
+            (*strides, p.T, p.n_seg, p.n_chunks, p.per_seg), constants,
         )  # fmt: skip

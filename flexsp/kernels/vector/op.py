@@ -11,7 +11,7 @@ from flexsp.kernels.engine import Engine, register
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.operators import Asked
-    from flexsp.kernels.vector.launches import VectorCall
+    from flexsp.kernels.vector.launches import VectorPlan
 
 __all__ = ["vector_state"]
 
@@ -27,16 +27,16 @@ class _Vector(Engine):
     def __init__(self, form: str) -> None:
         self.form = form
 
-    def plan(self, asked: Asked) -> Any:
+    def tiling(self, asked: Asked) -> Any:
         from flexsp.kernels.vector.launches import make_plan
 
         return make_plan(asked.tensors[0], asked.docs)
 
-    def call(self, plan: Any, asked: Asked, early: bool) -> VectorCall:
-        from flexsp.kernels.vector.launches import VectorCall
+    def plan(self, tiling: Any, asked: Asked, early: bool) -> VectorPlan:
+        from flexsp.kernels.vector.launches import VectorPlan
 
         x, g = asked.tensors
-        return VectorCall(plan, x.dtype, g.dtype, asked.initial is not None, asked.want_final, self.form)
+        return VectorPlan(tiling, x.dtype, g.dtype, asked.initial is not None, asked.want_final, self.form)
 
 
 register(_Vector, [2])

@@ -33,10 +33,10 @@ def executable_of(
         given: the inputs by name, tokens [T, H, ...] or [B, T, H, ...] and parameters [H, ...].
         plan: the plan of a generated call. None asks the lowerings, and predicts a plan if none takes the call.
     """
-    layout = code.layout
-    tokens = [name for name in given if name in layout.tokens]
+    of_program = code.program.meta.tokens
+    tokens = [name for name in given if name in of_program]
     n_docs = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    spec = CallSpec(tokens, len(layout.tokens[tokens[0]]) + 1, given, initial)
+    spec = CallSpec(tokens, len(of_program[tokens[0]].shape), given, initial)
     returns_final = sp is None or n_docs > 0 or sp.rank == sp.world_size - 1
     bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if n_docs else None
 

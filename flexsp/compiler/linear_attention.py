@@ -276,7 +276,7 @@ class LinearAttention:
     def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
         """Generates the kernels, if calls of such tensors may need them."""
         if asks_for_kernels(on_gpu, dtype):
-            _ = self._generated
+            self._derived()
 
     def width(self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None) -> int:
         """Columns of the outputs."""
@@ -365,25 +365,42 @@ class LinearAttention:
         return _Call(T, states, wide, executable)
 
     def _compile_ahead(self) -> None:
-        if isinstance(self._generated, str):
-            raise NotEmittable(f"enable_aot: there are no kernels to compile: {self._generated}")
+        code = self._derived()
+        if isinstance(code, str):
+            raise NotEmittable(f"enable_aot: there are no kernels to compile: {code}")
         from flexsp.compiler.aot import compile_ahead, target_of_host
 
-        compile_ahead(self._generated, self.program.meta, target_of_host())
+        compile_ahead(code, self.program.meta, target_of_host())
 
     @ft.cached_property
     def _generated(self) -> Generated | str:
-        """The kernels made of the functions, or why there are none."""
+        """The kernels made of the functions, or why there are none.
+
+        Deriving them takes seconds. Where engines may run the calls, it waits for a call that none of them takes.
+        """
         try:
             from flexsp.compiler.backend.generated_kernels import generated
 
-            return one_at_a_time(
+            code: Generated = one_at_a_time(
                 lambda: generated(self._for_kernels(), self._code_dir, self._C), self.program.merge.name
             )
+            if not self.program.lowerings:
+                code.derive()
+            return code
         except ImportError as error:
             return f"Triton is not there ({error})"
         except NotEmittable as error:
             return str(error)
+
+    def _derived(self) -> Generated | str:
+        """The same, derived."""
+        if isinstance(self._generated, str):
+            return self._generated
+        try:
+            self._generated.derive()
+        except NotEmittable as error:
+            return str(error)
+        return self._generated
 
     def _for_kernels(self) -> Program:
         """The program that kernels are made of; NotEmittable where there are none for it."""
@@ -456,9 +473,10 @@ class LinearAttention:
     @property
     def kernels(self) -> Generated:
         """The generated kernels; NotAvailable where there are none."""
-        if isinstance(self._generated, str):
-            raise NotEmittable(f"{self.program.merge.name}: no generated kernels: {self._generated}")
-        return self._generated
+        code = self._derived()
+        if isinstance(code, str):
+            raise NotEmittable(f"{self.program.merge.name}: no generated kernels: {code}")
+        return code
 
     def explain(self, T: int = 16384, B: int = 1) -> str:
         """Text about the program: its transition, where calls run, the kernels and their file, the graphs, and a plan.
@@ -472,7 +490,7 @@ class LinearAttention:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
         lines = [f"transition: {program.transition} ({KINDS[program.transition].text})"]
-        code = self._generated
+        code = self._derived()
         sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
         reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available(), False)

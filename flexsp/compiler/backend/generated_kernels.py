@@ -27,12 +27,12 @@ from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.frontend.meta import ConstExpr
-from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
+from flexsp.compiler.frontend.one_at_a_time import in_turn, one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims
-from flexsp.compiler.graphs.stages import for_users, make_stages, split_gradients
+from flexsp.compiler.graphs.stages import Stage, for_users, make_stages, split_gradients
 from flexsp.compiler.graphs.values import OURS, NotEmittable
 from flexsp.exceptions import NotAvailable
 from flexsp.scan.dense import MOST
@@ -129,13 +129,25 @@ class Generated:
     """The kernels of one program: their sources, and the module they were written to.
 
     `flexsp.compiler.planning` plans what runs them. With `pieces`, chunkwise kernels take the state's columns in
-    pieces.
+    pieces. All but the program is derived when it is first read: a call that an engine runs whole never needs it.
     """
+
+    stages: list[Stage]
+    step: Step
+    saved: tuple[str, ...]
+    inverts: bool
+    parts: list[list[str]]
+    small: list[str]
+    sums: list[str]
+    layout: Layout
+    kernels: dict[str, Kernel]
+    _DERIVED = frozenset(("stages", "step", "saved", "inverts", "parts", "small", "sums", "layout", "kernels"))
 
     def __init__(
         self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, pieces: bool = False
     ) -> None:
         self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
+        self.dense = program.transition == "dense"
         _refuse_transition(program)
         if pieces and KINDS[program.transition].by_number:
             raise NotEmittable(
@@ -144,22 +156,40 @@ class Generated:
             )
         if chunk_size not in (None, *CHUNKS):
             raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
-        self.dense = program.transition == "dense"
-        step = differentiate(program)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of what is not there yet."""
+        if name not in self._DERIVED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.derive()
+        return self.__dict__[name]
+
+    def derive(self) -> None:
+        """Differentiates the functions and writes the kernels, once; NotEmittable if there are none. Takes seconds."""
+        if in_turn():
+            self._derive()
+        elif "kernels" not in self.__dict__:
+            one_at_a_time(self._derive, self.program.merge.name)
+
+    def _derive(self) -> None:
+        if "kernels" in self.__dict__:  # another thread was first
+            return
+        step = differentiate(self.program)
         self.stages = make_stages(step)
-        given = [*self._saved(step), *(name for stage in self.stages if stage.backward for name in stage.leaves)]
-        gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
         self.saved = self._saved(step)
+        given = [*self.saved, *(name for stage in self.stages if stage.backward for name in stage.leaves)]
+        gradients = [f"d_{name}" for name in (*step.tokens, *step.params)]
         self.inverts = any(x.kind == "inverse" for x in step.intrinsics)
         self.step, self.parts, self.small, self.sums = split_gradients(step, gradients, given)
         self.layout = self._layout()
-        self.kernels: dict[str, Kernel] = self._make()
+        kernels = self._make()
         if step.condition:
             raise NotEmittable(
                 "kernels compute the same for all sizes, and the functions do something else for others: they were "
                 f"traced where {step.condition}. C are the tokens of a chunk, from 1 to its size; a slice such as "
                 "x[:16] is one thing for 10 tokens and another for 20"
             )
+        self.kernels = kernels  # the last one: the others may be there of an attempt that failed
 
     def _layout(self) -> Layout:
         graph = self.step.graph
@@ -278,8 +308,7 @@ class Generated:
 
     @cached_property
     def _in_pieces(self) -> Generated:
-        given = (self.program, self.code_dir, self.chunk, True)
-        return one_at_a_time(lambda: Generated(*given), self.program.merge.name)
+        return Generated(self.program, self.code_dir, self.chunk, True)
 
     @cached_property
     def split(self) -> bool:

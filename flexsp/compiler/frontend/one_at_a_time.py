@@ -11,11 +11,16 @@ import torch
 from flexsp.compiler.frontend.trace import CompileError
 from flexsp.runtime.clean_thread import run_in_clean_thread
 
-__all__ = ["one_at_a_time"]
+__all__ = ["in_turn", "one_at_a_time"]
 
 _LOCK = threading.Lock()  # tracers and forward-mode differentiation have one state for all threads
 _here = threading.local()
 _Result = TypeVar("_Result")
+
+
+def in_turn() -> bool:
+    """Whether this thread is one that `one_at_a_time` made."""
+    return getattr(_here, "making", False)
 
 
 def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
@@ -24,7 +29,7 @@ def one_at_a_time(work: Callable[[], _Result], what: str) -> _Result:
     Raises:
         CompileError: `work` itself calls this function.
     """
-    if getattr(_here, "making", False):
+    if in_turn():
         raise CompileError(
             "merge_mode", what, "this variant is made while the functions of another one are traced; make it, or call "
             "what makes it, once before, outside of the functions"

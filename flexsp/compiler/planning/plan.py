@@ -80,22 +80,25 @@ def refusal(
     code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
 ) -> str | None:  # fmt: skip
     """Why no generated kernels run a call with these inputs, or None. `sizes` are the inputs' sizes by name."""
-    if code.layout.parts:
-        rows, cols = code.layout.numbers(sizes)
-        if (taken := too_large(rows, cols, code.dense)) is not None:
-            return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
     if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
         return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
-    dtype = inputs[next(iter(code.program.meta.tokens))][0]
-    wrong = _wrong_on_gpus(code, sizes, dtype)
-    if wrong is not None:
-        return wrong
+    # Asked first: what is generated is derived when it is first read, which takes seconds.
+    if any(x.serves(code, inputs) for x in code.program.lowerings):
+        return None
     try:
+        if code.layout.parts:
+            rows, cols = code.layout.numbers(sizes)
+            if (taken := too_large(rows, cols, code.dense)) is not None:
+                return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
+        dtype = inputs[next(iter(code.program.meta.tokens))][0]
+        wrong = _wrong_on_gpus(code, sizes, dtype)
+        if wrong is not None:
+            return wrong
         choose_plan(code, {name: sizes[name] for name in code.layout.sizes}, 1, 1, 0, dtype)
     except KeyError as error:
         return f"no input of the call tells the size {error}"
     except NotEmittable as error:
-        return None if any(x.serves(code, inputs) for x in code.program.lowerings) else str(error)
+        return str(error)
     return None
 
 
